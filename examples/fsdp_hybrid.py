@@ -50,15 +50,17 @@ mesh = init_device_mesh("cpu", (arguments.replicas, shards), mesh_dim_names=("re
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in (model[2], model):
-    fully_shard(layer, mesh=mesh)
+    # sparsecomm: the mesh of the shards; across the replicas, sums are sparse.
+    fully_shard(layer, mesh=mesh["shard"])
+replicas = mesh["replicate"].get_group()
 if arguments.local_steps:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     # sparsecomm: FSDP sums within each replica; optimizer.step() brings them together at the end of a round.
-    sparse = sparsecomm.torch.DiLoCo(model, optimizer, sync_every=arguments.local_steps)
+    sparse = sparsecomm.torch.DiLoCo(model, optimizer, sync_every=arguments.local_steps, comm=replicas)
     reducers = sparse.reducers
 else:
     # sparsecomm: 1 % of each shard is sent. Momentum comes before that, and the optimizer has none.
-    sparse = sparsecomm.torch.register_fsdp(model, 0.01, momentum=0.9)
+    sparse = sparsecomm.torch.register_fsdp(model, 0.01, comm=replicas, momentum=0.9)
     optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05), (sparse.reducer,)
 
 # sparsecomm: every rank saves its shards, and what it has not sent yet. As many go on, with the same --replicas.

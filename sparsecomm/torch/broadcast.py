@@ -37,7 +37,7 @@ def broadcast_parameters(
             has not come may have been written, that one in part.
     """
     named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
-    check_replicated(dict(named), comm, summed_here=[t for _, t in named])
+    check_replicated(dict(named), comm, summed=False)
     ranks = of(comm)
     if not isinstance(root, int) or not 0 <= root < ranks.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")

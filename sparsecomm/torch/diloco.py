@@ -23,7 +23,6 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.fsdp import Replicas
 from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
 from sparsecomm.torch.parameters import TrainedParameters
 from sparsecomm.torch.shards import local
@@ -56,8 +55,8 @@ class DiLoCo:
     or with ``by_speed``.
 
     A model that FSDP2 shards, or with tensor parallelism: each rank exchanges its shards with the ranks of ``comm``,
-    which hold the same ones. On a mesh that replicates, FSDP's own sum across the replicas is switched off: gradients
-    are then means over the shards of this replica, and DiLoCo is what brings replicas together.
+    which hold the same ones. Leave the dimension that replicates out of FSDP's mesh: gradients are then means over the
+    shards of this replica, and DiLoCo is what brings replicas together.
 
     Frozen parameters and buffers, such as running means, are left alone.
 
@@ -77,7 +76,7 @@ class DiLoCo:
         fragment_sync_delay: local steps between the beginning of an exchange and its application.
         fragment_update_alpha: how much of the local parameters is kept where an exchange is applied; with a delay, 0
             forgets the local steps since the exchange began.
-        comm: of the ranks that train together; ``None``: all, or the replicas of the mesh that shards the model.
+        comm: of the ranks that train together; ``None``: all. Of shards: the ranks that hold the same ones.
         options: those of `sparsecomm.Reducer`, with other defaults: see `sparsecomm.LocalSteps`; but of DTensors not
             ``clip``.
 
@@ -109,10 +108,7 @@ class DiLoCo:
         if outer_optimizer is inner_optimizer:
             raise InvalidInputError("outer_optimizer is inner_optimizer; expected one of its own, or None")
         with ExitStack() as undo:  # what `remove` does, and an error within
-            replicas = Replicas(model, comm)  # FSDP's own sum across them is off from here on
-            undo.callback(replicas.join)
-            clip, summed_here = options.get("clip"), replicas.summed_here
-            self._parameters = TrainedParameters(model.named_parameters(), replicas.comm, clip, summed_here)
+            self._parameters = TrainedParameters(model.named_parameters(), comm, options.get("clip"))
             named = self._parameters.named
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
             if stepped.isdisjoint(named.values()):
@@ -133,7 +129,7 @@ class DiLoCo:
                 fragment_sync_delay=fragment_sync_delay,
                 fragment_update_alpha=fragment_update_alpha,
                 outer=outer,
-                comm=replicas.comm,
+                comm=comm,
                 **options,
             )
             undo.callback(self._local_steps.rest)

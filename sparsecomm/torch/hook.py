@@ -252,7 +252,7 @@ def _check_free(ddp: DistributedDataParallel) -> None:
     if not isinstance(model, DistributedDataParallel):
         what = type(ddp).__name__
         sharded = what.startswith(("FSDP", "FullySharded"))
-        hint = "; for a model that FSDP2 shards on a mesh with replicas there is register_fsdp" if sharded else ""
+        hint = "; for replicas of a model that FSDP2 shards there is register_fsdp" if sharded else ""
         raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
     if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
         raise InvalidInputError(

@@ -54,16 +54,13 @@ class TrainedParameters:
         comm: of the ranks.
     """
 
-    def __init__(
-        self, named: NamedParameters, comm: Comm, clip: object = None, summed_here: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
         """Check the arguments. Nothing is sent.
 
         Args:
             named: names and parameters. Those that are frozen are only compared.
             comm: of the ranks.
             clip: as in `Reducer`.
-            summed_here: as in `check_replicated`.
 
         Raises:
             InvalidInputError: an argument cannot be used, or gradients of shards are to be clipped.
@@ -75,7 +72,6 @@ class TrainedParameters:
                 f"{refused[0]} is {dtype}, of which no entries are the largest; expected real parameters: train "
                 "torch.view_as_real() of them, or leave them out and freeze them"
             )
-        self._summed_here = list(summed_here)
         self._sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
@@ -87,7 +83,7 @@ class TrainedParameters:
 
     def check_comm(self, comm: Comm) -> None:
         """Check that the ranks of a communicator hold the same shards, as far as the meshes tell. Nothing is sent."""
-        check_replicated(self.named, comm, summed_here=self._summed_here)
+        check_replicated(self.named, comm)
 
     def connect(self) -> Transport:
         """Return the transport of the ranks. Collective, if there are DTensors.
@@ -129,7 +125,6 @@ class Parameters(TrainedParameters):
         comm: Comm = None,
         scaler: Scaler | None = None,
         check_weights_every: int | None = 0,
-        summed_here: Iterable[torch.Tensor] = (),
         **options: Unpack[ReducerOptions],
     ) -> None:
         """Check the arguments.
@@ -139,7 +134,6 @@ class Parameters(TrainedParameters):
                 on this rank that are summed.
             density, options: as in `Reducer`.
             comm, scaler, check_weights_every: as in `sparsecomm.torch.SparseState`.
-            summed_here: as in `check_replicated`.
 
         Raises:
             InvalidInputError: an argument cannot be used.
@@ -149,7 +143,7 @@ class Parameters(TrainedParameters):
                 raise InvalidInputError(f"{name} is not an option here; expected those of sparsecomm.Reducer otherwise")
         self._check_every = check_every(check_weights_every)
         self._checked: int | None = None  # the step in which weights were compared last, since they were made or loaded
-        super().__init__(named, comm, options.get("clip"), summed_here)
+        super().__init__(named, comm, options.get("clip"))
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._density, self._options, self._scaler = density, options, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps

@@ -57,29 +57,26 @@ def ranks_of(comm: Comm) -> list[int] | None:
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
 
 
-def check_replicated(
-    named: Mapping[str, torch.Tensor], comm: Comm, *, summed_here: Iterable[torch.Tensor] = ()
-) -> None:
+def check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: bool = True) -> None:
     """Check that no two ranks of ``comm`` hold different shards, as far as the meshes tell. Nothing is sent.
 
     Args:
         named: names and parameters. What is no DTensor passes.
         comm: whose ranks are to sum their shards.
-        summed_here: parameters whose gradients PyTorch does not sum along dimensions of the mesh that replicate them.
+        summed: they are to sum gradients, which PyTorch sums along dimensions of the mesh that replicate them.
 
     Raises:
         InvalidInputError: two do; or PyTorch sums gradients over these ranks already.
     """
     if (ranks := ranks_of(comm)) is None:
         return
-    known = {id(parameter) for parameter in summed_here}
-    layouts: dict[tuple[DeviceMesh, Any, bool], str] = {}  # the first name of each
+    layouts: dict[tuple[DeviceMesh, Any], str] = {}  # the first name of each
     for name, parameter in named.items():
         if is_sharded(parameter):
             t: DTensor = parameter
-            layouts.setdefault((t.device_mesh, t.placements, id(parameter) in known), name)
+            layouts.setdefault((t.device_mesh, t.placements), name)
     which = "all ranks (comm is None)" if comm is None else f"ranks {ranks}, which are those of comm,"
-    for (mesh, placements, summed), name in layouts.items():
+    for (mesh, placements), name in layouts.items():
         apart = _dimensions_apart(mesh, ranks)
         if sharded := [d for d in apart if not placements[d].is_replicate()]:
             raise InvalidInputError(
@@ -87,12 +84,11 @@ def check_replicated(
                 "lie: each holds another part of it, and there is nothing to sum. Expected ranks that hold the same "
                 f"shard: {HYBRID}"
             )
-        if apart and not summed:
+        if apart and summed:
             raise InvalidInputError(
                 f"{name} is a DTensor, replicated over {_dimension(mesh, apart[0])} of its mesh, along which {which} "
-                "lie: PyTorch itself sums its gradients there, densely and in each step. With fully_shard use "
-                "sparsecomm.torch.register_fsdp or sparsecomm.torch.DiLoCo, which switch that off, or leave the "
-                f"dimension out of the mesh: {HYBRID}"
+                "lie: PyTorch itself sums its gradients there, densely and in each step. Leave the dimension out "
+                f"of the mesh: {HYBRID}"
             )
 
 

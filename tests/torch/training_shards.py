@@ -16,15 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import sparsecomm as sc
-from sparsecomm.torch import (
-    DiLoCo,
-    DistributedOptimizer,
-    SparseAdamW,
-    broadcast_parameters,
-    fsdp,
-    register,
-    register_fsdp,
-)
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, broadcast_parameters, register, register_fsdp
 from tests.torch.training_ranks import EXACT, RANK, Chosen, Gradients, Oracle, P, case, gradients, sgd, soon
 
 SHARDS = 2
@@ -56,12 +48,11 @@ def sharded(mesh: Any, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def hybrid(way: str, density: float | None = None, **options: Any) -> tuple[Any, Any]:
-    """A model on a mesh of two dimensions, or on its shards alone, with the replicas as comm."""
-    model = sharded(MESH if way == "mesh" else MESH["shard"], **options)
-    comm = {"comm": None if way == "mesh" else MESH["replicate"].get_group()}
+def hybrid(density: float | None = None, **options: Any) -> tuple[Any, Any]:
+    """A model on its shards alone, with the replicas as comm."""
+    model = sharded(MESH["shard"], **options)
     exact = {**EXACT, "algorithm": "split"} if density is None else {"density": density}
-    return model, register_fsdp(model, **comm, **exact)
+    return model, register_fsdp(model, comm=MESH["replicate"].get_group(), **exact)
 
 
 def shard_of(whole: torch.Tensor, shard: int = SHARD) -> torch.Tensor:
@@ -98,32 +89,32 @@ def dense_sums_are_fsdps() -> None:
     for reduce_dtype in (None, torch.bfloat16):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         plain = sharded(MESH, mp_policy=policy)
-        found = {way: hybrid(way, 1.0, mp_policy=policy, reshard_after_forward=way == "mesh") for way in ("mesh", "1d")}
-        optimizers = [sgd(model.parameters()) for model in (plain, *(m for m, _ in found.values()))]
+        found = [hybrid(1.0, mp_policy=policy, reshard_after_forward=reshard) for reshard in (True, False)]
+        models = [plain, *(model for model, _ in found)]
+        optimizers = [sgd(model.parameters()) for model in models]
         for step in range(2):
-            for model in (plain, *(m for m, _ in found.values())):
+            for model in models:
                 model(given(step, RANK)).backward()
-            for model, _ in found.values():
+            for model in models[1:]:
                 for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
                     assert torch.equal(p.grad.to_local(), q.grad.to_local()), (reduce_dtype, name)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert all(state.reducer.counters.bytes_sent > 0 for _, state in found.values())
-    model, state = found["mesh"]  # without the state FSDP sums as it did
+        assert all(state.reducer.counters.bytes_sent > 0 for _, state in found)
+    model, state = found[0]  # without the state gradients are those of the shard group
     state.remove()
-    for m in (plain, model):
-        m(given(3, RANK)).backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+    model(given(3, RANK)).backward()
+    mine = shards_by_replica([given(3, rank) for rank in range(P)])[REPLICA]
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad.to_local(), mine[name.replace(".", "_")])
 
 
 class Run:
     """A training of a hybrid model, and its oracle."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
-        self.model, self.state = hybrid(way)
+    def __init__(self) -> None:
+        self.model, self.state = hybrid()
         self.optimizer = sgd(self.model.parameters())
         self.oracle = Oracle(Shards(self.model), rank=REPLICA, ranks=P // SHARDS)
 
@@ -165,7 +156,7 @@ class Run:
         saved.seek(0)
         state, weights = torch.load(saved, weights_only=False)
         self.state.remove()
-        self.model, self.state = hybrid(self.way)
+        self.model, self.state = hybrid()
         self.model.load_state_dict(weights)
         self.state.load_state_dict(state)
         self.optimizer = sgd(self.model.parameters())
@@ -174,18 +165,16 @@ class Run:
 @case
 def sparse_sums_are_the_oracles() -> None:
     """Also with gradients that only add up, unused parameters, and a stop."""
-    for way in ("mesh", "1d"):
-        run = Run(way)
-        run.step(0)
-        run.step(1, "no_sync")
-        run.step(2, "set_requires_gradient_sync")
-        run.check()
-        run.stop()
-        run.step(3, "set_requires_all_reduce")
-        run.step(4, unused="bd")
-        run.step(5, unused="ade")
-        run.step(6)
-        run.check()
+    run = Run()
+    run.step(0)
+    run.step(1, "no_sync")
+    run.step(2, "set_requires_gradient_sync")
+    run.check()
+    run.stop()
+    run.step(4, unused="bd")
+    run.step(5, unused="ade")
+    run.step(6)
+    run.check()
 
 
 # -- DTensors ---------------------------------------------------------------------------------------------------------
@@ -247,31 +236,31 @@ def what_cannot_be_summed_is_refused() -> None:
     for refused, match in (
         (lambda: optimizer_of(plain, None), by.format("None")),
         (lambda: optimizer_of(plain, world), by.format("ranks")),
-        (lambda: optimizer_of(both, replicas), r"replicated over dimension 'replicate'.*use.*register_fsdp"),
+        (
+            lambda: optimizer_of(both, replicas),
+            r"replicated over dimension 'replicate'.*fully_shard\(module, mesh=mesh",
+        ),
+        (
+            lambda: register_fsdp(both, comm=replicas),
+            r"replicated over dimension 'replicate'.*fully_shard\(module, mesh=m",
+        ),
+        (lambda: DiLoCo(both, sgd(both.parameters()), comm=replicas), r"replicated over dimension 'replicate'"),
         (lambda: register_fsdp(plain, comm=world), nothing),
         (lambda: register_fsdp(rows, comm=shards), nothing),
         (lambda: DiLoCo(plain, sgd(plain.parameters()), comm=world), nothing),
         (lambda: broadcast_parameters(plain.named_parameters()), nothing),
-        (lambda: register_fsdp(plain), "no dimension that replicates"),
-        (lambda: register_fsdp(rows), "no dimension that replicates"),
-        (lambda: register_fsdp(both, clip=1.0), "clip: this rank has the norm of its shards only"),
+        (lambda: register_fsdp(plain), nothing),
+        (lambda: register_fsdp(rows), nothing),
+        (lambda: register_fsdp(rows, comm=replicas, clip=1.0), "clip: this rank has the norm of its shards only"),
         (lambda: register_fsdp(nn.Linear(2, 2)), "named_parameters: none"),
         (lambda: register(both), "register_fsdp"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             refused()
-    state = register_fsdp(both)
+    state = register_fsdp(rows, comm=replicas)
     with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
-        register_fsdp(both)
+        register_fsdp(rows, comm=replicas)
     state.remove()
-    both.set_gradient_divide_factor(1.0)
-    with pytest.raises(sc.InvalidInputError, match="set_gradient_divide_factor was called"):
-        register_fsdp(both)
-    with pytest.MonkeyPatch.context() as patch:  # a version of torch that keeps its groups of parameters elsewhere
-        patch.setattr(fsdp, "_param_groups", lambda model: [])
-        with pytest.raises(sc.InvalidInputError, match=r"fully_shard\(module, mesh=mesh\['shard'\]\)"):
-            register_fsdp(both)
-        register_fsdp(rows, comm=replicas).remove()
     crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
     state = register_fsdp(rows, comm=crossed[0 if RANK in (0, P - 1) else 1])
     with soon(), pytest.raises(sc.CollectiveMismatchError, match="hold different shards"):
@@ -281,7 +270,7 @@ def what_cannot_be_summed_is_refused() -> None:
 @case
 def ranks_are_lost_and_found() -> None:
     """A replica leaves, and comes back with its shards of the weights of the other."""
-    model, state = hybrid("mesh")
+    model, state = hybrid()
     optimizer = sgd(model.parameters())
     both = MESH["replicate"].get_group()
     alone = [dist.new_group([rank]) for rank in range(P)][RANK]
@@ -297,7 +286,7 @@ def ranks_are_lost_and_found() -> None:
         optimizer.step()
     else:
         state.remove()
-        model, state = hybrid("mesh")
+        model, state = hybrid()
         optimizer = sgd(model.parameters())
     rebuilt = state.rebuild(both, joining=REPLICA == 1)
     assert rebuilt.ranks_joined == (1,)
@@ -314,9 +303,11 @@ def ranks_are_lost_and_found() -> None:
 
 @case
 def local_steps_of_shards() -> None:
-    """Replicas of shards, on either mesh: as a plain loop by whole parameters."""
-    for mesh, comm in ((MESH, None), (MESH["shard"], MESH["replicate"].get_group())):
-        model, replicas = sharded(mesh), [Parts() for _ in range(P // SHARDS)]
+    """Replicas of shards: as a plain loop by whole parameters."""
+    comm = MESH["replicate"].get_group()
+    for reshard in (True, False):
+        model = sharded(MESH["shard"], reshard_after_forward=reshard)
+        replicas = [Parts() for _ in range(P // SHARDS)]
         inner, inners = sgd(model.parameters()), [sgd(m.parameters()) for m in replicas]
         outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, nesterov=True)
         diloco = DiLoCo(model, inner, outer, 1.0, sync_every=2, comm=comm, scope="tensor", dense_below=0)
