@@ -44,7 +44,7 @@ except ImportError as error:
 
 from sparsecomm.torch.adamw import SparseAdamW
 from sparsecomm.torch.broadcast import broadcast_parameters
-from sparsecomm.torch.checkpoints import Checkpoint, load, save
+from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.fsdp import ShardedState, register_fsdp
 from sparsecomm.torch.hook import SparseState, keep_local, register, sparse_hook
@@ -60,6 +60,7 @@ __all__ = [
     "SparseAdamW",
     "SparseOptimizer",
     "SparseState",
+    "Stateful",
     "broadcast_parameters",
     "keep_local",
     "load",

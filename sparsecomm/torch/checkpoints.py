@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -31,7 +32,7 @@ from sparsecomm.torch.parameters import Parameters
 from sparsecomm.torch.shards import is_sharded
 from sparsecomm.transport import Comm, of
 
-__all__ = ["Checkpoint", "load", "save"]
+__all__ = ["Checkpoint", "Stateful", "load", "save"]
 
 _log = logging.getLogger("sparsecomm")
 
@@ -173,6 +174,59 @@ def load(
     if refused is not None:
         raise refused
     return None
+
+
+class Stateful:
+    """An object of this library for `torch.distributed.checkpoint`, beside a model that has shards.
+
+        dcp.save({"model": model, "sparse": Stateful(state)}, checkpoint_id=folder)
+        dcp.load({"model": model, "sparse": Stateful(state, folder)}, checkpoint_id=folder)
+
+    Each rank's state is a tensor of bytes of its own. Another number of ranks may load it.
+
+    Args:
+        one: what has ``state_dict`` and ``load_state_dict``: a `SparseState`, an optimizer, a `DiLoCo`, a `Reducer`.
+        checkpoint: where to load from: a folder, or a ``StorageReader``. ``None``: it is to be saved.
+        name: where several are saved together, each has its own.
+        comm: the ranks; ``None``: all.
+    """
+
+    def __init__(self, one: Any, checkpoint: Any = None, *, name: str = "state", comm: Comm = None) -> None:
+        self._one, self._name, self._checkpoint, self._comm = one, name, checkpoint, comm
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's state as bytes; to load, room for what is to be loaded.
+
+        Raises:
+            InvalidInputError: the checkpoint has none of this name.
+        """
+        ranks = of(self._comm)
+        if self._checkpoint is None:
+            kept = io.BytesIO()
+            torch.save(_state_of(self._one), kept)
+            return {self._key(ranks.rank, ranks.size): torch.frombuffer(kept.getbuffer(), dtype=torch.uint8)}
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        path = isinstance(self._checkpoint, (str, os.PathLike))
+        reader: Any = FileSystemReader(self._checkpoint) if path else self._checkpoint
+        saved = reader.read_metadata().state_dict_metadata
+        sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
+        own = self._key(ranks.rank, ranks.size)
+        found = {key: size for key, size in sizes.items() if re.fullmatch(self._key(r"\d+", r"\d+"), key)}
+        if not found:
+            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
+        return {key: torch.empty(found[key], dtype=torch.uint8) for key in ([own] if own in found else found)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the object, from what `state_dict` has made room for. Collective."""
+        ranks, (*_, last) = of(self._comm), sorted(state)
+        old = int(last.rpartition("of")[2])
+        keys = [self._key(ranks.rank, old)] if old == ranks.size else [self._key(rank, old) for rank in range(old)]
+        states = [torch.load(io.BytesIO(state[key].numpy().tobytes()), weights_only=True) for key in keys]
+        self._one.load_state_dict(_for_this_rank(self._one, states, ranks.rank, ranks.size, old != ranks.size))
+
+    def _key(self, rank: int | str, size: int | str) -> str:
+        return f"{self._name}-rank{rank}-of{size}"
 
 
 def _named(objects: Mapping[str, object]) -> dict[str, Any]:

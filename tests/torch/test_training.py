@@ -29,6 +29,7 @@ OF_ANY_SIZE = (
     "training_adamw",
     "training_broadcast",
     "training_compiled",
+    "training_saved",
     "training_late",
 )
 

@@ -1,0 +1,76 @@
+"""Cases of checkpoints of `torch.distributed.checkpoint`, on every rank: see `test_training.py`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import sparsecomm as sc
+from sparsecomm.torch import DistributedOptimizer, SparseAdamW, Stateful
+from tests.torch.training_ranks import RANK, Chosen, P, all_gather, case, gradients, sgd
+
+FOLDER = Path(tempfile.gettempdir(), f"dcp of {Path(sys.argv[3]).resolve().parent.name}")
+
+
+def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
+    model = Chosen()
+    if way == "SparseAdamW":
+        return model, SparseAdamW(model.named_parameters(), lr=0.05, density=0.2, comm=comm)
+    named = model.named_parameters()
+    return model, DistributedOptimizer(sgd(model.parameters()), named, 0.1, comm=comm, dense_below=0)
+
+
+def stepped(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    model(gradients(step, RANK)).backward()
+    optimizer.step()
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def waiting(optimizer: Any) -> torch.Tensor:
+    """The sum of all ranks' residuals."""
+    own = torch.cat([torch.from_numpy(optimizer.reducer.residual(n)).reshape(-1) for n in optimizer.reducer.names])
+    return torch.stack(all_gather(own)).sum(0)
+
+
+@case
+def states_beside_a_model() -> None:
+    """They go on as if they had not stopped; fewer ranks share out what all had."""
+    fewer = dist.new_group(list(range(max(1, P - 1))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for way in ("SparseAdamW", "DistributedOptimizer"):
+            model, optimizer = made(way)
+            for step in range(3):
+                stepped(model, optimizer, step)
+            dcp.save({"model": model, "sparse": Stateful(optimizer)}, checkpoint_id=FOLDER)
+            again, other = made(way)
+            dcp.load({"model": again, "sparse": Stateful(other, FOLDER)}, checkpoint_id=FOLDER)
+            for step in (3, 4):
+                stepped(model, optimizer, step)
+                stepped(again, other, step)
+            assert torch.equal(weights_of(model), weights_of(again))
+            assert torch.equal(waiting(optimizer), waiting(other))
+            if max(1, P - 1) > RANK:
+                _, few = made(way, fewer)
+                dcp.load({"sparse": Stateful(few, FOLDER, comm=fewer)}, checkpoint_id=FOLDER, process_group=fewer)
+                assert few.reducer.step == 3
+            with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
+                Stateful(other, FOLDER, name="other").state_dict()
+            dist.barrier()
+            if RANK == 0:
+                shutil.rmtree(FOLDER)
+            dist.barrier()
