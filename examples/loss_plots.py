@@ -52,7 +52,9 @@ def of_rules(path: Path) -> dict[str, Points]:
     for rule, outcomes in GRID.by_seed(GRID.read(path)).items():
         nats = fmean(outcome["loss"] for outcome in outcomes)
         key = replace(rule, rate=0.0)
-        if rule.ranks == RANKS and rule.way in SERIES and (key not in best or nats < best[key][3]):
+        if rule.optimizer == "lion" or rule.ranks != RANKS or rule.way not in SERIES:
+            continue
+        if key not in best or nats < best[key][3]:
             steps = rule.steps == 0
             best[key] = rule.model if steps else "", rule.way, fmean(o["bytes"] for o in outcomes), nats
     found: dict[str, Points] = defaultdict(lambda: defaultdict(list))

@@ -414,9 +414,12 @@ class Backend:
     def scaled_key(self, entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
         """Return the key of a magnitude that has grown as the sum of others has, of entries of that type.
 
-        ``before``, ``now``: the keys of the others. Where their sums are not finite, or zero, it is ``key`` itself.
+        ``before``, ``now``: the keys of the others. Where their sums are not finite, or zero, or ``key`` is above all
+        keys, it is ``key`` itself.
         """
         values = np.dtype(entries.values.dtype.name)
+        if key > int(np.array(np.inf, values).view(f"u{values.itemsize}")):
+            return key
         magnitude, old, new = (
             sum(np.array(keys, f"u{values.itemsize}").view(values).tolist()) for keys in ([key], before, now)
         )

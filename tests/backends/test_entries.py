@@ -140,6 +140,8 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
         one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
         assert backend.scaled_key(there, one, [one, one], [two, two]) == two
         assert backend.scaled_key(there, two, [two], [one]) == one
+        for above in (2**63, 2**64, 2**70):  # a bound that nothing reaches
+            assert backend.scaled_key(there, above, [one], [two]) == above
         for number in largest_few[1:2]:
             first = sorted(range(nnz), key=lambda i: -int(its_own[i]))[:number]  # of equals the lower index
             found, its_keys = backend.largest_keys(its_own.tolist(), [number, 1, nnz, number])
