@@ -16,7 +16,6 @@ except ImportError as error:
 
 from sparsecomm.integrations.attach import Attached, attach
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch import load, save
 
 __all__ = ["register"]
 
@@ -46,10 +45,10 @@ def register(
     sparse = attach(model, [getattr(each, "optimizer", each) for each in given], density, options)
 
     def save_ours(models: list[Any], weights: list[Any], folder: str) -> None:
-        save(Path(folder) / _FOLDER, sparse.step, sparse.objects)
+        sparse.save(Path(folder) / _FOLDER)
 
     def load_ours(models: list[Any], folder: str) -> None:
-        load(Path(folder) / _FOLDER, sparse.objects)
+        sparse.load(Path(folder) / _FOLDER)
 
     accelerator.register_save_state_pre_hook(save_ours)
     accelerator.register_load_state_pre_hook(load_ours)

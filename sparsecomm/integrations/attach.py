@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,16 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
-from sparsecomm.torch import SparseAdamW, SparseOptimizer, keep_local, register
+from sparsecomm.torch import SparseAdamW, SparseOptimizer, keep_local, load, register, save
 
 __all__ = ["Attached", "attach"]
+
+_log = logging.getLogger("sparsecomm")
 
 
 class Attached:
     """A training whose gradients are exchanged sparsely.
 
     Attributes:
-        objects: by name, what each rank has to save, for `sparsecomm.torch.save` and `sparsecomm.torch.load`.
+        objects: by name, what each rank has to save.
         reducers: with counters, buckets and residuals.
     """
 
@@ -30,6 +34,17 @@ class Attached:
     def step(self) -> int:
         """How many steps have been made."""
         return max(reducer.step for reducer in self.reducers)
+
+    def save(self, folder: Path) -> None:
+        """Save what each rank has not sent yet. Collective."""
+        save(folder, self.step, self.objects)
+
+    def load(self, folder: Path) -> None:
+        """Load it again, on any number of ranks. Collective. Where there is nothing, say so, and begin without."""
+        if load(folder, self.objects) is None:
+            _log.warning(
+                "%s has no residuals that all ranks see: what was not sent before it was saved is lost", folder
+            )
 
 
 def attach(ddp: object, optimizers: Iterable[object], density: Any, options: dict[str, Any]) -> Attached:

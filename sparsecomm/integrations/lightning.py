@@ -17,7 +17,6 @@ except ImportError as error:
 
 from sparsecomm.integrations.attach import Attached, attach
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch import load, save
 
 __all__ = ["SparseDDPStrategy"]
 
@@ -36,10 +35,10 @@ class SparseDDPStrategy(DDPStrategy):
         ddp: those of `DDPStrategy`.
 
     Attributes:
-        sparse: from the beginning of a training on; its ``reducers`` have counters.
+        sparse: from the beginning of a training on; its ``reducers`` have counters. ``None`` before.
     """
 
-    sparse: Attached
+    sparse: Attached | None = None
 
     def __init__(self, density: Schedule = 0.001, options: dict[str, Any] | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
@@ -52,12 +51,13 @@ class SparseDDPStrategy(DDPStrategy):
             return
         self.sparse = attach(self.model, self.optimizers, self._density, self._options)
         if trainer.ckpt_path:
-            load(_beside(trainer.ckpt_path), self.sparse.objects)
+            self.sparse.load(_beside(trainer.ckpt_path))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint, on all ranks."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        save(_beside(filepath), self.sparse.step, self.sparse.objects)
+        if self.sparse is not None:
+            self.sparse.save(_beside(filepath))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, on all ranks."""

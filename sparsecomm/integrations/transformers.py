@@ -16,7 +16,7 @@ except ImportError as error:
 
 from sparsecomm.integrations.attach import Attached, attach
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.torch import SparseOptimizer, load, save
+from sparsecomm.torch import SparseOptimizer
 
 __all__ = ["SparseCallback", "register"]
 
@@ -65,11 +65,11 @@ class SparseCallback(TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.sparse = attach(trainer.model_wrapped, [optimizer], self._density, self._options)
         if state.global_step:
-            load(self._folder(args, state), self.sparse.objects)
+            self.sparse.load(self._folder(args, state))
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         """Save what this rank has not sent yet, in the folder of the Trainer's checkpoint."""
-        save(self._folder(args, state), self.sparse.step, self.sparse.objects)
+        self.sparse.save(self._folder(args, state))
 
     def _folder(self, args: TrainingArguments, state: Any) -> Path:
         return Path(str(args.output_dir), f"checkpoint-{state.global_step}", "sparsecomm")

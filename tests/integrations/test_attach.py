@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,23 @@ def test_an_optimizer_that_exchanges_needs_no_hook(ddp: DistributedDataParallel)
         ddp(torch.ones(1, 20)).sum().backward()
         optimizer.step()
     assert attached.step == attached.reducers[0].step == 3
+
+
+def test_what_was_not_sent_is_saved(
+    ddp: DistributedDataParallel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached = attach(ddp, [torch.optim.SGD(ddp.module.parameters(), lr=0.1)], 0.1, {"dense_below": 0})
+    ddp(torch.arange(20.0).reshape(1, 20)).sum().backward()
+    kept = attached.reducers[0].residual("weight").copy()
+    assert kept.any()
+    attached.save(tmp_path / "a")
+    ddp(torch.ones(1, 20)).sum().backward()
+    attached.load(tmp_path / "a")
+    assert attached.step == 1
+    assert (attached.reducers[0].residual("weight") == kept).all()
+    with caplog.at_level("WARNING", "sparsecomm"):
+        attached.load(tmp_path / "b")
+    assert "has no residuals that all ranks see" in caplog.text
 
 
 def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
