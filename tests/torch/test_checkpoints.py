@@ -154,6 +154,8 @@ def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path) -> None:
         (tmp_path / "step2-rank7-of9.pt").touch()  # left over
         save(tmp_path, 31, {"x": 31}, comm=ranks, keep=2)
         assert load(tmp_path, {"x": None}, comm=ranks) == Checkpoint(31, {"x": 31}, 2)
+        assert load(tmp_path, {"x": None}, comm=ranks, step=4) == Checkpoint(4, {"x": 4}, 2)
+        assert load(tmp_path, {"x": None}, comm=ranks, step=5) is None
 
     run(2, program)
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -17,7 +17,7 @@ from torch import nn
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseAdamW, Stateful
-from tests.torch.training_ranks import RANK, Chosen, P, all_gather, case, gradients, sgd
+from tests.torch.training_ranks import RANK, Chosen, P, case, gradients, sgd
 
 FOLDER = Path(tempfile.gettempdir(), f"dcp of {Path(sys.argv[3]).resolve().parent.name}")
 
@@ -40,10 +40,12 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def waiting(optimizer: Any) -> torch.Tensor:
+def waiting(optimizer: Any, group: Any = None) -> torch.Tensor:
     """The sum of all ranks' residuals."""
-    own = torch.cat([torch.from_numpy(optimizer.reducer.residual(n)).reshape(-1) for n in optimizer.reducer.names])
-    return torch.stack(all_gather(own)).sum(0)
+    parts = [torch.from_numpy(optimizer.reducer.residual(name)).reshape(-1) for name in optimizer.reducer.names]
+    total = torch.cat(parts).double()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 @case
@@ -57,6 +59,8 @@ def states_beside_a_model() -> None:
             for step in range(3):
                 stepped(model, optimizer, step)
             dcp.save({"model": model, "sparse": Stateful(optimizer)}, checkpoint_id=FOLDER)
+            before = waiting(optimizer)
+            assert before.any()
             again, other = made(way)
             dcp.load({"model": again, "sparse": Stateful(other, FOLDER)}, checkpoint_id=FOLDER)
             for step in (3, 4):
@@ -68,6 +72,7 @@ def states_beside_a_model() -> None:
                 _, few = made(way, fewer)
                 dcp.load({"sparse": Stateful(few, FOLDER, comm=fewer)}, checkpoint_id=FOLDER, process_group=fewer)
                 assert few.reducer.step == 3
+                torch.testing.assert_close(waiting(few, fewer), before, rtol=1e-5, atol=1e-5)
             with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
                 Stateful(other, FOLDER, name="other").state_dict()
             dist.barrier()
