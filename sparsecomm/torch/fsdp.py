@@ -56,9 +56,10 @@ def register_fsdp(model: nn.Module, density: Schedule = 0.001, **options: Unpack
 class ShardedState(Exchange):
     """What `register_fsdp` returns: the exchange of a model's shards across replicas, and what it keeps.
 
-    It goes on as long as this object lives, or until `remove`, which drops what waits in residuals. Within `no_sync` FSDP sums within its group all the
-    same, so that no rank has to keep a whole gradient. A shard group that lost a rank is lost as a whole: FSDP cannot
-    go on in it; the others `rebuild` over process groups of the ranks that hold the same shards.
+    It goes on as long as this object lives, or until `remove`, which drops what waits in residuals. Within `no_sync`
+    FSDP sums within its group all the same, so that no rank has to keep a whole gradient. A shard group that lost a
+    rank is lost as a whole: FSDP cannot go on in it; the others `rebuild` over process groups of the ranks that hold
+    the same shards.
     """
 
     def __init__(self, model: nn.Module, density: Schedule, **options: Unpack[ExchangeOptions]) -> None:
