@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -102,11 +103,15 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
                 torch.save(states, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if unknown := torch.serialization.get_unsafe_globals_in_checkpoint(part):
+            try:
+                torch.load(part, weights_only=True, mmap=True)  # which leaves tensors in the file
+            except pickle.UnpicklingError as error:
+                unknown = re.search(r"GLOBAL (\S+)", str(error))
                 raise InvalidInputError(
-                    f"objects: {', '.join(sorted(unknown))} cannot be loaded again; expected tensors, numbers, texts, "
-                    "and lists and dictionaries of them, or types that torch.serialization.add_safe_globals was told of"
-                )
+                    f"objects: {unknown[1] if unknown else error} cannot be loaded again; expected tensors, numbers, "
+                    "texts, and lists and dictionaries of them, or types that torch.serialization.add_safe_globals was "
+                    "told of"
+                ) from error
 
         def commit() -> None:
             if part.exists():  # unless it was interrupted, and is called again
