@@ -20,8 +20,9 @@ from bench.replay import Recorder, Replay
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
+from sparsecomm.calls.observers import observed
 from sparsecomm.cli.bench import runners
-from sparsecomm.cli.bench.clocks import Clock, clocked_backend
+from sparsecomm.cli.bench.clocks import Clock
 from sparsecomm.cli.bench.measure import Check
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import Runner
@@ -76,7 +77,7 @@ class Ours(runners.Ours):
         super().__init__(name, vectors, k, wire)
         self.problem = self.explained.query.problem(self.taken.wire)  # what its bound depends on
         self.merging = Clock()
-        self._backend = clocked_backend(CpuBackend(), self.merging)
+        self._backend = observed(CpuBackend(), self.merging)
         selected = sc.topk(vectors.x, k) if name != "dense" else None
         self._entries, self.selected = selected, selected and (selected.indices, selected.values)
         self.recorder = Recorder(self.ranks)

@@ -19,12 +19,14 @@ __all__ = [
     "connections",
     "max_message_bytes",
     "oversubscribed",
+    "ranges",
     "rank_on_this_node",
     "ranks_on_this_node",
     "simd",
     "texts",
     "threads",
     "timeout",
+    "trace",
     "voting",
 ]
 
@@ -35,6 +37,7 @@ _MAX_THREADS = 8
 _MAX_TIMEOUT = 1e6  # seconds, of which all clocks and calls of the system can count so many
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time, and in how many
 _SIMD = ("portable", "avx2", "avx512")
+_PROFILERS = ("torch", "nvtx")
 texts = _environment.texts  # the variables that calls read: another tuple if one of them has changed
 
 
@@ -144,6 +147,21 @@ def simd() -> str | None:
     if text not in (None, *_SIMD):
         raise InvalidInputError(f"SPARSECOMM_SIMD={text!r}: expected one of {', '.join(_SIMD)}")
     return text
+
+
+def trace() -> Path | None:
+    """Return ``SPARSECOMM_TRACE``: where each rank writes what its calls do, its number before the suffix."""
+    text = os.environ.get("SPARSECOMM_TRACE", "").strip()
+    return Path(text) if text else None
+
+
+def ranges() -> list[str]:
+    """Return ``SPARSECOMM_RANGES``: the profilers that are told of the parts of calls, "torch" or "nvtx" or both."""
+    text = os.environ.get("SPARSECOMM_RANGES", "")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in _PROFILERS]:
+        raise InvalidInputError(f"SPARSECOMM_RANGES={text!r}: {unknown[0]!r} is none of {', '.join(_PROFILERS)}")
+    return list(dict.fromkeys(names))
 
 
 def ranks_on_this_node() -> int:

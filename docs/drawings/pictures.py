@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from docs.drawings import example, overview
+from docs.drawings import example, overview, run
 from docs.drawings.timeline import Holdings, holdings, timeline
 from docs.drawings.traces import Message, Trace, trace
 
@@ -150,4 +150,4 @@ PICTURES: dict[str, Callable[[], str]] = {
         ssar_split_allgather,
         hierarchical,
     )
-} | {"overview": overview.draw, "worked-example": example.draw}
+} | {"overview": overview.draw, "worked-example": example.draw, "run": run.draw}

@@ -36,8 +36,9 @@ _STYLE = """
 class Canvas:
     """A drawing under way. Positions are pixels from the upper left corner."""
 
-    def __init__(self, title: str) -> None:
-        self._title = title
+    def __init__(self, title: str, style: str = "") -> None:
+        """Begin a drawing. ``style``: rules of CSS, besides those of all drawings."""
+        self._title, self._style = title, _STYLE + style
         self._parts: list[str] = []
 
     def text(self, x: float, y: float, what: str, kind: str = "") -> None:
@@ -69,7 +70,7 @@ class Canvas:
         size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n  <title>{escape(self._title)}</title>'
         page = f'<rect width="{width:g}" height="{height:g}" rx="6" class="page"/>'
-        return "\n  ".join([head, f"<style>{_STYLE}  </style>", page, *self._parts]) + "\n</svg>\n"
+        return "\n  ".join([head, f"<style>{self._style}  </style>", page, *self._parts]) + "\n</svg>\n"
 
 
 def _class(kind: str) -> str:

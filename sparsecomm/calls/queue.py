@@ -25,7 +25,9 @@ from weakref import ref
 from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
+from sparsecomm.calls.observers import ObservedBackends, Observer, observe
 from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.tracing import observers_of
 from sparsecomm.checks import FAULTS, number, shown
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -197,6 +199,7 @@ class CallQueue:
         rank: of the transport.
         plans: of its calls.
         backends: of its calls, which are made one at a time.
+        observers: of its calls.
         users: how many have numbers in this queue, see `Reducer`.
         measured: the costs that the ranks have measured, see `sparsecomm.calls.measurement`; None: not yet.
         measuring: the call that does so, while a reducer waits for it, or is to wait again.
@@ -204,6 +207,7 @@ class CallQueue:
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
+        self.observers: list[Observer] = []
         self.measured: Used | None = None
         self.measuring: Handle | None = None
         self._threaded = transport.threaded
@@ -216,7 +220,16 @@ class CallQueue:
         self._thread = 0  # which it is
         self._ended = Lock()  # the thread holds it
         self._postponed: list[Callable[[], object]] = []  # until the end of the call that is being made
+        for observer in observers_of(transport):
+            self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
+
+    def observe(self, transport: Transport, observer: Observer) -> None:
+        """Have somebody observe the calls from now on, of which none is under way."""
+        observe(transport, observer)
+        self.backends = ObservedBackends(self.backends, observer)
+        self.observers.append(observer)
+        self.plans.clear()
 
     def call(self, task: Task) -> SparseVector:
         """Make a call after those in the queue, and return its result.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from sparsecomm import SparseCommError, __version__
-from sparsecomm.cli import bench, info, plan, selftest, tune
+from sparsecomm.cli import bench, info, plan, selftest, trace, tune
 from sparsecomm.cli.world import Refused
 from sparsecomm.transport import job
 
@@ -37,7 +37,14 @@ class Command(Protocol):
         """Run the command; return the exit status, the same on all ranks. ``arguments.line`` is the command line."""
 
 
-COMMANDS: dict[str, Command] = {"bench": bench, "info": info, "plan": plan, "selftest": selftest, "tune": tune}
+COMMANDS: dict[str, Command] = {
+    "bench": bench,
+    "info": info,
+    "plan": plan,
+    "selftest": selftest,
+    "trace": trace,
+    "tune": tune,
+}
 
 
 class _Parser(argparse.ArgumentParser):

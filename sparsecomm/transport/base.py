@@ -97,6 +97,7 @@ class Transport(ABC):
         skipped: why a call was not begun that this rank was asked to make, until a later one goes well; empty: none.
         library: the name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` take memory of a CUDA device.
+        simulated: whether its time and its network are computed, and its ranks are in one process.
         threaded: whether one thread may make calls while others do other things.
         queue: the calls submitted on this transport; None until the first one.
     """
@@ -110,6 +111,7 @@ class Transport(ABC):
     num_nodes: int
     library: str
     device_memory = False
+    simulated = False
     threaded = False
     skipped = ""
     queue: PendingCalls | None = None
@@ -117,6 +119,11 @@ class Transport(ABC):
     def clock(self) -> float:
         """Return the seconds since some time in the past, by a clock of this rank; virtual ones of a simulated rank."""
         return time.monotonic()
+
+    @property
+    def members(self) -> Sequence[int]:
+        """For each rank, the number that it has in the job; ranks in their order, where that is not known."""
+        return range(self.size)
 
     @abstractmethod
     def begin(self, call: bytes, mismatch: Mismatch) -> int:

@@ -74,6 +74,12 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self._broken = False  # what is under way on the communicator ends with an error
         self._abandoned: list[int] = []  # calls of which bytes may still arrive
 
+    @property
+    def members(self) -> Sequence[int]:
+        """For each rank, the number that it has in the job; ranks in their order, where that is not known."""
+        numbers = MPI.Group.Translate_ranks(self._comm.group, None, MPI.COMM_WORLD.group)
+        return numbers if all(0 <= number < MPI.COMM_WORLD.size for number in numbers) else range(self.size)
+
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:

@@ -18,6 +18,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import Backend
+from sparsecomm.calls import observers
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
 from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep
@@ -128,8 +130,8 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
         "add_quotient",
         "adamw",
     }  # in no call of bench
-    assert set(clocks.PART_OF) == methods - in_no_part - elsewhere
-    assert set(clocks.PART_OF.values()) == set(clocks.PARTS)
+    assert set(observers.PART_OF) == methods - in_no_part - elsewhere
+    assert set(observers.PART_OF.values()) == set(observers.PARTS)
 
 
 class Nested(clocks.Clock):
@@ -137,12 +139,12 @@ class Nested(clocks.Clock):
 
     inside = ""
 
-    def around(self, part: str, function: Any) -> Any:
-        timed = super().around(part, function)
+    def around(self, part: str, name: str, function: Any) -> Any:
+        timed = super().around(part, name, function)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            assert not self.inside, f"{part}, {function.__name__}, inside {self.inside}"
-            self.inside = f"{part}, {function.__name__}"
+            assert not self.inside, f"{part}, {name}, inside {self.inside}"
+            self.inside = f"{part}, {name}"
             try:
                 return timed(*args, **kwargs)
             finally:
@@ -159,8 +161,9 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
     def call(ranks: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
         x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
         out, clock = np.empty_like(x), Nested()
-        comm = clocks.clocked(ranks, clock) if with_clock else ranks
-        result = sc.sparse_allreduce(x, k, comm=comm, algorithm=algorithm, residual=residual, out=out, wire=wire)
+        if with_clock:
+            queue_of(ranks).observe(ranks, clock)
+        result = sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, out=out, wire=wire)
         if with_clock:
             for part in ("select", "exchange", "densify"):
                 assert clock.seconds[part] > 0
@@ -175,10 +178,10 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
 
 def test_the_shares_are_those_of_the_slowest_rank() -> None:
     seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
-    parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in clocks.PARTS}
+    parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in observers.PARTS}
     parts["select"][1], parts["exchange"][1] = 1.0, 2.0
     fractions = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
-    assert fractions == dict.fromkeys(clocks.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
+    assert fractions == dict.fromkeys(observers.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 
 # -- the check --------------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ def test_a_run(ranks: int, dtype: str, wires: str, largest: int, tmp_path: Path)
         assert row["algbw_gb_per_s"] == pytest.approx(row["size_bytes"] / row["time_median_us"] / 1000)
         assert row["busbw_gb_per_s"] == pytest.approx(row["algbw_gb_per_s"] * 2 * (ranks - 1) / ranks)
         parts = row["breakdown_us"]
-        assert list(parts) == [*clocks.PARTS, "other"]
+        assert list(parts) == [*observers.PARTS, "other"]
         assert all(value >= 0 for value in parts.values())
         assert sum(parts.values()) == pytest.approx(row["time_median_us"])
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -78,6 +78,13 @@ def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_the_page_on_traces_runs_word_for_word(tmp_path: Path) -> None:
+    Runner(tmp_path, environment()).run_pages(ROOT / "docs" / "how-to" / "trace.md")
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_machines() -> None:
     try:
         network.entry(2)

@@ -8,8 +8,8 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section
 from bench.page.results import Result
+from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench import plot
-from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.quantities import number_text, size_text, time_text
 
 __all__ = ["breakdown", "sizes"]

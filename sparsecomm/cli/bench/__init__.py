@@ -28,9 +28,9 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.arguments import count_of
+from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
-from sparsecomm.cli.bench.clocks import PARTS
 from sparsecomm.cli.bench.measure import Bench, Row
 from sparsecomm.cli.bench.sweep import add_arguments
 from sparsecomm.cli.devices import DEVICES

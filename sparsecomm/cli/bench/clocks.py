@@ -1,33 +1,17 @@
-"""The parts of a call's time: stand-ins for a call's transport and backend, with a clock around every method."""
+"""The parts of a call's time: a clock that observes them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
-from sparsecomm.backends import Backend, Backends
+from sparsecomm.calls.observers import PARTS
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.tensors.interop import Device
-from sparsecomm.transport import Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport import Transport
 
-__all__ = ["PARTS", "PART_OF", "Clock", "Forwarding", "clocked", "clocked_backend"]
-
-# The methods of `Backend` in each part. What is not here is in none. All of the transport is exchange.
-_METHODS = {
-    # Of a dense sum: the gradient with its residual, and the sum as a result, whose entries are found when asked for.
-    "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros",
-    "exchange": "well_formed",  # what has arrived is checked
-    "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
-    "entries_at nth_keys largest_keys keys_at scaled_key split_by_key values_at",
-    "code": "quantize remainder pack unpack",
-    "take-back": "scatter_add scatter_add_where add_into cast_into",  # the last makes a residual zero
-    "densify": "densify",
-}
-PARTS = tuple(_METHODS)
-PART_OF = {name: part for part, names in _METHODS.items() for name in names.split()}
+__all__ = ["Clock", "clock_of"]
 
 
 class Clock:
@@ -44,7 +28,7 @@ class Clock:
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
-    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with its time counted in ``part``."""
 
         @wraps(function)
@@ -59,58 +43,11 @@ class Clock:
         return timed
 
 
-class Forwarding:
-    """A stand-in for an object: has its attributes, where a subclass or an instance has none of that name."""
-
-    def __init__(self, target: object) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-
-class _ClockedRequest(Request):
-    def __init__(self, request: Request, clock: Clock) -> None:
-        self._wait = clock.around("exchange", request.wait)
-
-    def wait(self) -> None:
-        self._wait()
-
-
-@Transport.register
-class _ClockedTransport(Forwarding):
-    """What is awaited in `exchange` is timed there, once."""
-
-    def __init__(self, transport: Transport, clock: Clock) -> None:
-        super().__init__(transport)
-        for name in ("begin", "end", "abort", "receive", "exchange", "exchange_all"):
-            setattr(self, name, clock.around("exchange", getattr(transport, name)))
-        self._isend, self._clock = clock.around("exchange", transport.isend), clock
-
-    def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
-        return _ClockedRequest(self._isend(data, to, memory), self._clock)
-
-
-class _ClockedBackends(Backends):
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def of(self, device: Device) -> Backend:
-        return clocked_backend(super().of(device), self._clock)
-
-
-def clocked_backend(backend: Backend, clock: Clock) -> Backend:
-    """Return a backend whose methods are timed, each in its part."""
-    clocked = Forwarding(backend)
-    for name, part in PART_OF.items():
-        setattr(clocked, name, clock.around(part, getattr(backend, name)))
-    return cast(Backend, clocked)
-
-
-def clocked(transport: Transport, clock: Clock) -> Transport:
-    """Return a stand-in for a transport: calls on it are made as on that, and timed."""
-    its = cast(Transport, _ClockedTransport(transport, clock))
-    its.queue = None
-    queue_of(its).backends = _ClockedBackends(clock)
-    return its
+def clock_of(ranks: Transport, wait: Callable[[], None]) -> Clock:
+    """Return the clock of the calls on a transport: one for all who ask."""
+    queue = queue_of(ranks)
+    found = next((observer for observer in queue.observers if isinstance(observer, Clock)), None)
+    if found is None:
+        found = Clock(wait)
+        queue.observe(ranks, found)
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.cli.bench.clocks import PARTS
+from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
 from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle

@@ -9,7 +9,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import transport
-from sparsecomm.cli.bench.clocks import Clock, clocked
+from sparsecomm.cli.bench.clocks import clock_of
 from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.world import World, comm_of
@@ -73,12 +73,10 @@ class Ours(Runner):
         self.vectors, self.k = vectors, k
         self._asked: dict[str, Any] = {"algorithm": name, "wire": wire}
         asked: dict[str, Any] = {"dtype": dtype, **self._asked}
-        self.ranks = self.comm = transport.of(comm_of(vectors.comm))
+        self.ranks = transport.of(comm_of(vectors.comm))
         self.explained = sc.explain(vectors.n, k, comm=self.ranks, **asked)
         self.taken = self.explained.candidates[0]
-        self.clock = Clock(vectors.memory.wait) if breakdown else None
-        if self.clock is not None:
-            self.comm = clocked(self.ranks, self.clock)
+        self.clock = clock_of(self.ranks, vectors.memory.wait) if breakdown else None
 
     def before(self, action: str) -> None:
         self.vectors.reset()
@@ -87,7 +85,7 @@ class Ours(Runner):
 
     def step(self) -> sc.SparseVector:
         v = self.vectors
-        return sc.sparse_allreduce(v.x, self.k, comm=self.comm, residual=v.residual, out=v.out, **self._asked)
+        return sc.sparse_allreduce(v.x, self.k, comm=self.ranks, residual=v.residual, out=v.out, **self._asked)
 
     def wait(self) -> None:
         self.vectors.memory.wait()

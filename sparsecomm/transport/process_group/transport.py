@@ -87,6 +87,12 @@ class ProcessGroupTransport(FailureDetector):
         self._messages: dict[tuple[int, int], deque[Bytes]] = {}  # (source, call) -> what has come
         self._connections = connections
 
+    @property
+    def members(self) -> Sequence[int]:
+        """For each rank, the number that it has in the job; ranks in their order, where that is not known."""
+        group = self._group()
+        return range(self.size) if group is None else dist.get_process_group_ranks(group)
+
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:

@@ -88,7 +88,7 @@ class SimulatedTransport(FailureDetector):
     A rank that waits in a call reads control messages when no rank can go on: see `World.break_deadlock`.
     """
 
-    library = "simulated"
+    library, simulated = "simulated", True
 
     def __init__(self, world: World, rank: int, num_nodes: int) -> None:
         super().__init__(world.network.node_of_rank, num_nodes)

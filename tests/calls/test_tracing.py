@@ -1,0 +1,239 @@
+"""What SPARSECOMM_TRACE and SPARSECOMM_RANGES make of calls: all of their messages, and nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.calls import tracing
+from sparsecomm.calls.observers import PARTS
+from sparsecomm.cli.trace.clocks import messages
+from sparsecomm.cli.trace.events import Rank, read
+from sparsecomm.transport import simulated
+from tests.processes import mpirun, needs_mpirun, run_python
+from tests.thinning import exhaustive
+
+SimulatedTransport = simulated.SimulatedTransport
+Program = Callable[[SimulatedTransport], Any]
+
+
+def vector(rank: int, n: int = 3000) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(n).astype(np.float32)
+
+
+def traced(
+    folder: Path, P: int, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], dict[int, Rank]]:
+    """Run simulated ranks; return what they did, and what their files say."""
+    monkeypatch.setenv("SPARSECOMM_TRACE", str(folder / "trace.json"))
+    outcomes = simulated.run(P, program, alpha=0.01)
+    monkeypatch.delenv("SPARSECOMM_TRACE")
+    for path, file in tracing._files.items():
+        if path.parent == folder:
+            file.end()
+    return outcomes, read(sorted(folder.glob("trace.*.json")))
+
+
+@pytest.mark.parametrize(("P", "wire"), [(5, "packed_int8"), exhaustive(1, "plain"), exhaustive(2, "plain")])
+@pytest.mark.parametrize("algorithm", sc.algorithms())
+def test_every_message_is_told_by_both_ends_and_results_are_the_same(
+    algorithm: str, P: int, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(ranks: SimulatedTransport) -> tuple[Any, ...]:
+        x, residual = vector(ranks.rank), np.zeros(3000, np.float32)
+        for _ in range(2):
+            result = sc.sparse_allreduce(x, 30, comm=ranks, residual=residual, algorithm=algorithm, wire=wire)
+        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), ranks.counters
+
+    plain = simulated.run(P, program, alpha=0.01)
+    outcomes, ranks = traced(tmp_path, P, program, monkeypatch)
+    assert [o.value for o in outcomes] == [o.value for o in plain]
+    assert list(ranks) == list(range(P))
+    for rank, outcome in zip(ranks.values(), outcomes, strict=True):
+        ((members, _), calls), counters = next(iter(rank.calls.items())), outcome.value[3]
+        assert members == tuple(range(P))
+        assert [call.number for call in calls] == list(range(1, len(calls) + 1))
+        assert all(call.end is not None and not call.error for call in calls)
+        sent = [nbytes for call in calls for part in call.exchanges for _, nbytes in part.sent]
+        received = [nbytes for call in calls for part in call.exchanges for _, nbytes in part.received]
+        assert sum(sent) == sum(call.sent for call in calls) == counters.bytes_sent
+        assert (len(sent), len(received)) == (counters.messages_sent, counters.messages_received)
+        assert {part.name for call in calls for part in call.parts} <= set(PARTS)
+        assert f"{algorithm.partition(':')[0]}" in calls[-1].what
+    found = list(messages(ranks))
+    assert len(found) == sum(outcome.value[3].messages_sent for outcome in outcomes)
+    for message in found:
+        assert (message.receiver, message.nbytes) in message.sent.sent
+        assert message.sent.start <= message.received.end
+
+
+def call(ranks: SimulatedTransport) -> sc.SparseVector:
+    return sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks)
+
+
+@settings(max_examples=20)
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_communicators_are_told_apart(sizes: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each simulated job is a communicator of its own, of the same file; in its order where the ranks are the same."""
+    folder = tmp_path_factory.mktemp("trace")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for P in sizes:
+            _, ranks = traced(
+                folder, P, lambda ranks: sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks), monkeypatch
+            )
+    expected = [(tuple(range(P)), sizes[:i].count(P)) for i, P in enumerate(sizes)]
+    for number, rank in ranks.items():
+        assert list(rank.calls) == [key for key in expected if number < len(key[0])]
+
+
+def test_an_error_is_told_with_whom_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: SimulatedTransport) -> None:
+        if ranks.rank != 1:
+            with pytest.raises(sc.TransportError):
+                sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="tree")
+
+    _, ranks = traced(tmp_path, 2, program, monkeypatch)
+    (call,) = next(iter(ranks[0].calls.values()))
+    assert call.error.startswith("TimeoutError: rank 0 waited")
+    assert [part.waited for part in call.exchanges if part.error] == [[1]]
+    assert not ranks.get(1) or not any(ranks[1].calls.values())
+
+
+def test_a_file_that_cannot_be_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path / "missing" / "trace.json"))
+
+    def program(ranks: SimulatedTransport) -> int:
+        return [call(ranks).nnz for _ in range(3)][-1]
+
+    with caplog.at_level(logging.WARNING):
+        assert [outcome.value for outcome in simulated.run(2, program)] == [9, 9]
+    assert [text[:24] for text in caplog.messages] == ["rank 0: SPARSECOMM_TRACE", "rank 1: SPARSECOMM_TRACE"]
+    assert "FileNotFoundError" in caplog.text
+
+
+def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
+
+    def program(ranks: SimulatedTransport) -> None:
+        for _ in range(100):
+            call(ranks)
+
+    _, ranks = traced(tmp_path, 2, program, monkeypatch)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["trace.0.json", "trace.0.json.before", "trace.1.json", "trace.1.json.before"]
+    assert all(path.stat().st_size < 5000 + 3000 for path in tmp_path.iterdir())
+    for rank, before in ((rank, read([tmp_path / f"trace.{rank}.json.before"])[rank]) for rank in (0, 1)):
+        (first,), (then,) = before.calls.values(), ranks[rank].calls.values()
+        assert then[-1].number >= 100
+        assert [call.number for call in first + then] == list(range(first[0].number, then[-1].number + 1))
+
+
+# -- ranges -----------------------------------------------------------------------------------------------------------
+
+CALL = """
+import numpy, sparsecomm
+x = numpy.arange(1000, dtype=numpy.float32)
+for _ in range(2):
+    sparsecomm.sparse_allreduce(x, 5, residual=numpy.zeros_like(x))
+"""
+IN_TORCH = f"""
+import os
+os.environ["SPARSECOMM_RANGES"] = "torch"
+import torch.profiler
+with torch.profiler.profile() as profile:
+{CALL.replace(chr(10), chr(10) + "    ")}
+print(sorted(e.key + " " + str(e.count) for e in profile.key_averages() if e.key.startswith("sparsecomm: ")))
+"""
+IN_NVTX = f"""
+import os
+os.environ["SPARSECOMM_RANGES"] = "nvtx"
+import nvtx
+ranges, depth = [], []
+class annotate:
+    def __init__(self, name, domain):
+        assert domain == "sparsecomm"
+        self.name = name
+    def __enter__(self):
+        ranges.append(self.name), depth.append(self.name)
+    def __exit__(self, *error):
+        assert depth.pop() == self.name
+nvtx.annotate = annotate
+{CALL}
+assert not depth
+print(sorted(f"{{name}} {{ranges.count(name)}}" for name in set(ranges)))
+"""
+
+
+@pytest.mark.parametrize("code", [pytest.param(IN_TORCH, id="torch"), pytest.param(IN_NVTX, id="nvtx")])
+def test_profilers_see_the_parts_of_calls(code: str) -> None:
+    status, output = run_python("-c", code)
+    assert status == 0, output
+    said = output.splitlines()[-1]
+    assert "'sparsecomm: select 2'" in said
+    assert "sparsecomm: take-back" in said
+
+
+def test_nvtx_takes_the_ranges() -> None:
+    assert run_python("-c", f"import os\nos.environ['SPARSECOMM_RANGES'] = 'nvtx'\n{CALL}") == (0, "")
+
+
+def test_a_profiler_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMM_RANGES", "torch, vtune")
+
+    def refused(ranks: SimulatedTransport) -> None:
+        with pytest.raises(sc.InvalidInputError, match="'vtune' is none of torch, nvtx"):
+            call(ranks)
+
+    simulated.run(1, refused)
+    code = f"""
+import os, sys
+os.environ["SPARSECOMM_RANGES"] = "nvtx"
+class Missing:
+    def find_spec(name, path, target=None):
+        if name == "nvtx":
+            raise ModuleNotFoundError("No module named 'nvtx'")
+sys.meta_path.insert(0, Missing)
+{CALL}"""
+    status, output = run_python("-c", code)
+    assert status == 1
+    assert "InvalidInputError: rank 0: SPARSECOMM_RANGES=nvtx: No module named" in output
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys, time
+import numpy
+from mpi4py import MPI
+import sparsecomm
+os.environ["SPARSECOMM_TRACE"] = sys.argv[1]
+half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+x = numpy.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10000).astype(numpy.float32)
+for step in range(5):
+    if MPI.COMM_WORLD.rank == 2 and step == 3:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sparsecomm.sparse_allreduce(x, 0.01, comm=half, algorithm="tree")
+    sparsecomm.sparse_allreduce(x, 0.01, algorithm="tree")
+"""
+
+
+@needs_mpirun
+def test_the_rank_that_was_killed_is_found(tmp_path: Path) -> None:
+    status, _ = mpirun(3, "-c", KILLED, str(tmp_path / "trace.json"))
+    assert status != 0
+    files = [str(tmp_path / f"trace.{rank}.json") for rank in range(3)]
+    status, output = run_python("-m", "sparsecomm", "trace", *files)
+    assert status == 1, output
+    assert "Look at rank 2, which did not make call 4: rank 2 made 3 calls, and wrote nothing more" in output
+    assert "Call 4 of ranks 0, 2 did not end well: tree sum of n=10000" in output

@@ -1,0 +1,212 @@
+"""`sparsecomm trace`: whom it blames, whose clocks it sets by how much, and the timeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm.cli import main
+from sparsecomm.cli.trace import waits
+from sparsecomm.cli.trace.clocks import Offset, messages, offsets
+from sparsecomm.cli.trace.events import Rank, read
+from tests.calls.test_tracing import SimulatedTransport, traced, vector
+
+P = 4
+
+
+def tree(ranks: SimulatedTransport, k: int = 9) -> None:
+    sc.sparse_allreduce(vector(ranks.rank), k, comm=ranks, algorithm="tree", wire="plain")
+
+
+def files(folder: Path, program: Callable[[SimulatedTransport], Any], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Run simulated ranks, and return their files."""
+
+    def errors_are_expected(ranks: SimulatedTransport) -> None:
+        with suppress(sc.SparseCommError, MemoryError):
+            program(ranks)
+
+    traced(folder, P, errors_are_expected, monkeypatch)
+    return sorted(folder.glob("trace.*.json"))
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main(["trace", *map(str, arguments)])
+    return status, "".join(capsys.readouterr())
+
+
+# -- whom to blame ----------------------------------------------------------------------------------------------------
+
+
+def another_call(ranks: SimulatedTransport) -> None:
+    tree(ranks)
+    tree(ranks, 8 if ranks.rank == 2 else 9)
+
+
+def an_error_of_its_own(ranks: SimulatedTransport) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no more of it")
+
+    if ranks.rank == 0:
+        vars(ranks)["receive"] = fail
+    tree(ranks)
+
+
+def a_call_missing(ranks: SimulatedTransport) -> None:
+    for _ in range(3 - (ranks.rank == 3)):
+        tree(ranks)
+
+
+def lost(ranks: SimulatedTransport) -> None:
+    isend = ranks.isend
+
+    def to_nobody(data: Any, to: int, *arguments: Any) -> Any:
+        return isend(data, ranks.rank, *arguments)
+
+    vars(ranks)["isend"] = to_nobody
+    sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="butterfly", wire="plain")
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (another_call, r"Look at rank 2: rank 2 made tree sum of n=3000 float32, k=8"),
+        (an_error_of_its_own, r"Look at rank 0, which left the call with an error of its own: MemoryError: no more"),
+        (a_call_missing, r"Look at rank 3, which did not make call 3: rank 3 made 2 calls, and ended in order"),
+        (lost, r"All ranks waited"),
+    ],
+)
+def test_the_rank_to_look_at(
+    program: Callable[[SimulatedTransport], None],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, output = command(capsys, *files(tmp_path, program, monkeypatch))
+    assert status == 1
+    assert f"=> {said}" in output
+
+
+def test_a_rank_that_stopped_within_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that is killed: its file ends anywhere behind the event that begins the call, also within a line."""
+    paths = files(tmp_path, tree, monkeypatch)
+    text = paths[1].read_text()
+    begun = text.index("\n", text.rindex('"ph":"B"')) + 1
+    for end in (begun, begun + 20, text.index("\n", begun) + 1):
+        paths[1].write_text(text[:end])
+        status, output = command(capsys, *paths)
+        assert status == 1
+        assert "Look at rank 1, which began the call and wrote nothing more" in output
+        status, output = command(capsys, *paths[:3])
+        assert status == 1
+        assert "There is no file of rank 3" in output
+
+
+def test_calls_that_went_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, output = command(capsys, *files(tmp_path, tree, monkeypatch))
+    assert status == 0
+    assert "All calls ended well." in output
+
+
+def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = files(tmp_path, tree, monkeypatch)[0]
+    for text in ("", "[\n{},\n", "[\nhello,\n", '[\n{"name":"process_name","pid":1},\n', '{"traceEvents": []}'):
+        bad = tmp_path / "bad.json"
+        bad.write_text(text)
+        status, output = command(capsys, good, bad)
+        assert status == 1
+        assert output.startswith(f"sparsecomm: {bad}: no file of SPARSECOMM_TRACE")
+    assert command(capsys, tmp_path / "none")[0] == 1
+    status, output = command(capsys, good, good)
+    assert status == 1
+    assert "are both of rank 0" in output
+    status, output = command(capsys, good, "--output", good)
+    assert status == 1
+    assert "is one of the files to be read" in output
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(ahead=st.lists(st.floats(-1e4, 1e4), min_size=P, max_size=P), algorithm=st.sampled_from(list(sc.algorithms())))
+def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever they are ahead by, it is found within the bounds, which the network's delay gives."""
+
+    def program(ranks: SimulatedTransport) -> None:
+        sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm=algorithm, wire="plain")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _, ranks = traced(tmp_path_factory.mktemp("trace"), P, program, monkeypatch)
+    for rank, seconds in zip(ranks.values(), ahead, strict=True):
+        rank.node = str(rank.number)
+        for call in (call for calls in rank.calls.values() for call in calls):
+            for part in call.parts:
+                part.start, part.end = part.start + seconds, part.end + seconds
+    found = offsets(ranks)
+    for number, (seconds, bound) in found.items():
+        assert abs(seconds - (ahead[number] - ahead[0])) <= bound + 1e-6
+        assert bound < 0.2  # messages take 10 ms, and some wait for others
+    for message in messages(ranks):
+        sent = message.sent.start - found[message.sender].seconds
+        assert sent <= message.received.end - found[message.receiver].seconds + 1e-6
+
+
+def test_ranks_that_exchange_nothing_keep_their_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ranks = traced(tmp_path, 2, lambda ranks: None if ranks.rank else tree_alone(ranks), monkeypatch)
+    other = Rank(1, node="other", host="b")
+    assert offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
+    assert offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
+
+
+def tree_alone(ranks: SimulatedTransport) -> None:
+    with pytest.raises(sc.TransportError):
+        tree(ranks)
+
+
+def test_the_rank_that_is_late_made_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: SimulatedTransport) -> None:
+        ranks.compute(3.0 if ranks.rank == 2 else 0.0)
+        sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="allgather", wire="plain")
+
+    _, ranks = traced(tmp_path, P, program, monkeypatch)
+    late = waits(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
+    assert {pair for pair, seconds in late.items() if seconds > 1} == {(0, 2), (1, 2), (3, 2)}
+    assert all(seconds == pytest.approx(3.0, abs=0.1) for seconds in late.values() if seconds > 1)
+
+
+# -- the timeline -----------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_all_events_and_an_arrow_for_each_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, timeline = files(tmp_path, a_call_missing, monkeypatch), tmp_path / "timeline.json"
+    command(capsys, *paths, "--output", timeline)
+    events, ranks = json.loads(timeline.read_text()), read(paths)
+    arrows = [event for event in events if event.get("cat") == "message"]
+    sent = list(messages(ranks))
+    assert len(sent) > 0
+    assert len(arrows) == 2 * len(sent)
+    assert len(events) - len(arrows) == sum(len(rank.events) for rank in ranks.values())
+    slices = [event for event in events if event["ph"] == "X" and event["cat"] == "exchange"]
+    for arrow in arrows:  # each end is on a slice, which it is drawn at
+        assert any(
+            (s["pid"], s["tid"]) == (arrow["pid"], arrow["tid"])
+            and s["ts"] - 0.01 <= arrow["ts"] <= s["ts"] + s["dur"] + 0.01
+            for s in slices
+        )
+    begun, ended = ([e for e in events if e["ph"] == kind] for kind in "BE")
+    assert len(begun) == len(ended) > 0
