@@ -59,8 +59,7 @@ class TraceFile:
         self.rank, self._path = rank, path
         self._file, self._nbytes, self._process = -1, 0, os.getpid()
         self._heads = [self.head("process_name", name=f"rank {rank}"), self.head("process_sort_index", sort_index=rank)]
-        self._heads.append(self.head("process_labels", labels=socket.gethostname()))
-        self._heads.append(self.head("node", node=node.hex()))
+        self._heads.append(self.head("process_labels", labels=socket.gethostname(), node=node.hex()))
         self.traces: list[Trace] = []
         self._open()
 
@@ -74,12 +73,8 @@ class TraceFile:
         self.traces.append(trace)
         number, size = len(self.traces), transport.size
         name = f"communicator {number}: rank {transport.rank} of {size} over {transport.library}"
-        heads = [
-            self.head("thread_name", number, name=name),
-            self.head("communicator", number, rank=transport.rank, members=list(transport.members)),
-        ]
-        self._heads += heads
-        self.write("".join(heads))
+        self._heads.append(self.head("thread_name", number, name=name, members=list(transport.members)))
+        self.write(self._heads[-1])
         return number
 
     def write(self, events: str) -> None:

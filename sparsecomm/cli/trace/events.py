@@ -138,10 +138,8 @@ def _read_events(events: list[dict[str, Any]]) -> Rank:
         kind, thread, details = event["ph"], event["tid"], event.get("args", {})
         if kind == "M":
             if event["name"] == "process_labels":
-                rank.host = details["labels"]
-            elif event["name"] == "node":
-                rank.node = details["node"]
-            elif event["name"] == "communicator" and thread not in members:
+                rank.host, rank.node = details["labels"], details["node"]
+            elif event["name"] == "thread_name" and thread not in members:
                 members[thread] = details["members"]
                 key = tuple(details["members"])
                 calls[thread] = rank.calls[key, same[key]] = []
