@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparsecomm as sc
-from sparsecomm.torch import SparseState, register, sparse_hook
+from sparsecomm import transport
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.torch import SparseState, keep_local, register, sparse_hook
 from tests.torch.training_ranks import EXACT, RANK, Chosen, P, Training, case, gradients, gradients_by_rank
 
 ALL = partial(dict.fromkeys, range(P))
@@ -42,6 +47,56 @@ def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
         named = dict(model.named_parameters())
         assert all(any(gradient is named[name].grad for name in without) for gradient in copied)
         assert len(copied) <= 3 * len(without)
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that PyTorch's operators read and write, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if not operator.is_view:
+            tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
+            self.nbytes[str(operator)] += sum(t.nbytes for t in tensors)
+        return result
+
+
+@case
+def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
+    """Besides what the sum needs: gradients are read, and residuals read and written, where selection is."""
+
+    class Written:
+        nbytes = 0
+
+        def around(self, part: str, name: str, function: Any) -> Any:
+            def counted(out: Any, *more: Any) -> None:
+                self.nbytes += out.size * out.dtype.itemsize
+                function(out, *more)
+
+            return counted if name == "densify" else function
+
+    moved: dict[bool, Counter[str]] = {}
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(4)))
+        ddp, written = DistributedDataParallel(module, bucket_cap_mb=0.3), Written()
+        if sparse:
+            register(ddp, 0.01)
+            ranks = transport.of(ddp.process_group)
+            queue_of(ranks).observe(ranks, written)
+        else:
+            keep_local(ddp)
+        for _ in range(3):  # DDP makes its buckets anew after the first
+            written.nbytes = 0
+            with Moved() as moved_now:
+                ddp(torch.randn(2, 200)).square().mean().backward()
+        moved[sparse] = moved_now.nbytes
+        if sparse:
+            assert written.nbytes == 4 * 200 * 200 * 4
+    assert sum((moved[True] - moved[False]).values()) < 1000
 
 
 @case
