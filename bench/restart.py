@@ -3,7 +3,8 @@
     python -m bench.restart --ranks 4 --parameters 25000000
 
 A worker is killed by SIGKILL. torchrun ends the others and starts all again, which load the checkpoint of a step before
-(`sparsecomm.torch.load`) and go on. Written are the seconds from the kill to what the last of the new ones does.
+(`sparsecomm.torch.load`) and go on. Written are the seconds from the kill to what the last of the new ones does; and of
+PyTorch alone, with DDP, AdamW, `torch.save` and `torch.load`, which is killed in turn.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bench import report
 
-EVENTS = ("started", "connected", "loaded", "stepped")
+EVENTS = {
+    "started": "the first line of the last of the new workers",
+    "connected": "their process group",
+    "made": "model and optimizer",
+    "loaded": "the checkpoint loaded",
+    "stepped": "the first step",
+}
+WAYS = {"sparse": "SparseAdamW", "plain": "PyTorch alone"}
 
 
 def main() -> None:
@@ -30,14 +39,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3, help="one after another, each with a torchrun of its own (3)")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     parser.add_argument("--worker", type=Path, help="be a worker, which notes what it does in this folder")
+    parser.add_argument("--way", choices=WAYS, default="sparse", help="of a worker")
     given = parser.parse_args()
     if given.worker:
-        return worker(given.worker, given.parameters)
-    runs = [killed(given.ranks, given.parameters) for _ in range(given.kills)]
-    quartiles = {event: report.quartiles(np.array([run[event] for run in runs])) for event in EVENTS}
+        return worker(given.worker, given.parameters, given.way)
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(given.kills):
+        for way, times in runs.items():
+            times.append(killed(given.ranks, given.parameters, way))
+
+    def seconds(way: str, event: str) -> str:
+        quartiles = report.quartiles(np.array([run[event] for run in runs[way]]))
+        return "{1:.1f} ({0:.1f} - {2:.1f})".format(*quartiles)
+
     columns = [
-        ("from the kill to", lambda event: EVENTS_IN_WORDS[event]),
-        ("s (quartiles)", lambda event: "{1:.1f} ({0:.1f} - {2:.1f})".format(*quartiles[event])),
+        ("from the kill to", lambda event: EVENTS[event]),
+        *((f"{name}: s (quartiles)", partial(seconds, way)) for way, name in WAYS.items()),
     ]
     title = f"a worker of {given.ranks} dies under torchrun, {given.parameters / 1e6:.0f}M parameters"
     about = report.about("-m bench.restart", sys.argv[1:], given.ranks)
@@ -45,21 +62,13 @@ def main() -> None:
     report.publish(given.write, report.head(about), [table], {"run": about, "seconds": runs})
 
 
-EVENTS_IN_WORDS = {
-    "started": "the first line of the last of the new workers",
-    "connected": "their process group",
-    "loaded": "the checkpoint loaded",
-    "stepped": "the first step",
-}
-
-
-def killed(ranks: int, parameters: int) -> dict[str, float]:
+def killed(ranks: int, parameters: int, way: str) -> dict[str, float]:
     """Kill a worker once; return the seconds from then to each event, of the rank that is last."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "1"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "bench.restart"]
-        command += ["--worker", folder, "--parameters", str(parameters)]
+        command += ["--worker", folder, "--parameters", str(parameters), "--way", way]
         variables = os.environ | {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
@@ -89,7 +98,7 @@ def _still_runs(job: subprocess.Popen[bytes], at: Path) -> None:
         sys.exit(f"torchrun has ended:\n{(at / 'said').read_text()}")
 
 
-def worker(folder: Path, parameters: int) -> None:
+def worker(folder: Path, parameters: int, way: str) -> None:
     life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 
     def note(event: str) -> None:
@@ -101,23 +110,40 @@ def worker(folder: Path, parameters: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import sparsecomm.torch
-
+    sparse = way == "sparse"
+    if sparse:
+        import sparsecomm.torch
     dist.init_process_group("gloo")
     note("connected")
     torch.manual_seed(0)
-    model = torch.nn.Linear(1000, parameters // 1000, bias=False)
-    optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
-    objects = {"model": model, "optimizer": optimizer}
-    found = sparsecomm.torch.load(folder / "checkpoint", objects)
+    model: torch.nn.Module = torch.nn.Linear(1000, parameters // 1000, bias=False)
+    optimizer: torch.optim.Optimizer
+    if sparse:
+        optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    note("made")
+    objects, file, first = {"model": model, "optimizer": optimizer}, folder / "checkpoint.pt", 0
+    if sparse:
+        found = sparsecomm.torch.load(folder / "checkpoint", objects)
+        first = found.step if found else 0
+    elif file.exists():
+        state = torch.load(file, weights_only=True, mmap=True)
+        first = state["step"]
+        for name, one in objects.items():
+            one.load_state_dict(state[name])
     note("loaded")
-    for step in range(found.step if found else 0, 1000):
+    for step in range(first, 1000):
         optimizer.zero_grad()
         model(torch.randn(1, 1000)).square().mean().backward()
         optimizer.step()
-        if not found and step == 1:
-            sparsecomm.torch.save(folder / "checkpoint", step + 1, objects)
-        note("stepped" if found else f"step{step}")
+        if not first and step == 1:
+            if sparse:
+                sparsecomm.torch.save(folder / "checkpoint", step + 1, objects)
+            elif rank == "0":
+                torch.save({"step": step + 1, **{name: one.state_dict() for name, one in objects.items()}}, file)
+        note("stepped" if first else f"step{step}")
 
 
 if __name__ == "__main__":

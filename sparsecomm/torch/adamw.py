@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -12,6 +13,7 @@ from sparsecomm.checks import flag, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange
@@ -49,7 +51,7 @@ class _State(torch.optim.Optimizer):
     _exchange: AdamWExchange
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})  # which would convert moments, and keep those of others
         saved, named = state_dict["state"], self._exchange.named
         names = {id(parameter): name for name, parameter in named.items()}
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
@@ -148,6 +150,10 @@ class SparseAdamW(SparseOptimizer, _State):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale."""
         return not self.overlap
+
+    def _own(self, state_dict: State) -> StateDict:
+        groups = copy.deepcopy(state_dict["param_groups"])
+        return {"state": state_dict["state"], "param_groups": groups}  # moments are copied when they are checked
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse, once it is made: all ranks' exchange is of the parameters that it was made with."""

@@ -229,7 +229,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         exchange, load = self._exchange, super().load_state_dict
         if self._apart:
-            load(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
+            load(self._own(state_dict))
             exchange.adopt()
             return
 
@@ -243,11 +243,15 @@ class SparseOptimizer(torch.optim.Optimizer):
             kept = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
-                load(copy.deepcopy(rest))
+                load(self._own(rest))
                 own = comparable(self, exchange.named)
             return Prepared({**kept.common, "optimizer": own}, kept.commit)
 
         exchange.load_with(prepare, ["optimizer"])
+
+    def _own(self, state_dict: State) -> StateDict:
+        """Return the optimizer's own part of a state, for it to keep: torch's ``load_state_dict`` does not copy."""
+        return copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY})
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(
