@@ -9,6 +9,7 @@ format allows. So the file of a rank that was killed can be read as well. It hol
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import logging
 import os
@@ -103,9 +104,12 @@ class TraceFile:
 
     def _open(self) -> None:
         try:
+            if self._path.exists() and _is_written(self._path):  # by another job, or by a process that `grow` started
+                self._path = self._path.with_suffix(f".{self._process}{self._path.suffix}")
             if self._path.exists():
                 self._path.replace(f"{self._path}.before")
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _lock(self._file)
             self._nbytes = 0
             os.write(self._file, ("[\n" + "".join(self._heads)).encode())
         except OSError as error:
@@ -114,6 +118,22 @@ class TraceFile:
     def _give_up(self, error: OSError) -> None:
         self._file = -1
         _log.warning("rank %s: SPARSECOMM_TRACE: no events are written any more: %s", self.rank, describe(error))
+
+
+def _lock(file: int) -> bool:
+    """Lock a file, as long as it is open, and return true; false: another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _is_written(path: Path) -> bool:
+    with path.open("rb") as file:
+        return not _lock(file.fileno())
 
 
 _files: dict[Path, TraceFile] = {}  # of this process: one, or one for each simulated rank

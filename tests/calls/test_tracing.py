@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,20 @@ def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (first,), (then,) = before.calls.values(), ranks[rank].calls.values()
         assert then[-1].number >= 100
         assert [call.number for call in first + then] == list(range(first[0].number, then[-1].number + 1))
+
+
+def test_two_jobs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    file = tracing.TraceFile(tmp_path / "trace.0.json", 0)
+    before = (tmp_path / "trace.0.json").read_text()
+    status, output = run_python(
+        "-c", f"import os\nos.environ['SPARSECOMM_TRACE'] = {str(tmp_path / 'trace.json')!r}\n{CALL}"
+    )
+    assert status == 0, output
+    (other,) = set(tmp_path.iterdir()) - {tmp_path / "trace.0.json"}
+    assert re.fullmatch(r"trace\.0\.\d+\.json", other.name)
+    assert [len(calls) for calls in read([other])[0].calls.values()] == [2]
+    assert (tmp_path / "trace.0.json").read_text() == before
+    file.end()
 
 
 # -- ranges -----------------------------------------------------------------------------------------------------------
