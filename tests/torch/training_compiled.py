@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
-from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, keep_local, register
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, SparseState, keep_local, register
 from tests.torch.training_ranks import RANK, all_gather, case
 
 STEPS = 4
@@ -153,7 +153,7 @@ def complex_parameters_are_refused() -> None:
         lambda: DistributedOptimizer(sgd, model.named_parameters()),
         lambda: SparseAdamW(model.named_parameters()),
         lambda: DiLoCo(model, sgd, sync_every=2),
-        lambda: register(DistributedDataParallel(model)),
+        lambda: SparseState(model.named_parameters()),
     ):
         with pytest.raises(sc.InvalidInputError, match="complex64"):
             make()

@@ -81,7 +81,7 @@ def closures() -> None:
         several.optimizer.zero_grad()
         loss: torch.Tensor = several.model(x).square().mean()
         loss.backward()
-        return loss
+        return loss.detach()  # PyTorch 2.8 warns of others
 
     several.optimizer.step(of_line)
     assert several.exchange.reducer.step > 1
