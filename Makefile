@@ -30,13 +30,18 @@ PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # make stress SEED=1 repeats a run; otherwise the seed is new. What is found is printed and is in build/stress/.
 SEED ?= $(shell python3 -c 'import secrets; print(secrets.randbits(31))')
 
-.PHONY: help demo test test-all stress lint bench wheels wheels-aarch64 report docs clean
+# The version of PyTorch that `make test-torch` runs with: the oldest that is supported.
+TORCH ?= 2.6.0
+TORCH_OPTIONS ?=
+
+.PHONY: help demo test test-all test-torch stress lint bench wheels wheels-aarch64 report docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train a small network on 4 ranks with sparse gradients"
 	@echo "make test      lint, types and tests; of large products of parameters, a part"
 	@echo "make test-all  lint, types and all tests"
+	@echo "make test-torch  tests with the oldest PyTorch that is supported (TORCH=... for another)"
 	@echo "make stress    random attacks for some minutes, with a report in build/stress"
 	@echo "make lint      ruff, mypy and import-linter only"
 	@echo "make bench     benchmarks of the kernels and the collectives"
@@ -54,6 +59,10 @@ test: lint
 
 test-all: lint
 	python -m pytest $(PARALLEL) --all --durations 20
+
+# Takes 5 GB, and two minutes and a half.
+test-torch: $(VENV)/built-test
+	python packaging/other_torch.py $(TORCH) $(TORCH_OPTIONS)
 
 # Hours of it: docs/internals/testing.md.
 stress: $(VENV)/built-test
