@@ -15,7 +15,7 @@ from sparsecomm.transport import Comm, Transport
 
 __all__ = ["HYBRID", "check_replicated", "compare", "described", "gradient_of", "is_sharded", "local", "ranks_of"]
 
-# Those of torch.distributed.tensor, which takes long to import, and is elsewhere in old versions.
+# Those of torch.distributed.tensor, which takes long to import.
 DTensor: TypeAlias = Any
 DeviceMesh: TypeAlias = Any
 
