@@ -270,6 +270,15 @@ def few_bits() -> list[list[str]]:
     return [[*head, "kB per step", "MB in all"], *(row for *_, row in rows)]
 
 
+def torch_versions() -> list[list[str]]:
+    """Return the rows of the table of versions of PyTorch, as packaging/other_torch.py has run them."""
+    runs = json.loads((RESULTS / "torch-versions.json").read_text())
+    rows = [["PyTorch", "Python", "tests passed", "left out", "date"]]
+    for version, run in runs.items():
+        rows.append([version, run["versions"]["python"], str(run["passed"]), "; ".join(run["skipped"]), run["date"]])
+    return rows
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
@@ -292,6 +301,7 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "taken_at_1": partial(taken, 1, 1),
     "taken_at_1_nodes": partial(taken, 1, 4),
     "taken_at_25": partial(taken, 25, 1),
+    "torch_versions": torch_versions,
     **{
         f"utilisation_{name}": partial(measured_later, "utilisation", f"utilisation_{name}")
         for name in ("local", "plan", "published", "steps")
