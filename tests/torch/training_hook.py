@@ -50,7 +50,7 @@ def means_are_copied_by_the_hook_only_where_ddp_writes_none() -> None:
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that PyTorch's operators read and write, but for views."""
+    """Counts the bytes that PyTorch's operators read and write, but for views and for what returns no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
-        if not operator.is_view:
+        if not operator.is_view and any(isinstance(t, torch.Tensor) for t in tree_leaves(result)):
             tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
             self.nbytes[str(operator)] += sum(t.nbytes for t in tensors)
         return result

@@ -82,8 +82,8 @@ def _fork(rank: int, P: int, folder: Path, names: list[str], *, at_once: bool) -
     """Return the process of a rank; in that process, do not return.
 
     Args:
-        at_once: a rank that has run all cases ends without cleaning up. PyTorch's threads of a process group that lost
-            a rank may abort it otherwise.
+        at_once: with old versions of PyTorch, a rank that has run all cases ends without cleaning up: its threads of a
+            process group that lost a rank may abort the process otherwise, also without this library.
     """
     pid = os.fork()
     if pid:
@@ -92,10 +92,12 @@ def _fork(rank: int, P: int, folder: Path, names: list[str], *, at_once: bool) -
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["training_ranks", str(rank), str(P), str(folder / "store"), *names]
+    import torch
+
     from tests.torch import training_ranks
 
     training_ranks.main()
-    if at_once:
+    if at_once and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         os._exit(0)
     sys.exit()
 
