@@ -27,6 +27,7 @@ OF_ANY_SIZE = (
     "training_hook",
     "training_optimizer",
     "training_adamw",
+    "training_backend",
     "training_broadcast",
     "training_compiled",
     "training_saved",
