@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.slow_network import network
-from tests.docs.blocks import INSTALLS, Runner, blocks
+from tests.docs.blocks import INSTALLS, Block, Runner, blocks
 from tests.packaging.environments import Environment
 from tests.processes import MPIRUN, needs_mpirun
 
@@ -37,6 +37,11 @@ def environment(library: Path | None = ROOT) -> dict[str, str]:
     if library is not None:
         kept["PYTHONPATH"] = str(library)
     return kept
+
+
+def exports() -> Block:
+    """Return the README's settings of the launcher, which the other pages build on."""
+    return next(block for block in blocks(README) if block.text.startswith("export "))
 
 
 INSTALL = re.compile(r"pip install[^`\n]*?(?<![\w./-])sparsecomm(?![\w./-])")
@@ -69,7 +74,7 @@ def test_every_command_shows_what_it_prints(page: Path) -> None:
 def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
     """After the README's exports; the rest of the README runs in `test_the_readme_in_its_order`."""
     runner = Runner(tmp_path, environment(), [*INSTALLS, "selftest", "bench.slow_network"])
-    runner.run(next(block for block in blocks(README) if block.text.startswith("export ")))
+    runner.run(exports())
     runner.run_pages(*START)
     assert {line.split(":")[0] for line in runner.ran} == {page.name for page in [README, *START]}, runner.ran
     assert sum(line.startswith("index.md") for line in runner.ran) == 2, runner.ran  # of two folders
@@ -79,7 +84,9 @@ def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_page_on_traces_runs_word_for_word(tmp_path: Path) -> None:
-    Runner(tmp_path, environment()).run_pages(ROOT / "docs" / "how-to" / "trace.md")
+    runner = Runner(tmp_path, environment())
+    runner.run(exports())
+    runner.run_pages(ROOT / "docs" / "how-to" / "trace.md")
 
 
 @needs_mpirun
