@@ -1,7 +1,7 @@
 """Read what SPARSECOMM_TRACE made the ranks write: who waited for whom, which rank is to blame, and one timeline.
 
   SPARSECOMM_TRACE=trace.json mpirun -n 4 python train.py
-  sparsecomm trace trace.?.json --output timeline.json
+  sparsecomm trace trace.*.json --output timeline.json
 
 Each rank writes a file, as its calls are made, also if one fails or the rank is killed. Columns of the table:
 
