@@ -10,6 +10,10 @@ from mpi4py import MPI
 import sparsecomm as sc
 from tests.processes import mpirun, needs_survivors
 
+# Open MPI 5.0.11 hears of a death while it makes a communicator, and ends with a segmentation fault of its own, about
+# once in ten such deaths (docs/how-to/lost-rank.md). Only what it says then is a reason to try again.
+CRASH = "(ompi_comm_revoke_local+"
+
 
 @pytest.mark.mpi
 @needs_survivors
@@ -25,7 +29,13 @@ from tests.processes import mpirun, needs_survivors
     ],
 )
 def test_a_lost_rank(program: str, survivors: int, tmp_path: Path) -> None:
-    _, said = mpirun(4, "-m", "tests.mpi.lost_rank", str(tmp_path), program, options=("--with-ft", "ulfm"), seconds=120)
+    for attempt in "once", "again", "a third time":
+        folder = tmp_path / attempt
+        folder.mkdir()
+        arguments = ["-m", "tests.mpi.lost_rank", str(folder), program]
+        _, said = mpirun(4, *arguments, options=("--with-ft", "ulfm"), seconds=120)
+        if program != "another_dies_meanwhile" or CRASH not in said:
+            break
     assert said.count(": well") == survivors, said
     assert ": failed" not in said, said
 
