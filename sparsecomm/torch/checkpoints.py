@@ -31,14 +31,14 @@ from sparsecomm.torch.optimizer import KEY, SparseOptimizer
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import Parameters
 from sparsecomm.torch.shards import is_sharded
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, Transport, of
 
 __all__ = ["Checkpoint", "Stateful", "load", "save"]
 
 _log = logging.getLogger("sparsecomm")
 
 Folder: TypeAlias = "str | os.PathLike[str]"
-_NAME = re.compile(r"step(\d+)-rank(\d+)-of(\d+)\.pt")
+_NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-try(\d{1,9}))?\.pt")
 _CANDIDATES = 16  # of the newest checkpoints, among which ranks look for one that all of them can read
 _LABEL = 0x636B7074
 _OF_ARRAYS = (Reducer, LocalSteps, SparseAdamWOfArrays)
@@ -77,7 +77,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         objects: by name: what has ``state_dict`` and ``load_state_dict``; other values are returned by `load`. They are
             of the types that ``torch.load(weights_only=True)`` reads.
         comm: the ranks; ``None``: all.
-        keep: how many older checkpoints stay.
+        keep: how many older checkpoints stay; the same on all ranks.
 
     Raises:
         InvalidInputError: an argument cannot be used, or a rank could not write its file. No rank has saved.
@@ -86,13 +86,22 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
     """
     number, older = whole(step, 0), whole(keep, 1)
     for name, value, read, lowest in (("step", step, number, 0), ("keep", keep, older, 1)):
-        if read is None or read >= 1 << 63:
-            raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on")
+        if read is None or read >= 10**18:
+            raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on, of 18 digits at most")
     assert number is not None
     assert older is not None
     named, ranks = _named(objects), of(comm)
-    path = Path(folder) / _file(number, ranks.rank, ranks.size)
+    on_all, tries = _on_all(Path(folder), ranks, older + _CANDIDATES, saving=number)
+    saved = _Saved(number, tries + 1, ranks.size)
+    path = saved.path(Path(folder), ranks.rank)
     part = path.with_suffix(".part")
+    if ranks.rank == 0 and on_all and on_all[0].step > number:
+        _log.warning(
+            "%s: checkpoint %s is saved beside one of step %s, which load takes for the newest; remove that one",
+            folder,
+            number,
+            on_all[0].step,
+        )
 
     def prepare(undo: Undo) -> Prepared:
         undo.append(lambda: _remove(part))
@@ -116,11 +125,14 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         def commit() -> None:
             if part.exists():  # unless it was interrupted, and is called again
                 part.replace(path)
-            before = [found for found in _found(path.parent) if found.step < number]
-            stay = [found for found in before if found.is_whole(ranks.rank, ranks.size)][:older]
-            for found in before:
-                if found not in stay:
-                    found.remove(ranks.rank, ranks.size)
+            # A rank may have died before it gave its file the name: what this one sees is not there for all.
+            stay = [each for each in on_all if each < saved][older - 1 : older]
+            for each, files in _found(path.parent).items():
+                if each < saved and (each < min(stay, default=each) or not each.is_whole(files, ranks)):
+                    for rank in files & {ranks.rank} if each.size == ranks.size else files:
+                        _remove(each.path(path.parent, rank))
+            for left in path.parent.glob(f"step*-rank{ranks.rank}-of*.part"):  # of a process that was killed
+                _remove(left)
 
         return Prepared({}, commit)
 
@@ -150,20 +162,15 @@ def load(
     """
     named, ranks = _named(objects), of(comm)
     rank, size = ranks.rank, ranks.size
-    mine = [each for each in _found(Path(folder)) if each.is_whole(rank, size) and step in (None, each.step)]
-    words = [word for each in mine[:_CANDIDATES] for word in (each.step, each.size)]
-    gather = WordsGather(ranks, words + [0] * (2 * _CANDIDATES - len(words)), _LABEL)
-    queue_of(ranks).submit(gather).wait()
-    pairs = [*zip(gather.words[::2], gather.words[1::2], strict=True)]
-    candidates = set.intersection(*(set(pairs[r * _CANDIDATES : (r + 1) * _CANDIDATES]) for r in range(size)))
     refused: Exception | None = None
-    for saved, old in sorted(candidates - {(0, 0)}, reverse=True):
-        files = [Path(folder) / _file(saved, r, old) for r in ([rank] if old == size else range(old))]
+    for saved in _on_all(Path(folder), ranks, _CANDIDATES, step)[0]:
+        old = saved.size
+        files = [saved.path(Path(folder), r) for r in ([rank] if old == size else range(old))]
         states: list[dict[str, Any]] = []
         try:
             load_on_all(ranks, "a checkpoint", [], _reader(files, states, named, old == size), does="read a checkpoint")
         except InvalidInputError as error:
-            _log.warning("the checkpoint of step %s, of %s ranks, cannot be read: %s", saved, old, error)
+            _log.warning("the checkpoint of step %s, of %s ranks, cannot be read: %s", saved.step, old, error)
             refused = refused or error
             continue
         values = {}
@@ -175,7 +182,7 @@ def load(
         for one in named.values() if old != size else ():
             if isinstance(one, DiLoCo):
                 one.write_global_parameters()
-        return Checkpoint(saved, values, old)
+        return Checkpoint(saved.step, values, old)
     if refused is not None:
         raise refused
     return None
@@ -250,36 +257,59 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-class _Found(NamedTuple):
-    """Files of a checkpoint that this rank sees."""
+class _Saved(NamedTuple):
+    """A checkpoint; later ones are larger."""
 
     step: int
-    size: int
-    ranks: set[int]
-    folder: Path
+    tries: int  # how often one of this step was begun, this one included
+    size: int  # how many ranks have saved it
 
-    def is_whole(self, rank: int, size: int) -> bool:
-        """Return whether a rank of so many sees what it would load."""
-        return rank in self.ranks if self.size == size else len(self.ranks) == self.size
+    def path(self, folder: Path, rank: int) -> Path:
+        again = f"-try{self.tries}" if self.tries > 1 else ""
+        return folder / f"step{self.step}-rank{rank}-of{self.size}{again}.pt"
 
-    def remove(self, rank: int, size: int) -> None:
-        """Remove what a rank of so many is to remove; others may be doing the same."""
-        for its in self.ranks & {rank} if self.size == size else self.ranks:
-            _remove(self.folder / _file(self.step, its, self.size))
+    def is_whole(self, files: set[int], ranks: Transport) -> bool:
+        """Return whether a rank that sees the files of these ranks sees what it would load."""
+        return ranks.rank in files if self.size == ranks.size else len(files) == self.size
 
 
-def _file(step: int, rank: int, size: int) -> str:
-    return f"step{step}-rank{rank}-of{size}.pt"
-
-
-def _found(folder: Path) -> list[_Found]:
-    """Return checkpoints, the newest first, of which there are files."""
-    found: dict[tuple[int, int], _Found] = {}
+def _found(folder: Path) -> dict[_Saved, set[int]]:
+    """Return checkpoints, the newest first, and the ranks whose files are there."""
+    found: dict[_Saved, set[int]] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if name := _NAME.fullmatch(path.name):
-            step, rank, size = map(int, name.groups())
-            found.setdefault((step, size), _Found(step, size, set(), folder)).ranks.add(rank)
-    return [found[key] for key in sorted(found, reverse=True)]
+            step, rank, size, tries = map(int, name.groups("1"))
+            found.setdefault(_Saved(step, tries, size), set()).add(rank)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _on_all(
+    folder: Path, ranks: Transport, count: int, step: int | None = None, saving: int | None = None
+) -> tuple[list[_Saved], int]:
+    """Return which checkpoints all ranks see, the newest first, and how often a rank has saved one. Collective.
+
+    Args:
+        count: of each rank's newest, so many are looked at.
+        step: only those of this step; ``None``: all.
+        saving: the step of the other number.
+    """
+    words: list[int] = []
+
+    def prepare(undo: Undo) -> Prepared:
+        with _telling(f"looking for checkpoints in {folder}"):
+            found = _found(folder)
+        whole = [each for each, files in found.items() if step in (None, each.step) and each.is_whole(files, ranks)]
+        words.append(max((each.tries for each in found if each.step == saving), default=0))
+        words.extend(word for each in whole[:count] for word in each)
+        return Prepared({}, lambda: None)
+
+    load_on_all(ranks, "checkpoints", [], prepare, does="look for checkpoints")
+    none = _Saved(0, 0, 0)
+    gather = WordsGather(ranks, [*words, *none * count][: 1 + len(none) * count], _LABEL)
+    queue_of(ranks).submit(gather).wait()
+    of_ranks = np.reshape(gather.words, (ranks.size, -1)).tolist()
+    theirs = ({_Saved(*triple) for triple in zip(*[iter(words)] * len(none), strict=True)} for _, *words in of_ranks)
+    return sorted(set.intersection(*theirs) - {none}, reverse=True), max(tries for tries, *_ in of_ranks)
 
 
 def _reader(
