@@ -16,7 +16,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
-from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange
+from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange, begun
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
 from sparsecomm.torch.shards import local
@@ -53,6 +53,8 @@ class _State(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "state": {}})  # which would convert moments, and keep those of others
         saved, named = state_dict["state"], self._exchange.named
+        if not begun(saved.values()):
+            return
         names = {id(parameter): name for name, parameter in named.items()}
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
         held = {id(p): saved.get(i) for ours, its in pairs for p, i in zip(ours["params"], its["params"], strict=True)}

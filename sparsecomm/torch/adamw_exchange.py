@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
-__all__ = ["FIELDS", "AdamWExchange"]
+__all__ = ["FIELDS", "AdamWExchange", "begun"]
 
 FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state: the moments, as torch names them, and `last`
 
@@ -76,6 +76,7 @@ class AdamWExchange(Exchange):
                     self._push(name, gradient, scale)
             self.wait()
         else:
+            self._show_zeros()
             self._pass, self._passed, self.exchanged = None, 0, True
             self._tell_scaler()
 
@@ -176,11 +177,23 @@ class AdamWExchange(Exchange):
         optimizer.state[parameter] = {"step": 0, **dict(zip(FIELDS, made, strict=True))}
         return Moments(*map(_flat, made))
 
+    def _show_zeros(self) -> None:
+        """Give the optimizer a state where there are no moments yet, into which others may load what was saved.
+
+        `torch.distributed.checkpoint` makes a step of zeros for that.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None and not optimizer.state:
+            for spec in self.adamw.specs.values():
+                self._zeros(spec)
+
     def adopt(self) -> None:
-        """Go on with the optimizer's state, which was loaded."""
+        super().adopt()
         optimizer = self._optimizer()
         assert optimizer is not None
         held = {name: optimizer.state[p] for name, p in self.named.items() if p in optimizer.state}
+        if not begun(held.values()):
+            held = {}
         moments = {name: Moments(*(_flat(state[field]) for field in FIELDS)) for name, state in held.items()}
         self.adamw.adopt(moments, max((state["step"] for state in held.values()), default=0))
 
@@ -208,6 +221,11 @@ class AdamWExchange(Exchange):
             self.adopt()
 
         return Prepared(prepared.common, commit)
+
+
+def begun(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether states of parameters have moments; not if they are zeros, as before the first gradient."""
+    return any(state["step"] or bool(local(state["exp_avg_sq"]).any()) for state in states)
 
 
 def _flat(tensor: torch.Tensor) -> Array:

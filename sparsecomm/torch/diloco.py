@@ -23,7 +23,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
+from sparsecomm.torch.optimizer_state import is_void, mapped, snapshot, try_step
 from sparsecomm.torch.parameters import TrainedParameters
 from sparsecomm.torch.shards import local
 from sparsecomm.transport import Comm
@@ -133,7 +133,7 @@ class DiLoCo:
                 **options,
             )
             undo.callback(self._local_steps.rest)
-            undo.callback(inner_optimizer.register_step_post_hook(lambda *_: self._step()).remove)
+            undo.callback(inner_optimizer.register_step_post_hook(lambda inner, *_: self._step(inner)).remove)
             self._undo = undo.pop_all()
         self._compared = False
 
@@ -196,8 +196,10 @@ class DiLoCo:
 
     # -- local steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a local step, which the inner optimizer has made; before the first, compare what ranks began with."""
+        if is_void(inner, self._parameters.named.values()):
+            return
         if not self._compared:
             self._parameters.connect()
             self._parameters.check_weights(self.global_parameters())

@@ -142,7 +142,8 @@ class Exchange(Parameters):
         return Prepared(prepared.common, commit)
 
     def adopt(self) -> None:
-        """Go on with a state of the optimizer that was loaded without this."""
+        """Go on with a state of the optimizer that was loaded without this. Weights have been loaded as well."""
+        self._checked = None
 
     # -- a backward pass ----------------------------------------------------------------------------------------------
 

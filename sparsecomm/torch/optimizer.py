@@ -18,7 +18,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange
-from sparsecomm.torch.optimizer_state import comparable, snapshot
+from sparsecomm.torch.optimizer_state import comparable, is_void, snapshot
 from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters
 from sparsecomm.transport import Comm
 
@@ -189,7 +189,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return super().step(closure)
         exchange.check_frozen()
         exchange.check_whole()
-        if closure is None and not exchange.exchanged:
+        if closure is None and not exchange.exchanged and not is_void(self, exchange.named.values()):
             exchange.synchronize()
         try:
             loss = super().step(None if closure is None else evaluate)
@@ -204,8 +204,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def residuals_apart(self) -> Exchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return what has them.
 
-        For frameworks that save the state of rank 0 and load it on all ranks. What is returned has ``state_dict`` and
-        ``load_state_dict``, for each rank's own; see `sparsecomm.torch.save`.
+        For frameworks that save the state of rank 0 and load it on all ranks, and for ``get_state_dict`` of
+        `torch.distributed.checkpoint`. What is returned has ``state_dict`` and ``load_state_dict``, for each rank's
+        own; see `sparsecomm.torch.save` and `Stateful`.
         """
         self._apart = True
         return self._exchange
@@ -237,8 +238,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             rest = dict(state_dict)
             if KEY not in rest:
                 raise InvalidInputError(
-                    f"state_dict: there is no {KEY!r} in it: it is of a plain optimizer; expected what state_dict() "
-                    "of a DistributedOptimizer returned. To begin with empty residuals, load it before wrapping"
+                    f"state_dict: there are no residuals ({KEY!r}) in it: it is of a plain optimizer, or a framework "
+                    "has left them out. Expected what state_dict() of this kind of optimizer returned. To go on "
+                    "without, or to load them by themselves, call residuals_apart() before"
                 )
             kept = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))

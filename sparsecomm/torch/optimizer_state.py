@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["comparable", "mapped", "snapshot", "try_step"]
+from sparsecomm.torch.shards import local
+
+__all__ = ["comparable", "is_void", "mapped", "snapshot", "try_step"]
 
 
 def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
@@ -39,6 +41,15 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
                 tensor.copy_(values)
 
     return undo
+
+
+def is_void(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a step does nothing, without rates and gradients: ``get_state_dict`` of PyTorch makes such steps.
+
+    They are no steps of the training: what would be exchanged in one, from residuals, would be lost.
+    """
+    gradients = (local(p.grad) for p in parameters if p.grad is not None)
+    return not any(group.get("lr", 1) for group in optimizer.param_groups) and not any(g.any() for g in gradients)
 
 
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sparsecomm as sc
 from sparsecomm.torch import DiLoCo
@@ -252,6 +253,24 @@ def test_by_speed_rounds_are_counted_and_global_parameters_are_alike() -> None:
     assert (first[0], second[0]) == (4 + 2 * 6, 4 + 2 * 2)
     assert first[1:] == second[1:]
     assert first[1:3] == ((6, 2), ())
+
+
+def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        model = network(torch.float32)
+        inner = inner_of(model)
+        with DiLoCo(model, inner, sync_every=3, comm=ranks) as diloco:
+            get_optimizer_state_dict(model, inner)
+            assert inner.state  # zeros
+            assert diloco.local_step == 0
+            local_step(model, inner, 0, ranks.rank)
+            assert diloco.local_step == 1
+            for group in inner.param_groups:  # as in a warm-up
+                group["lr"] = 0.0
+            local_step(model, inner, 1, ranks.rank)
+            assert diloco.local_step == 2
+
+    simulated.run(P, program)
 
 
 def test_weights_that_differ() -> None:

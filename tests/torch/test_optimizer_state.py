@@ -77,7 +77,7 @@ def change(what: str, state: Any) -> Any:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("plain", "there is no 'sparsecomm' in it"),
+        ("plain", "there are no residuals"),
         ("world_size", "the state is of 7 ranks"),
         ("step", "the state of rank 1 has step 7, and that of rank 0 has 2"),
         *((what, "rank 1") for what in ("group", "rate", "value", "foreign", "text")),

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseAdamW, Stateful
-from tests.torch.training_ranks import RANK, Chosen, P, case, gradients, sgd
+from tests.torch.training_ranks import RANK, Chosen, P, case, gradients
 
 FOLDER = Path(tempfile.gettempdir(), f"dcp of {Path(sys.argv[3]).resolve().parent.name}")
 
@@ -28,7 +29,8 @@ def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
         return model, SparseAdamW(model.named_parameters(), lr=0.05, density=0.2, comm=comm)
     named = model.named_parameters()
     # By what "auto" measures it may take dense sums, which leave nothing in residuals.
-    return model, DistributedOptimizer(sgd(model.parameters()), named, 0.1, comm=comm, algorithm="split", dense_below=0)
+    options: dict[str, Any] = {"comm": comm, "algorithm": "split", "dense_below": 0, "momentum": 0.5}
+    return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, 0.1, **options)
 
 
 def stepped(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -76,6 +78,52 @@ def states_beside_a_model() -> None:
                 torch.testing.assert_close(waiting(few, fewer), before, rtol=1e-5, atol=1e-5)
             with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
                 Stateful(other, FOLDER, name="other").state_dict()
+            dist.barrier()
+            if RANK == 0:
+                shutil.rmtree(FOLDER)
+            dist.barrier()
+
+
+@case
+def states_that_pytorch_gets_and_sets() -> None:
+    """By names of parameters, as trainers do that are built on `torch.distributed.checkpoint`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for way in ("SparseAdamW", "DistributedOptimizer"):
+            model, optimizer = made(way)
+            residuals = optimizer.residuals_apart()
+            if way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train and be saved
+                get_optimizer_state_dict(model, optimizer)
+                assert optimizer.reducer.step == 0
+                _, early = made(way)
+                early.residuals_apart()
+                early.load_state_dict(optimizer.state_dict())
+                assert not early.state
+            for step in range(3):
+                stepped(model, optimizer, step)
+            before = waiting(optimizer)
+            assert before.any()
+            optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
+            weights, state = get_state_dict(model, optimizer)
+            saved = {"model": weights, "optimizer": state, "residuals": Stateful(residuals)}
+            dcp.save(saved, checkpoint_id=FOLDER)
+            assert torch.equal(waiting(optimizer), before)
+
+            again, other = made(way)
+            its = other.residuals_apart()
+            weights, state = get_state_dict(again, other)
+            room = {"model": weights, "optimizer": state, "residuals": Stateful(its, FOLDER)}
+            dcp.load(room, checkpoint_id=FOLDER)
+            set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+            for step in (3, 4):
+                stepped(model, optimizer, step)
+                stepped(again, other, step)
+            assert torch.equal(weights_of(model), weights_of(again))
+            assert torch.equal(waiting(optimizer), waiting(other))
+
+            _, forgetful = made(way)
+            with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
+                forgetful.load_state_dict(optimizer.state_dict())  # which has none
             dist.barrier()
             if RANK == 0:
                 shutil.rmtree(FOLDER)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -331,4 +332,16 @@ def shards_under_adamw() -> None:
                 torch.save(ours.state_dict(), state)
                 state.seek(0)
                 ours.load_state_dict(torch.load(state, weights_only=False))
+            if step == 4:  # as trainers do that are built on torch.distributed.checkpoint
+                residuals, (weights, theirs) = ours.residuals_apart(), get_state_dict(model, ours)
+                ours.remove()
+                model = sharded(MESH["shard"])
+                ours = SparseAdamW(model.named_parameters(), overlap=overlap, **settings)
+                its, (_, room) = ours.residuals_apart(), get_state_dict(model, ours)
+                for name, saved in theirs["state"].items():
+                    assert {k: type(v) for k, v in saved.items()} == {
+                        k: type(v) for k, v in room["state"][name].items()
+                    }
+                its.load_state_dict(residuals.state_dict())
+                set_state_dict(model, ours, model_state_dict=weights, optim_state_dict=theirs)
         ours.remove()
