@@ -150,9 +150,13 @@ def simd() -> str | None:
 
 
 def trace() -> Path | None:
-    """Return ``SPARSECOMM_TRACE``: where each rank writes what its calls do, its number before the suffix."""
+    """Return ``SPARSECOMM_TRACE``: where each rank writes what its calls do, its number before the suffix.
+
+    In a folder that is given it is ``trace.json``.
+    """
     text = os.environ.get("SPARSECOMM_TRACE", "").strip()
-    return Path(text) if text else None
+    path = Path(text)
+    return (path / "trace.json" if path.is_dir() else path) if text else None
 
 
 def ranges() -> list[str]:

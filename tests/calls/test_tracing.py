@@ -122,6 +122,12 @@ def test_a_file_that_cannot_be_written_is_told_once(
     assert "FileNotFoundError" in caplog.text
 
 
+def test_a_folder_gets_files_of_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path))
+    simulated.run(2, lambda ranks: call(ranks).nnz)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
+
+
 def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
 

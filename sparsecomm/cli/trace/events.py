@@ -124,12 +124,14 @@ def _rank(path: Path) -> Rank:
         del lines[-1]  # it was cut short when the rank died
     try:
         return _read_events([json.loads(line.rstrip(",")) for line in lines[1:]])
-    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidInputError(f"{path}: no file of SPARSECOMM_TRACE ({type(error).__name__}: {error})") from None
 
 
 def _read_events(events: list[dict[str, Any]]) -> Rank:
-    head = next(event for event in events if event["name"] == "process_name")
+    head = next((event for event in events if event["name"] == "process_name"), None)
+    if head is None:
+        raise ValueError("it does not begin with the name of a rank")
     rank = Rank(head["pid"], events=events)
     members: dict[int, list[int]] = {}  # of each communicator of this file
     calls: dict[int, list[Call]] = {}
