@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
-from sparsecomm.adamw import DENSITY, AdamWRule
+from sparsecomm.adamw import DENSITY
 from sparsecomm.checks import flag, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import OnStep
@@ -16,7 +16,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
-from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange, begun
+from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange, begun, rule_of
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
 from sparsecomm.torch.shards import local
@@ -95,7 +95,8 @@ class SparseAdamW(SparseOptimizer, _State):
     Args:
         named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and with
             settings of their own. One group with ``weight_decay=0`` for biases and norms is usual.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, by group. ``lr * weight_decay`` is below 1.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, by group. ``lr * weight_decay`` is below 1. A rate in a
+            tensor is read in each step.
         density: of what is sent, both ways, as in `sparsecomm.SparseAdamW`.
         comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`. ``wire="packed"`` for float64.
         overlap: exchange while backward passes go on, by hooks. Then gradients cannot be changed after ``backward()``,
@@ -114,7 +115,7 @@ class SparseAdamW(SparseOptimizer, _State):
     def __init__(
         self,
         named_parameters: NamedGroups,
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -124,7 +125,8 @@ class SparseAdamW(SparseOptimizer, _State):
         backward_passes_per_step: int = 1,
         **options: Unpack[AdamWOptions],
     ) -> None:
-        AdamWRule.of(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        rule_of(defaults)
         groups, named = _groups_of(named_parameters)
         if (passes := whole(backward_passes_per_step, 1)) is None:
             raise InvalidInputError(
@@ -140,7 +142,6 @@ class SparseAdamW(SparseOptimizer, _State):
             raise InvalidInputError(
                 f"{unknown[0]} is no option of SparseAdamW; expected some of {', '.join(AdamWOptions.__annotations__)}"
             )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._made = False
         super().__init__(groups, defaults)
         self._made = True
@@ -191,10 +192,12 @@ class SparseAdamW(SparseOptimizer, _State):
 
 def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
     """Return torch's groups, and all names with their parameters."""
-    given = list(named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters)
-    grouped = given if given and all(isinstance(each, dict) for each in given) else [{"params": given}]
+    given = named_parameters
+    if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        given = list(given)
+    grouped = isinstance(given, list) and given and all(isinstance(each, dict) for each in given)
     groups, named = [], []
-    for group in grouped:
+    for group in given if grouped else [{"params": given}]:
         pairs = interop.named(group.get("params"), "named_parameters")
         groups.append({**group, "params": [parameter for _, parameter in pairs]})
         named += pairs

@@ -23,7 +23,7 @@ from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
-__all__ = ["FIELDS", "AdamWExchange", "begun"]
+__all__ = ["FIELDS", "AdamWExchange", "begun", "rule_of"]
 
 FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state: the moments, as torch names them, and `last`
 
@@ -156,7 +156,7 @@ class AdamWExchange(Exchange):
         assert optimizer is not None
         rules: dict[str, AdamWRule] = {}
         for group in optimizer.param_groups:
-            rule = AdamWRule.of(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            rule = rule_of(group)
             rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
         return rules
 
@@ -221,6 +221,18 @@ class AdamWExchange(Exchange):
             self.adopt()
 
         return Prepared(prepared.common, commit)
+
+
+def rule_of(group: Mapping[str, Any]) -> AdamWRule:
+    """Return the settings of a group.
+
+    Raises:
+        InvalidInputError: one of them cannot be used.
+    """
+    rate = group["lr"]
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+        rate = rate.item()
+    return AdamWRule.of(rate, group["betas"], group["eps"], group["weight_decay"])
 
 
 def begun(states: Iterable[Mapping[str, Any]]) -> bool:

@@ -80,7 +80,8 @@ def test_it_is_the_same_as_with_arrays(P: int, overlap: bool) -> None:
 
 
 @every_way
-def test_groups_schedulers_and_closures(P: int, overlap: bool) -> None:
+@pytest.mark.parametrize("tensor", [False, True])
+def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> None:
     """Each group has its own settings, and the scheduler's rate is taken: as by arrays with the same."""
 
     def program(ranks: simulated.SimulatedTransport) -> tuple[Any, Any]:
@@ -91,7 +92,8 @@ def test_groups_schedulers_and_closures(P: int, overlap: bool) -> None:
             {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.5},
             {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = SparseAdamW(groups, 0.02, density=0.2, comm=ranks, overlap=overlap)
+        rate = torch.tensor(0.02, dtype=torch.float64) if tensor else 0.02
+        optimizer = SparseAdamW(groups, rate, density=0.2, comm=ranks, overlap=overlap)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         decay = {name: 0.5 for name, w in weights.items() if w.ndim > 1}
         plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=ranks)
@@ -484,7 +486,10 @@ def test_after_its_end() -> None:
         ({"backward_passes_per_step": 0, "overlap": True}, "from 1 on"),
         ({"overlap": np.ones(2)}, "overlap="),
         ({"momentum": 0.9}, "momentum is no option of SparseAdamW"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "lr="),
         ({"named_parameters": Model().parameters()}, "names"),
+        ({"named_parameters": Model()}, "got Model; expected names"),
+        ({"named_parameters": None}, "got NoneType; expected names"),
         ({"named_parameters": []}, "none requires a gradient"),
         ({"named_parameters": [{"params": Model().named_parameters(), "lr": -3.0}]}, r"lr=-3\.0"),
         ({"named_parameters": [{"parameters": []}]}, "named_parameters"),
