@@ -84,16 +84,11 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
-    number, older = whole(step, 0), whole(keep, 1)
-    for name, value, read, lowest in (("step", step, number, 0), ("keep", keep, older, 1)):
-        if read is None or read >= 10**18:
-            raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on, of 18 digits at most")
-    assert number is not None
-    assert older is not None
+    path, number, older = _folder(folder), _number("step", step, 0), _number("keep", keep, 1)
     named, ranks = _named(objects), of(comm)
-    on_all, tries = _on_all(Path(folder), ranks, older + _CANDIDATES, saving=number)
+    on_all, tries = _on_all(path, ranks, older + _CANDIDATES, saving=number)
     saved = _Saved(number, tries + 1, ranks.size)
-    path = saved.path(Path(folder), ranks.rank)
+    path = saved.path(path, ranks.rank)
     part = path.with_suffix(".part")
     if ranks.rank == 0 and on_all and on_all[0].step > number:
         _log.warning(
@@ -160,12 +155,13 @@ def load(
             its state, as its ``load_state_dict`` says. Those before it, in the order of ``objects``, have loaded.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
+    path, wanted = _folder(folder), None if step is None else _number("step", step, 0)
     named, ranks = _named(objects), of(comm)
     rank, size = ranks.rank, ranks.size
     refused: Exception | None = None
-    for saved in _on_all(Path(folder), ranks, _CANDIDATES, step)[0]:
+    for saved in _on_all(path, ranks, _CANDIDATES, wanted)[0]:
         old = saved.size
-        files = [saved.path(Path(folder), r) for r in ([rank] if old == size else range(old))]
+        files = [saved.path(path, r) for r in ([rank] if old == size else range(old))]
         states: list[dict[str, Any]] = []
         try:
             load_on_all(ranks, "a checkpoint", [], _reader(files, states, named, old == size), does="read a checkpoint")
@@ -239,6 +235,20 @@ class Stateful:
 
     def _key(self, rank: int | str, size: int | str) -> str:
         return f"{self._name}-rank{rank}-of{size}"
+
+
+def _folder(folder: Folder) -> Path:
+    try:
+        return Path(folder)
+    except TypeError:
+        raise InvalidInputError(f"folder={shown(folder)}: expected a path") from None
+
+
+def _number(name: str, value: int, lowest: int) -> int:
+    number = whole(value, lowest, 10**18 - 1)
+    if number is None:
+        raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on, of 18 digits at most")
+    return number
 
 
 def _named(objects: Mapping[str, object]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.torch.optimizer_state import is_void, mapped, snapshot, try_step
-from sparsecomm.torch.parameters import TrainedParameters
+from sparsecomm.torch.parameters import TrainedParameters, parameters_of
 from sparsecomm.torch.shards import local
 from sparsecomm.transport import Comm
 
@@ -108,7 +108,7 @@ class DiLoCo:
         if outer_optimizer is inner_optimizer:
             raise InvalidInputError("outer_optimizer is inner_optimizer; expected one of its own, or None")
         with ExitStack() as undo:  # what `remove` does, and an error within
-            self._parameters = TrainedParameters(model.named_parameters(), comm, options.get("clip"))
+            self._parameters = TrainedParameters(parameters_of(model), comm, options.get("clip"))
             named = self._parameters.named
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
             if stepped.isdisjoint(named.values()):

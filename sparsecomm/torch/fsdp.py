@@ -9,7 +9,7 @@ from torch import nn
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange
-from sparsecomm.torch.parameters import ExchangeOptions, Parameters
+from sparsecomm.torch.parameters import ExchangeOptions, Parameters, parameters_of
 from sparsecomm.torch.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ShardedState(Exchange):
 
     def __init__(self, model: nn.Module, density: Schedule, **options: Unpack[ExchangeOptions]) -> None:
         """Begin the exchange: see `register_fsdp`."""
-        super().__init__([(name, p) for name, p in model.named_parameters() if is_sharded(p)], density, **options)
+        super().__init__([(name, p) for name, p in parameters_of(model) if is_sharded(p)], density, **options)
         self.begin()
 
     def __repr__(self) -> str:

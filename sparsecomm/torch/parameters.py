@@ -26,7 +26,7 @@ from sparsecomm.transport import Comm, Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "TrainedParameters", "queue_callback"]
+__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "TrainedParameters", "parameters_of", "queue_callback"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -326,6 +326,17 @@ class Parameters(TrainedParameters):
             self._outs = {}
 
         return Prepared({**kept.common, "loss_scale": scale or 0.0}, commit)
+
+
+def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the names and parameters of a model.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
+    return list(model.named_parameters())
 
 
 def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -333,6 +333,13 @@ def test_wrong_arguments(tmp_path: Path) -> None:
                 save(tmp_path, 1, objects, comm=ranks)  # type: ignore[arg-type]
             with pytest.raises(sc.InvalidInputError, match="objects"):
                 load(tmp_path, objects, comm=ranks)  # type: ignore[arg-type]
+        for folder in (None, 3, b"a"):
+            with pytest.raises(sc.InvalidInputError, match="folder="):
+                save(folder, 1, {}, comm=ranks)  # type: ignore[arg-type]
+            with pytest.raises(sc.InvalidInputError, match="folder="):
+                load(folder, {}, comm=ranks)  # type: ignore[arg-type]
+        with pytest.raises(sc.InvalidInputError, match="step='3'"):
+            load(tmp_path, {}, comm=ranks, step="3")  # type: ignore[arg-type]
         assert load(tmp_path / "none", {}, comm=ranks) is None
         save(tmp_path, 1, {"x": 1}, comm=ranks)
         with pytest.raises(sc.InvalidInputError, match="has no 'y'; it has 'x'"):

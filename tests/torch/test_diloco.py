@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sparsecomm as sc
-from sparsecomm.torch import DiLoCo
+from sparsecomm.torch import DiLoCo, register_fsdp
 from sparsecomm.transport import simulated
 
 P = 2  # of which sums do not depend on the order
@@ -306,6 +306,10 @@ def test_wrong_arguments_leave_all_as_it_was() -> None:
         with pytest.raises(sc.InvalidInputError, match=match):
             DiLoCo(model, inner_optimizer, outer_optimizer, **options)
         assert outer.param_groups[0]["params"] == list(model.parameters())
+    no_model: Any = model.parameters()
+    for make in (lambda: DiLoCo(no_model, inner, outer), lambda: register_fsdp(no_model)):
+        with pytest.raises(sc.InvalidInputError, match="model: got generator; expected a torch"):
+            make()
     diloco = DiLoCo(model, inner, outer)
     with pytest.raises(sc.InvalidInputError, match=r"outer_optimizer: it lacks .*another DiLoCo"):
         DiLoCo(model, inner, outer)
