@@ -4,17 +4,15 @@
 
 Every rank computes the gradient of its share of each batch; `sparsecomm.jax.sparsify`, the first link of the optax
 chain, averages about the top 1 % of their sum. The whole step is under `jax.jit`. Half way, every rank saves its
-``(params, state)`` and goes on from the file, as after an interruption.
+``(params, state)`` and goes on from its file, as after an interruption.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import pickle
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 if missing := [name for name in ("jax", "optax", "sklearn") if importlib.util.find_spec(name) is None]:
@@ -29,7 +27,7 @@ import optax
 from mpi4py import MPI
 from sklearn.datasets import load_digits
 
-import sparsecomm.jax
+import sparsecomm as sc
 from sparsecomm import transport
 
 LAYERS = (64, 128, 64, 10)
@@ -37,7 +35,7 @@ BATCH, EPOCHS = 128, 30  # samples of all ranks together, passes over the traini
 comm = MPI.COMM_WORLD
 rank, ranks = comm.Get_rank(), comm.Get_size()
 
-optimizer = optax.chain(sparsecomm.jax.sparsify(0.01, comm=comm), optax.sgd(0.1, momentum=0.5))
+optimizer = optax.chain(sc.jax.sparsify(0.01, comm=comm), optax.sgd(0.1, momentum=0.5))
 
 
 def initial() -> Any:
@@ -77,10 +75,13 @@ def main() -> None:
             mine = shuffled[begin + rank * own : begin + (rank + 1) * own]
             params, state = step(params, state, x[mine], labels[mine])
         if epoch == EPOCHS // 2:
+            jax.effects_barrier()  # this thread uses the communicator
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / f"checkpoint{rank}"  # each rank its own: residuals differ
-                file.write_bytes(pickle.dumps((params, state)))
-                params, state = pickle.loads(file.read_bytes())
+                sc.save(folder, epoch, {"params": params, "state": state}, comm=comm)
+                found = sc.load(folder, {"params": None, "state": None}, comm=comm)
+            assert found is not None
+            leaves = jax.tree.leaves((found.values["params"], found.values["state"]))
+            params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
 
     jax.effects_barrier()  # from here on this thread uses the communicator
     everyone = comm.allgather(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(params))))

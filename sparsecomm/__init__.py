@@ -33,6 +33,7 @@ from sparsecomm.api import (
     threshold,
     topk,
 )
+from sparsecomm.checkpoints import Checkpoint, load, save
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -73,6 +74,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Algorithm",
+    "Checkpoint",
     "CollectiveMismatchError",
     "Handle",
     "InvalidInputError",
@@ -99,10 +101,12 @@ __all__ = [
     "isparse_allreduce",
     "join",
     "last_call",
+    "load",
     "merge_topk",
     "realign",
     "register_algorithm",
     "reshard",
+    "save",
     "shrink",
     "sparse_allreduce",
     "threshold",

@@ -41,7 +41,7 @@ again, unless they were donated.
 ranks.
 
 **Checkpoints.** Residuals are a part of the training state, an ordinary pytree. They differ between ranks: each rank
-saves and loads its own.
+saves and loads its own, by `sparsecomm.save` for example.
 """
 
 try:

@@ -1,0 +1,316 @@
+"""Checkpoints in one call: a file per rank, written whole or not at all, for any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+import numpy as np
+
+from sparsecomm.adamw import SparseAdamW
+from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.encoding import decode, encode
+from sparsecomm.calls.loading import Prepared, Undo
+from sparsecomm.calls.loading import load as load_on_all
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.checks import shown, whole
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.local_steps import LocalSteps, reshard
+from sparsecomm.reducer import Reducer
+from sparsecomm.transport import Comm, Transport, of
+
+__all__ = ["OF_ARRAYS", "Checkpoint", "Files", "Folder", "load", "save"]
+
+_log = logging.getLogger("sparsecomm")
+
+Folder: TypeAlias = "str | os.PathLike[str]"
+OF_ARRAYS = (Reducer, LocalSteps, SparseAdamW)  # whose states have NumPy's arrays, and can be made for other ranks
+_CANDIDATES = 16  # of the newest checkpoints, among which ranks look for one that all of them can read
+_LABEL = 0x636B7074
+
+
+class Checkpoint(NamedTuple):
+    """What `load` has loaded.
+
+    Attributes:
+        step: that it was saved by.
+        values: by name, of what has no ``load_state_dict``.
+        ranks: how many ranks have saved it.
+    """
+
+    step: int
+    values: dict[str, Any]
+    ranks: int
+
+
+def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm = None, keep: int = 1) -> None:
+    """Save a checkpoint, each rank its part. Collective. For PyTorch there is `sparsecomm.torch.save`.
+
+        found = sc.load(folder, {"weights": None, "sparse": reducer})
+        if found:
+            weights = found.values["weights"]
+        for step in range(found.step if found else 0, steps):
+            ...
+            sc.save(folder, step + 1, {"weights": weights, "sparse": reducer})
+
+    Each rank writes one file, under another name at first. Only if all ranks have written theirs do the files get their
+    names. So a checkpoint is there as a whole or not at all, whenever a rank dies. Older ones are then removed.
+
+    Args:
+        folder: of the checkpoints, made if need be; one that all ranks see, or each node its own.
+        step: its number: of steps, or of epochs; larger ones are newer.
+        objects: by name: what has ``state_dict`` and ``load_state_dict``; other values are returned by `load`. They are
+            ``None``, bools, numbers, texts, arrays (of NumPy, JAX, or others with ``__dlpack__``), and lists, tuples
+            and dictionaries of such. Files are JSON and raw arrays; nothing in them is evaluated.
+        comm: the ranks; ``None``: all.
+        keep: how many older checkpoints stay; the same on all ranks.
+
+    Raises:
+        InvalidInputError: an argument cannot be used, or a rank could not write its file. No rank has saved.
+        CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
+        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
+    """
+    Files().save(folder, step, objects, comm, keep)
+
+
+def load(
+    folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
+) -> Checkpoint | None:
+    """Load the newest checkpoint that all ranks can read, into all objects that can load it. Collective.
+
+    Where the number of ranks has changed, residuals are shared out among the new ones (`reshard`), and all else is that
+    of the old rank 0; with `LocalSteps` begin with the global parameters then. The state of `sparsecomm.jax.sparsify`
+    is a value, and has residuals in it: load it with as many ranks as have saved it.
+
+    Args:
+        folder, objects, comm: as in `save`.
+        step: load the one of this step, and no other.
+
+    Returns:
+        What was loaded; ``None``: there is no checkpoint that all ranks see.
+
+    Raises:
+        InvalidInputError: none of the checkpoints can be read on all ranks, or it lacks an object; or an object refuses
+            its state, as its ``load_state_dict`` says. Those before it, in the order of ``objects``, have loaded.
+        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
+    """
+    return Files().load(folder, objects, comm, step)
+
+
+class Files:
+    """The files of checkpoints, and how states get into them. Other formats are subclasses.
+
+    Attributes:
+        suffix: of their names.
+    """
+
+    suffix = ".arrays"
+
+    def write(self, file: BinaryIO, states: dict[str, Any]) -> None:
+        """Write states by name to a file that is empty, and can be read by its name as well."""
+        encode(states).tofile(file)
+
+    def read(self, path: Path, *, own: bool) -> dict[str, Any]:
+        """Return the states in a file; ``own``: this rank's, of a checkpoint of as many ranks."""
+        states: dict[str, Any] = decode(np.fromfile(path, np.uint8))
+        return states
+
+    def state_of(self, one: Any) -> Any:
+        """Return what `write` can write of an object, or of a value."""
+        return one.state_dict() if hasattr(one, "state_dict") else one
+
+    def for_this_rank(self, one: object, states: list[Any], rank: int, size: int, *, own: bool) -> Any:
+        """Return the state of an object: this rank's ``own``, or made of those of another number of ranks."""
+        return states[0] if own or not isinstance(one, OF_ARRAYS) else reshard(states, rank, size)
+
+    def save(self, folder: Folder, step: int, objects: Mapping[str, object], comm: Comm, keep: int) -> None:
+        """See `save`."""
+        at, number, older = _path(folder), _number("step", step, 0), _number("keep", keep, 1)
+        named, ranks = _named(objects), of(comm)
+        on_all, tries = self._on_all(at, ranks, older + _CANDIDATES, saving=number)
+        saved = _Saved(number, tries + 1, ranks.size)
+        path = saved.path(at, ranks.rank, self.suffix)
+        part = path.with_suffix(".part")
+        if ranks.rank == 0 and on_all and on_all[0].step > number:
+            _log.warning(
+                "%s: checkpoint %s is saved beside one of step %s, which load takes for the newest; remove that one",
+                folder,
+                number,
+                on_all[0].step,
+            )
+
+        def prepare(undo: Undo) -> Prepared:
+            undo.append(lambda: _remove(part))
+            with _telling(f"writing {part}"):
+                at.mkdir(parents=True, exist_ok=True)
+                states = {name: self.state_of(one) for name, one in named.items()}
+                with part.open("wb") as file:
+                    self.write(file, states)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+            def commit() -> None:
+                if part.exists():  # unless it was interrupted, and is called again
+                    part.replace(path)
+                # A rank may have died before it gave its file the name: what this one sees is not there for all.
+                stay = [each for each in on_all if each < saved][older - 1 : older]
+                for each, files in self._found(at).items():
+                    if each < saved and (each < min(stay, default=each) or not each.is_whole(files, ranks)):
+                        for rank in files & {ranks.rank} if each.size == ranks.size else files:
+                            _remove(each.path(at, rank, self.suffix))
+                for left in at.glob(f"step*-rank{ranks.rank}-of*.part"):  # of a process that was killed
+                    _remove(left)
+
+            return Prepared({}, commit)
+
+        what = f"checkpoint {number} of {', '.join(sorted(named))}"
+        load_on_all(ranks, what, [], prepare, does="save the same checkpoint")
+
+    def load(self, folder: Folder, objects: Mapping[str, object], comm: Comm, step: int | None) -> Checkpoint | None:
+        """See `load`."""
+        at, wanted = _path(folder), None if step is None else _number("step", step, 0)
+        named, ranks = _named(objects), of(comm)
+        rank, size = ranks.rank, ranks.size
+        refused: Exception | None = None
+        for saved in self._on_all(at, ranks, _CANDIDATES, wanted)[0]:
+            own = saved.size == size
+            try:
+                states = self._read_on_all(saved, at, ranks, named)
+            except InvalidInputError as error:
+                _log.warning(
+                    "the checkpoint of step %s, of %s ranks, cannot be read: %s", saved.step, saved.size, error
+                )
+                refused = refused or error
+                continue
+            values = {}
+            for name, one in named.items():
+                state = self.for_this_rank(one, [its[name] for its in states], rank, size, own=own)
+                if hasattr(one, "load_state_dict"):
+                    one.load_state_dict(state)
+                else:
+                    values[name] = state
+            return Checkpoint(saved.step, values, saved.size)
+        if refused is not None:
+            raise refused
+        return None
+
+    def _read_on_all(
+        self, saved: _Saved, folder: Path, ranks: Transport, named: Mapping[str, object]
+    ) -> list[dict[str, Any]]:
+        """Return this rank's states, or those of all ranks of another number. Collective.
+
+        Raises:
+            InvalidInputError: they cannot be read on some rank, or are not of all objects.
+        """
+        states: list[dict[str, Any]] = []
+        own = saved.size == ranks.size
+
+        def prepare(undo: Undo) -> Prepared:
+            for rank in [ranks.rank] if own else range(saved.size):
+                path = saved.path(folder, rank, self.suffix)
+                with _telling(f"reading {path}"):
+                    its = self.read(path, own=own)
+                if lacking := [name for name in named if name not in its]:
+                    raise InvalidInputError(f"{path} has no {lacking[0]!r}; it has {', '.join(map(repr, its))}")
+                states.append(its)
+            return Prepared({}, lambda: None)
+
+        load_on_all(ranks, "a checkpoint", [], prepare, does="read a checkpoint")
+        return states
+
+    def _found(self, folder: Path) -> dict[_Saved, set[int]]:
+        """Return checkpoints, the newest first, and the ranks whose files are there."""
+        pattern = re.compile(
+            rf"step(\d{{1,18}})-rank(\d{{1,9}})-of(\d{{1,9}})(?:-try(\d{{1,9}}))?{re.escape(self.suffix)}"
+        )
+        found: dict[_Saved, set[int]] = {}
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if name := pattern.fullmatch(path.name):
+                step, rank, size, tries = map(int, name.groups("1"))
+                found.setdefault(_Saved(step, tries, size), set()).add(rank)
+        return dict(sorted(found.items(), reverse=True))
+
+    def _on_all(
+        self, folder: Path, ranks: Transport, count: int, step: int | None = None, saving: int | None = None
+    ) -> tuple[list[_Saved], int]:
+        """Return which checkpoints all ranks see, the newest first, and how often a rank has saved one. Collective.
+
+        Args:
+            count: of each rank's newest, so many are looked at.
+            step: only those of this step; ``None``: all.
+            saving: the step of the other number.
+        """
+        words: list[int] = []
+
+        def prepare(undo: Undo) -> Prepared:
+            with _telling(f"looking for checkpoints in {folder}"):
+                found = self._found(folder)
+            whole = [each for each, files in found.items() if step in (None, each.step) and each.is_whole(files, ranks)]
+            words.append(max((each.tries for each in found if each.step == saving), default=0))
+            words.extend(word for each in whole[:count] for word in each)
+            return Prepared({}, lambda: None)
+
+        load_on_all(ranks, "checkpoints", [], prepare, does="look for checkpoints")
+        none = _Saved(0, 0, 0)
+        gather = WordsGather(ranks, [*words, *none * count][: 1 + len(none) * count], _LABEL)
+        queue_of(ranks).submit(gather).wait()
+        of_ranks = np.reshape(gather.words, (ranks.size, -1)).tolist()
+        theirs = ({_Saved(*each) for each in zip(*[iter(words)] * len(none), strict=True)} for _, *words in of_ranks)
+        return sorted(set.intersection(*theirs) - {none}, reverse=True), max(tries for tries, *_ in of_ranks)
+
+
+class _Saved(NamedTuple):
+    """A checkpoint; later ones are larger."""
+
+    step: int
+    tries: int  # how often one of this step was begun, this one included
+    size: int  # how many ranks have saved it
+
+    def path(self, folder: Path, rank: int, suffix: str) -> Path:
+        again = f"-try{self.tries}" if self.tries > 1 else ""
+        return folder / f"step{self.step}-rank{rank}-of{self.size}{again}{suffix}"
+
+    def is_whole(self, files: set[int], ranks: Transport) -> bool:
+        """Return whether a rank that sees the files of these ranks sees what it would load."""
+        return ranks.rank in files if self.size == ranks.size else len(files) == self.size
+
+
+def _path(folder: Folder) -> Path:
+    try:
+        return Path(folder)
+    except TypeError:
+        raise InvalidInputError(f"folder={shown(folder)}: expected a path") from None
+
+
+def _number(name: str, value: int, lowest: int) -> int:
+    number = whole(value, lowest, 10**18 - 1)
+    if number is None:
+        raise InvalidInputError(f"{name}={shown(value)}: expected a number from {lowest} on, of 18 digits at most")
+    return number
+
+
+def _named(objects: Mapping[str, object]) -> dict[str, Any]:
+    if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
+        raise InvalidInputError(f"objects: got {shown(objects)}; expected objects by name")
+    return dict(objects)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Turn what is raised within into an error that says what was done."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{what}: {error}") from error
+    except Exception as error:
+        raise InvalidInputError(f"{what} raised {type(error).__name__}: {error}") from error

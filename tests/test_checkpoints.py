@@ -1,0 +1,347 @@
+"""Checkpoints in one call: whole or not there, the newest that all can read, for any number of ranks.
+
+Of PyTorch's objects: `tests/torch/test_checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import sparsecomm as sc
+from sparsecomm import Checkpoint
+from sparsecomm.transport import simulated
+from tests.ranks import errors, run
+
+
+@dataclass
+class Saving:
+    """How states become files."""
+
+    module: str
+    suffix: str
+
+    def __post_init__(self) -> None:
+        module: Any = import_module(self.module)
+        self.save, self.load = module.save, module.load
+
+
+@pytest.fixture(params=[("sparsecomm", ".arrays"), ("sparsecomm.torch", ".pt")], ids=lambda param: param[0])
+def saving(request: pytest.FixtureRequest) -> Saving:
+    if request.param[0] != "sparsecomm":
+        pytest.importorskip("torch.distributed")
+    return Saving(*request.param)
+
+
+class Training:
+    """What trains arrays, with steps that differ between ranks."""
+
+    KINDS = ("Reducer", "LocalSteps", "SparseAdamW")
+
+    def __init__(self, kind: str, ranks: simulated.SimulatedTransport) -> None:
+        random = np.random.default_rng(0)
+        self.ranks, self.weights = ranks, {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)}
+        self.sparse: Any = {
+            "Reducer": partial(sc.Reducer, self.weights, 0.05, momentum=0.9, comm=ranks),
+            "LocalSteps": partial(sc.LocalSteps, self.weights, sync_every=3, comm=ranks),
+            "SparseAdamW": partial(sc.SparseAdamW, self.weights, wire="packed", comm=ranks),
+        }[kind]()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"sparse": self.sparse, "weights": self.weights}
+
+    def begin(self, folder: Path) -> int:
+        """Go on from a checkpoint, if there is one."""
+        found = sc.load(folder, self.objects, comm=self.ranks)
+        for name, values in found.values["weights"].items() if found else ():
+            self.weights[name][:] = values
+        if found and found.ranks != self.ranks.size and isinstance(self.sparse, sc.LocalSteps):
+            for name, values in self.sparse.global_parameters().items():
+                self.weights[name][:] = values
+        return found.step if found else 0
+
+    def step(self, number: int) -> None:
+        random = np.random.default_rng([number, self.ranks.rank])
+        gradients = {name: random.standard_normal(w.shape) for name, w in self.weights.items()}
+        if isinstance(self.sparse, sc.Reducer):
+            self.sparse.reduce(gradients)
+        if isinstance(self.sparse, sc.SparseAdamW):
+            self.sparse.step(gradients)
+            return
+        for name, weight in self.weights.items():
+            weight -= 0.1 * gradients[name]
+        if isinstance(self.sparse, sc.LocalSteps):
+            self.sparse.step(self.weights)
+
+    def waiting(self) -> list[np.ndarray]:
+        """What residuals hold."""
+        reducers = getattr(self.sparse, "reducers", [getattr(self.sparse, "reducer", self.sparse)])
+        return [np.array(reducer.residual(name)) for reducer in reducers for name in sorted(reducer.names)]
+
+    def bits(self) -> list[bytes]:
+        return [array.tobytes() for array in [*self.weights.values(), *self.waiting()]]
+
+
+@pytest.mark.parametrize("kind", Training.KINDS)
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path: Path) -> None:
+    def program(ranks: simulated.SimulatedTransport, last: int) -> list[bytes]:
+        training = Training(kind, ranks)
+        for step in range(training.begin(tmp_path), last):
+            training.step(step)
+            if step == 3:
+                sc.save(tmp_path, step + 1, training.objects, comm=ranks)
+        return training.bits()
+
+    expected = run(P, partial(program, last=8))
+    assert run(P, partial(program, last=8)) == expected
+    assert run(P, partial(program, last=0)) != expected
+
+
+@pytest.mark.parametrize("kind", Training.KINDS)
+@pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
+def test_residuals_are_shared_out_among_other_ranks(kind: str, P: int, new: int, tmp_path: Path) -> None:
+    def program(ranks: simulated.SimulatedTransport, last: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        training = Training(kind, ranks)
+        begin = training.begin(tmp_path)
+        for step in range(begin, last):
+            training.step(step)
+        if not begin:
+            sc.save(tmp_path, last, training.objects, comm=ranks)
+        return training.waiting(), list(training.weights.values())
+
+    old, now = run(P, partial(program, last=6)), run(new, partial(program, last=0))
+    for before, after in zip(
+        *([sum(parts) for parts in zip(*(w for w, _ in each), strict=True)] for each in (old, now)), strict=True
+    ):
+        np.testing.assert_allclose(after, before, rtol=1e-9)
+    if kind == "SparseAdamW":
+        assert all(np.array_equal(a, b) for _, weights in now for a, b in zip(weights, old[0][1], strict=True))
+
+
+def test_values_of_all_kinds_come_back(tmp_path: Path, saving: Saving) -> None:
+    value = {"none": None, "list": [1, -2.5, "text", True], 3: {"pair": (1, 2)}, "array": np.arange(6.0).reshape(2, 3)}
+    if saving.module == "sparsecomm.torch":
+        value["array"] = import_module("torch").arange(6.0).reshape(2, 3)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        saving.save(tmp_path, 0, {"value": value}, comm=ranks)
+        return saving.load(tmp_path, {"value": None}, comm=ranks).values["value"]
+
+    for found in run(2, program):
+        array, expected = found.pop("array"), dict(value)
+        assert (array == expected.pop("array")).all()
+        assert found == expected
+
+
+def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path, saving: Saving) -> None:
+    for name in ("step7-rank1-of4.part", "step8-rank2-of4.part"):
+        (tmp_path / name).touch()  # left over: of a rank that is there, and of none
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for step in (1, 2, 30, 4):  # one that goes back
+            saving.save(tmp_path, step, {"x": step}, comm=ranks)
+        (tmp_path / f"step2-rank7-of9{saving.suffix}").touch()  # left over
+        saving.save(tmp_path, 31, {"x": 31}, comm=ranks, keep=2)
+        assert saving.load(tmp_path, {"x": None}, comm=ranks) == Checkpoint(31, {"x": 31}, 2)
+        assert saving.load(tmp_path, {"x": None}, comm=ranks, step=4) == Checkpoint(4, {"x": 4}, 2)
+        assert saving.load(tmp_path, {"x": None}, comm=ranks, step=5) is None
+
+    run(2, program)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(f"step{step}-rank{rank}-of2{saving.suffix}" for step in (4, 30, 31) for rank in range(2)),
+        "step8-rank2-of4.part",
+    }
+
+
+def test_a_training_that_went_back_saves_a_step_once_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving
+) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for step, value in ((1, "a"), (2, "b"), (3, "c")):
+            saving.save(tmp_path, step, {"x": value}, comm=ranks, keep=2)
+        assert saving.load(tmp_path, {"x": None}, comm=ranks, step=1) == Checkpoint(1, {"x": "a"}, 2)
+        for value in ("d", "e"):
+            saving.save(tmp_path, 2, {"x": value}, comm=ranks, keep=2)
+            assert saving.load(tmp_path, {"x": None}, comm=ranks, step=2) == Checkpoint(2, {"x": value}, 2)
+        assert saving.load(tmp_path, {"x": None}, comm=ranks) == Checkpoint(3, {"x": "c"}, 2)
+
+    with caplog.at_level(logging.WARNING, "sparsecomm"):
+        run(2, program)
+    assert [message.split(": ")[1] for message in caplog.messages] == [
+        "checkpoint 2 is saved beside one of step 3, which load takes for the newest; remove that one"
+    ] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}{saving.suffix}"
+        for rank in range(2)
+        for name in (f"step3-rank{rank}-of2", *(f"step2-rank{rank}-of2{again}" for again in ("", "-try2", "-try3")))
+    }
+
+
+def test_what_is_not_whole_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> Checkpoint | None:
+        for step in (1, 2, 3):
+            saving.save(tmp_path, step, {"x": [step, *range(1000)]}, comm=ranks, keep=9)
+        if ranks.rank == 1:
+            (tmp_path / f"step3-rank1-of3{saving.suffix}").rename(
+                tmp_path / "step3-rank1-of3.part"
+            )  # a rank died before
+            path = tmp_path / f"step2-rank1-of3{saving.suffix}"
+            path.write_bytes(path.read_bytes()[:1000])
+        saving.save(tmp_path, 0, {}, comm=ranks)  # all have come so far
+        return saving.load(tmp_path, {"x": None}, comm=ranks)
+
+    with caplog.at_level(logging.WARNING, "sparsecomm"):
+        for found in run(3, program):
+            assert found is not None
+            assert found.step == 1
+            assert found.values["x"][0] == 1
+    assert "step 2" in caplog.text
+    assert f"step2-rank1-of3{saving.suffix}" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["folder", "type", "state", "step", "name"])
+def test_no_rank_saves_where_one_cannot(fault: str, tmp_path: Path, saving: Saving) -> None:
+    class Refusing:
+        def state_dict(self) -> Any:
+            raise ValueError("not now")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        saving.save(tmp_path / "c", 1, {"x": 1}, comm=ranks)
+        last = ranks.rank == 2
+        folder, step, objects = tmp_path / "c", 2, {"x": 2}
+        if last and fault == "folder":
+            folder = tmp_path / "file"
+            folder.touch()
+        elif last and fault == "type":
+            objects = {"x": Path("a")}  # type: ignore[dict-item]
+        elif last and fault == "state":
+            objects = {"x": Refusing()}  # type: ignore[dict-item]
+        elif last and fault == "step":
+            step = 5
+        elif last:
+            objects = {"y": 2}
+        try:
+            saving.save(folder, step, objects, comm=ranks)
+        finally:
+            assert saving.load(tmp_path / "c", {"x": None}, comm=ranks) == Checkpoint(1, {"x": 1}, 3)
+
+    kind = sc.CollectiveMismatchError if fault in ("step", "name") else sc.InvalidInputError
+    said = {"folder": "file", "type": "PosixPath", "state": "not now"}
+    for error in errors(3, program):
+        assert isinstance(error, kind)
+        assert said.get(fault, "same checkpoint") in str(error), error
+    assert len(list((tmp_path / "c").iterdir())) == 3
+
+
+class DiedError(Exception):
+    """A rank's process is gone."""
+
+
+class Deaths:
+    """Lets a rank die at one of the changes that it makes to files: nothing of that rank is done from then on."""
+
+    CHANGES = ("open", "replace", "unlink")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.let(-1, 0, "open", after=False)
+        for name in self.CHANGES:
+            patch.setattr(Path, name, self._dying(name, getattr(Path, name)))
+
+    def let(self, rank: int, saves: int, name: str, *, after: bool) -> None:
+        """Let ``rank`` die when it has saved so often, in the next change of that name, before it or after it."""
+        self.rank, self.saves, self.name, self.after, self.dead = rank, saves, name, after, False
+
+    def _dying(self, name: str, change: Any) -> Any:
+        def dying(path: Path, *args: Any, **options: Any) -> Any:
+            if f"-rank{self.rank}-" not in path.name:
+                return change(path, *args, **options)
+            self.saves -= name == "open"
+            due = self.saves < 0 and name == self.name
+            if not (self.dead or due):
+                return change(path, *args, **options)
+            if not self.dead and self.after and (file := change(path, *args, **options)) is not path:
+                getattr(file, "close", int)()
+            self.dead = True
+            raise DiedError
+
+        return dying
+
+
+LIVES = st.tuples(
+    st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from(Deaths.CHANGES)),
+    st.booleans(),
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+
+
+@given(P=st.integers(1, 3), keep=st.integers(1, 2), lives=st.lists(LIVES, min_size=2, max_size=5))
+@example(P=2, keep=1, lives=[((1, 1, "replace"), False, [1, 1]), ((1, 0, "replace"), False, [2])])
+@example(P=2, keep=1, lives=[((1, 1, "replace"), False, [1, 1]), ((0, 0, "replace"), False, [1])])
+@settings(deadline=None)
+def test_whichever_rank_dies_and_whenever_a_checkpoint_is_there_that_all_have_saved_together(
+    P: int, keep: int, lives: list[tuple[tuple[int, int, str], bool, list[int]]]
+) -> None:
+    complete = 0  # the last step of which all ranks have been told that it is saved
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        deaths = Deaths(patch)
+        for life, ((rank, saves, name), after, strides) in enumerate([*lives, ((0, 0, "open"), False, [])]):
+            finds: list[Checkpoint | None] = []
+            told: Counter[int] = Counter()
+
+            def program(ranks: simulated.SimulatedTransport, life: int, strides: list[int]) -> None:
+                mine = Path(folder) / str(ranks.rank)  # each node has its own
+                found = sc.load(mine, {"life": None}, comm=ranks)
+                finds.append(found)  # noqa: B023
+                step = found.step if found else 0
+                for stride in strides:
+                    step += stride
+                    sc.save(mine, step, {"life": life}, comm=ranks, keep=keep)
+                    told[step] += 1  # noqa: B023
+
+            deaths.let(rank % P, saves, name, after=after)
+            errors(P, partial(program, life=life, strides=strides))
+            assert len(finds) == P
+            assert finds.count(finds[0]) == P, finds
+            assert (finds[0].step if finds[0] else 0) >= complete, (finds, complete)
+            complete = max([complete, *(step for step, ranks in told.items() if ranks == P)])
+
+
+def test_wrong_arguments(tmp_path: Path, saving: Saving) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for step in (-1, 1.5, True, "a", None):
+            with pytest.raises(sc.InvalidInputError, match="step="):
+                saving.save(tmp_path, step, {}, comm=ranks)
+        for keep in (0, "a"):
+            with pytest.raises(sc.InvalidInputError, match="keep="):
+                saving.save(tmp_path, 1, {}, comm=ranks, keep=keep)
+        for objects in ([], {1: 2}, None):
+            with pytest.raises(sc.InvalidInputError, match="objects"):
+                saving.save(tmp_path, 1, objects, comm=ranks)
+            with pytest.raises(sc.InvalidInputError, match="objects"):
+                saving.load(tmp_path, objects, comm=ranks)
+        for folder in (None, 3, b"a"):
+            with pytest.raises(sc.InvalidInputError, match="folder="):
+                saving.save(folder, 1, {}, comm=ranks)
+            with pytest.raises(sc.InvalidInputError, match="folder="):
+                saving.load(folder, {}, comm=ranks)
+        with pytest.raises(sc.InvalidInputError, match="step='3'"):
+            saving.load(tmp_path, {}, comm=ranks, step="3")
+        assert saving.load(tmp_path / "none", {}, comm=ranks) is None
+        saving.save(tmp_path, 1, {"x": 1}, comm=ranks)
+        with pytest.raises(sc.InvalidInputError, match="has no 'y'; it has 'x'"):
+            saving.load(tmp_path, {"x": None, "y": None}, comm=ranks)
+
+    run(2, program)
