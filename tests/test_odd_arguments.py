@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
@@ -109,6 +110,18 @@ def background(name: str) -> Call:
     return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
 
 
+def saved(ranks: Ranks, **options: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sc.save(**{"folder": folder, "step": 1, "objects": {"a": 1}, "comm": ranks, **options})
+        sc.load(folder, {}, comm=ranks)
+
+
+def loaded(ranks: Ranks, **options: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sc.save(folder, 1, {"a": 1}, comm=ranks)
+        sc.load(**{"folder": folder, "objects": {"a": 1}, "comm": ranks, **options})
+
+
 def arguments(function: Callable[..., Any], *left_out: str) -> list[str]:
     """Return the names of arguments, but for the communicator and others."""
     return [name for name in inspect.signature(function).parameters if name not in ("comm", *left_out)]
@@ -133,6 +146,9 @@ CALLS: dict[str, Call] = {
     "wait timeout": lambda ranks, v: sc.isparse_allreduce(X, 3, comm=ranks).wait(v),
     "check_weights": lambda ranks, v: sc.check_weights(v, comm=ranks),
     "register_algorithm": lambda _, v: sc.register_algorithm(v),
+    **{f"save {name}": lambda ranks, v, name=name: saved(ranks, **{name: v}) for name in ("step", "objects", "keep")},
+    "save.values": lambda ranks, v: saved(ranks, objects={"a": v}),
+    **{f"load.{name}": lambda ranks, v, name=name: loaded(ranks, **{name: v}) for name in arguments(sc.load)},
     **{f"Reducer {name}": lambda ranks, v, name=name: reducer(ranks, **{name: v}) for name in arguments(sc.Reducer)},
     "Reducer.push name": lambda ranks, v: reducer(ranks).push(v, X),
     "Reducer.push gradient": lambda ranks, v: reducer(ranks).push("a", v),
