@@ -59,16 +59,17 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
             sc.save(folder, step + 1, {"weights": weights, "sparse": reducer})
 
     Each rank writes one file, under another name at first. Only if all ranks have written theirs do the files get their
-    names. So a checkpoint is there as a whole or not at all, whenever a rank dies. Older ones are then removed.
+    names. So a checkpoint is there as a whole or not at all, whenever a rank dies. Older ones are then removed. What is
+    saved last is the newest, also where a training has gone back, or begins anew; later steps then stay.
 
     Args:
         folder: of the checkpoints, made if need be; one that all ranks see, or each node its own.
-        step: its number: of steps, or of epochs; larger ones are newer.
+        step: its number: of steps, or of epochs.
         objects: by name: what has ``state_dict`` and ``load_state_dict``; other values are returned by `load`. They are
             ``None``, bools, numbers, texts, arrays (of NumPy, JAX, or others with ``__dlpack__``), and lists, tuples
             and dictionaries of such. Files are JSON and raw arrays; nothing in them is evaluated.
         comm: the ranks; ``None``: all.
-        keep: how many older checkpoints stay; the same on all ranks.
+        keep: how many older checkpoints stay, at least; the same on all ranks.
 
     Raises:
         InvalidInputError: an argument cannot be used, or a rank could not write its file. No rank has saved.
@@ -132,17 +133,10 @@ class Files:
         """See `save`."""
         at, number, older = _path(folder), _number("step", step, 0), _number("keep", keep, 1)
         named, ranks = _named(objects), of(comm)
-        on_all, tries = self._on_all(at, ranks, older + _CANDIDATES, saving=number)
-        saved = _Saved(number, tries + 1, ranks.size)
+        on_all, last = self._on_all(at, ranks, older + _CANDIDATES)
+        saved = _Saved(max(1, last.run + (number <= last.step)), number, ranks.size)
         path = saved.path(at, ranks.rank, self.suffix)
         part = path.with_suffix(".part")
-        if ranks.rank == 0 and on_all and on_all[0].step > number:
-            _log.warning(
-                "%s: checkpoint %s is saved beside one of step %s, which load takes for the newest; remove that one",
-                folder,
-                number,
-                on_all[0].step,
-            )
 
         def prepare(undo: Undo) -> Prepared:
             undo.append(lambda: _remove(part))
@@ -157,19 +151,29 @@ class Files:
             def commit() -> None:
                 if part.exists():  # unless it was interrupted, and is called again
                     part.replace(path)
-                # A rank may have died before it gave its file the name: what this one sees is not there for all.
-                stay = [each for each in on_all if each < saved][older - 1 : older]
-                for each, files in self._found(at).items():
-                    if each < saved and (each < min(stay, default=each) or not each.is_whole(files, ranks)):
-                        for rank in files & {ranks.rank} if each.size == ranks.size else files:
-                            _remove(each.path(at, rank, self.suffix))
-                for left in at.glob(f"step*-rank{ranks.rank}-of*.part"):  # of a process that was killed
-                    _remove(left)
+                self._remove_older(at, ranks, saved, on_all[older - 1 : older])
 
             return Prepared({}, commit)
 
         what = f"checkpoint {number} of {', '.join(sorted(named))}"
         load_on_all(ranks, what, [], prepare, does="save the same checkpoint")
+
+    def _remove_older(self, folder: Path, ranks: Transport, than: _Saved, oldest: list[_Saved]) -> None:
+        """Remove checkpoints, and parts of files that a rank which was killed has left.
+
+        Later steps stay: a training that goes back, or begins anew, does not take those of another one along.
+
+        Args:
+            than: the one that this rank has saved.
+            oldest: that is to stay, which all ranks have. What only this one sees may be there for it alone.
+        """
+        for each, files in self._found(folder).items():
+            stays = each.is_whole(files, ranks) and not any(each < its for its in oldest)
+            if each < than and each.step <= than.step and not stays:
+                for rank in files & {ranks.rank} if each.size == ranks.size else files:
+                    _remove(each.path(folder, rank, self.suffix))
+        for left in folder.glob(f"step*-rank{ranks.rank}-of*.part"):
+            _remove(left)
 
     def load(self, folder: Folder, objects: Mapping[str, object], comm: Comm, step: int | None) -> Checkpoint | None:
         """See `load`."""
@@ -226,54 +230,52 @@ class Files:
     def _found(self, folder: Path) -> dict[_Saved, set[int]]:
         """Return checkpoints, the newest first, and the ranks whose files are there."""
         pattern = re.compile(
-            rf"step(\d{{1,18}})-rank(\d{{1,9}})-of(\d{{1,9}})(?:-try(\d{{1,9}}))?{re.escape(self.suffix)}"
+            rf"step(\d{{1,18}})-rank(\d{{1,9}})-of(\d{{1,9}})(?:-run(\d{{1,9}}))?{re.escape(self.suffix)}"
         )
         found: dict[_Saved, set[int]] = {}
         for path in folder.iterdir() if folder.is_dir() else ():
             if name := pattern.fullmatch(path.name):
-                step, rank, size, tries = map(int, name.groups("1"))
-                found.setdefault(_Saved(step, tries, size), set()).add(rank)
+                step, rank, size, run = map(int, name.groups("1"))
+                found.setdefault(_Saved(run, step, size), set()).add(rank)
         return dict(sorted(found.items(), reverse=True))
 
     def _on_all(
-        self, folder: Path, ranks: Transport, count: int, step: int | None = None, saving: int | None = None
-    ) -> tuple[list[_Saved], int]:
-        """Return which checkpoints all ranks see, the newest first, and how often a rank has saved one. Collective.
+        self, folder: Path, ranks: Transport, count: int, step: int | None = None
+    ) -> tuple[list[_Saved], _Saved]:
+        """Return which checkpoints all ranks see, the newest first, and the newest that any rank sees. Collective.
 
         Args:
             count: of each rank's newest, so many are looked at.
             step: only those of this step; ``None``: all.
-            saving: the step of the other number.
         """
-        words: list[int] = []
+        none = _Saved(0, 0, 0)
+        mine: list[_Saved] = []
 
         def prepare(undo: Undo) -> Prepared:
             with _telling(f"looking for checkpoints in {folder}"):
                 found = self._found(folder)
             whole = [each for each, files in found.items() if step in (None, each.step) and each.is_whole(files, ranks)]
-            words.append(max((each.tries for each in found if each.step == saving), default=0))
-            words.extend(word for each in whole[:count] for word in each)
+            mine[:] = [next(iter(found), none), *whole[:count], *[none] * (count - len(whole))]
             return Prepared({}, lambda: None)
 
         load_on_all(ranks, "checkpoints", [], prepare, does="look for checkpoints")
-        none = _Saved(0, 0, 0)
-        gather = WordsGather(ranks, [*words, *none * count][: 1 + len(none) * count], _LABEL)
+        gather = WordsGather(ranks, [word for each in mine for word in each], _LABEL)
         queue_of(ranks).submit(gather).wait()
-        of_ranks = np.reshape(gather.words, (ranks.size, -1)).tolist()
-        theirs = ({_Saved(*each) for each in zip(*[iter(words)] * len(none), strict=True)} for _, *words in of_ranks)
-        return sorted(set.intersection(*theirs) - {none}, reverse=True), max(tries for tries, *_ in of_ranks)
+        of_ranks = [[_Saved(*each) for each in its] for its in np.reshape(gather.words, (ranks.size, -1, 3)).tolist()]
+        common = set.intersection(*(set(whole) for _, *whole in of_ranks))
+        return sorted(common - {none}, reverse=True), max(last for last, *_ in of_ranks)
 
 
 class _Saved(NamedTuple):
     """A checkpoint; later ones are larger."""
 
+    run: int  # of the training, from 1: one that goes back to an earlier step, or begins anew, is another
     step: int
-    tries: int  # how often one of this step was begun, this one included
     size: int  # how many ranks have saved it
 
     def path(self, folder: Path, rank: int, suffix: str) -> Path:
-        again = f"-try{self.tries}" if self.tries > 1 else ""
-        return folder / f"step{self.step}-rank{rank}-of{self.size}{again}{suffix}"
+        run = f"-run{self.run}" if self.run > 1 else ""
+        return folder / f"step{self.step}-rank{rank}-of{self.size}{run}{suffix}"
 
     def is_whole(self, files: set[int], ranks: Transport) -> bool:
         """Return whether a rank that sees the files of these ranks sees what it would load."""

@@ -161,32 +161,41 @@ def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path, saving: Saving
 
     run(2, program)
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(f"step{step}-rank{rank}-of2{saving.suffix}" for step in (4, 30, 31) for rank in range(2)),
+        *(f"step30-rank{rank}-of2{saving.suffix}" for rank in range(2)),
+        *(f"step{step}-rank{rank}-of2-run2{saving.suffix}" for step in (4, 31) for rank in range(2)),
         "step8-rank2-of4.part",
     }
 
 
-def test_a_training_that_went_back_saves_a_step_once_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving
-) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        for step, value in ((1, "a"), (2, "b"), (3, "c")):
-            saving.save(tmp_path, step, {"x": value}, comm=ranks, keep=2)
-        assert saving.load(tmp_path, {"x": None}, comm=ranks, step=1) == Checkpoint(1, {"x": "a"}, 2)
-        for value in ("d", "e"):
-            saving.save(tmp_path, 2, {"x": value}, comm=ranks, keep=2)
-            assert saving.load(tmp_path, {"x": None}, comm=ranks, step=2) == Checkpoint(2, {"x": value}, 2)
-        assert saving.load(tmp_path, {"x": None}, comm=ranks) == Checkpoint(3, {"x": "c"}, 2)
+def test_what_is_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> None:
+    """Also where a training has gone back, or begins anew."""
 
-    with caplog.at_level(logging.WARNING, "sparsecomm"):
-        run(2, program)
-    assert [message.split(": ")[1] for message in caplog.messages] == [
-        "checkpoint 2 is saved beside one of step 3, which load takes for the newest; remove that one"
-    ] * 2
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        def save(step: int, value: str, keep: int) -> None:
+            saving.save(tmp_path, step, {"x": value}, comm=ranks, keep=keep)
+
+        def load(step: int | None = None) -> Any:
+            found = saving.load(tmp_path, {"x": None}, comm=ranks, step=step)
+            return found and (found.step, found.values["x"])
+
+        for step, value in ((1, "a"), (2, "b"), (3, "c")):
+            save(step, value, 2)
+        assert load(step=1) == (1, "a")
+        for step, value in ((2, "d"), (3, "e")):  # it has gone back
+            save(step, value, 3)
+            assert load() == load(step=step) == (step, value)
+        assert load(step=1) is None
+        save(1, "f", 1)  # one that begins anew
+        assert load() == (1, "f")
+
+    run(2, program)
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{name}{saving.suffix}"
         for rank in range(2)
-        for name in (f"step3-rank{rank}-of2", *(f"step2-rank{rank}-of2{again}" for again in ("", "-try2", "-try3")))
+        for name in (
+            *(f"step{step}-rank{rank}-of2{run}" for step in (2, 3) for run in ("", "-run2")),
+            f"step1-rank{rank}-of2-run3",
+        )
     }
 
 
@@ -200,7 +209,7 @@ def test_what_is_not_whole_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
             )  # a rank died before
             path = tmp_path / f"step2-rank1-of3{saving.suffix}"
             path.write_bytes(path.read_bytes()[:1000])
-        saving.save(tmp_path, 0, {}, comm=ranks)  # all have come so far
+        saving.save(tmp_path / "another", 0, {}, comm=ranks)  # all have come so far
         return saving.load(tmp_path, {"x": None}, comm=ranks)
 
     with caplog.at_level(logging.WARNING, "sparsecomm"):
@@ -281,42 +290,43 @@ class Deaths:
 
 
 LIVES = st.tuples(
-    st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from(Deaths.CHANGES)),
-    st.booleans(),
+    st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from(Deaths.CHANGES), st.booleans()),
+    st.booleans(),  # it begins anew
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
 )
 
 
 @given(P=st.integers(1, 3), keep=st.integers(1, 2), lives=st.lists(LIVES, min_size=2, max_size=5))
-@example(P=2, keep=1, lives=[((1, 1, "replace"), False, [1, 1]), ((1, 0, "replace"), False, [2])])
-@example(P=2, keep=1, lives=[((1, 1, "replace"), False, [1, 1]), ((0, 0, "replace"), False, [1])])
+@example(2, 1, [((1, 1, "replace", False), False, [1, 1]), ((1, 0, "replace", False), False, [2])])
+@example(2, 1, [((1, 1, "replace", False), False, [1, 1]), ((0, 0, "replace", False), False, [1])])
 @settings(deadline=None)
 def test_whichever_rank_dies_and_whenever_a_checkpoint_is_there_that_all_have_saved_together(
-    P: int, keep: int, lives: list[tuple[tuple[int, int, str], bool, list[int]]]
+    P: int, keep: int, lives: list[tuple[tuple[int, int, str, bool], bool, list[int]]]
 ) -> None:
-    complete = 0  # the last step of which all ranks have been told that it is saved
+    complete = (-1, 0)  # the life and the step of the last of which all ranks have been told that it is saved
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         deaths = Deaths(patch)
-        for life, ((rank, saves, name), after, strides) in enumerate([*lives, ((0, 0, "open"), False, [])]):
+        for life, ((rank, saves, name, after), anew, strides) in enumerate([*lives, ((0, 0, "open", True), False, [])]):
             finds: list[Checkpoint | None] = []
             told: Counter[int] = Counter()
 
-            def program(ranks: simulated.SimulatedTransport, life: int, strides: list[int]) -> None:
+            def program(ranks: simulated.SimulatedTransport, life: int, anew: bool, strides: list[int]) -> None:
                 mine = Path(folder) / str(ranks.rank)  # each node has its own
                 found = sc.load(mine, {"life": None}, comm=ranks)
                 finds.append(found)  # noqa: B023
-                step = found.step if found else 0
+                step = found.step if found and not anew else 0
                 for stride in strides:
                     step += stride
                     sc.save(mine, step, {"life": life}, comm=ranks, keep=keep)
                     told[step] += 1  # noqa: B023
 
             deaths.let(rank % P, saves, name, after=after)
-            errors(P, partial(program, life=life, strides=strides))
+            errors(P, partial(program, life=life, anew=anew, strides=strides))
             assert len(finds) == P
             assert finds.count(finds[0]) == P, finds
-            assert (finds[0].step if finds[0] else 0) >= complete, (finds, complete)
-            complete = max([complete, *(step for step, ranks in told.items() if ranks == P)])
+            found = finds[0]
+            assert complete <= ((found.values["life"], found.step) if found else (-1, 0)), finds
+            complete = max([complete, *((life, step) for step, ranks in told.items() if ranks == P)])
 
 
 def test_wrong_arguments(tmp_path: Path, saving: Saving) -> None:
