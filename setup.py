@@ -77,6 +77,7 @@ ON_THE_PATH = [
     "sparsecomm/backends/base.py",
     "sparsecomm/backends/cuda/*.py",
     "sparsecomm/calls/*.py",
+    "sparsecomm/checkpoints.py",
     "sparsecomm/config.py",
     "sparsecomm/contribution.py",
     "sparsecomm/errors.py",

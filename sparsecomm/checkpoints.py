@@ -1,4 +1,7 @@
-"""Checkpoints in one call: a file per rank, written whole or not at all, for any number of ranks."""
+"""Checkpoints in one call: a file per rank, written whole or not at all, for any number of ranks.
+
+This module is compiled, so that no signal handler comes between what all ranks have decided and the name of a file.
+"""
 
 from __future__ import annotations
 
@@ -149,8 +152,7 @@ class Files:
                     os.fsync(file.fileno())
 
             def commit() -> None:
-                if part.exists():  # unless it was interrupted, and is called again
-                    part.replace(path)
+                os.replace(part, path)
                 self._remove_older(at, ranks, saved, on_all[older - 1 : older])
 
             return Prepared({}, commit)
@@ -304,7 +306,7 @@ def _named(objects: Mapping[str, object]) -> dict[str, Any]:
 
 def _remove(path: Path) -> None:
     with suppress(OSError):
-        path.unlink()
+        os.unlink(path)
 
 
 @contextmanager

@@ -5,7 +5,10 @@ Of PyTorch's objects: `tests/torch/test_checkpoints.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import pathlib
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -22,6 +25,8 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm import Checkpoint
 from sparsecomm.transport import simulated
+from tests import interrupts
+from tests.interrupts import InterruptError, interrupted
 from tests.ranks import errors, run
 
 
@@ -267,22 +272,23 @@ class Deaths:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.let(-1, 0, "open", after=False)
         for name in self.CHANGES:
-            patch.setattr(Path, name, self._dying(name, getattr(Path, name)))
+            of = Path if name == "open" else os
+            patch.setattr(of, name, self._dying(name, getattr(of, name)))
 
     def let(self, rank: int, saves: int, name: str, *, after: bool) -> None:
         """Let ``rank`` die when it has saved so often, in the next change of that name, before it or after it."""
         self.rank, self.saves, self.name, self.after, self.dead = rank, saves, name, after, False
 
     def _dying(self, name: str, change: Any) -> Any:
-        def dying(path: Path, *args: Any, **options: Any) -> Any:
-            if f"-rank{self.rank}-" not in path.name:
+        def dying(path: Any, *args: Any, **options: Any) -> Any:
+            if f"-rank{self.rank}-" not in Path(path).name:
                 return change(path, *args, **options)
             self.saves -= name == "open"
             due = self.saves < 0 and name == self.name
             if not (self.dead or due):
                 return change(path, *args, **options)
-            if not self.dead and self.after and (file := change(path, *args, **options)) is not path:
-                getattr(file, "close", int)()
+            if not self.dead and self.after and (file := change(path, *args, **options)):
+                file.close()
             self.dead = True
             raise DiedError
 
@@ -304,7 +310,7 @@ def test_whichever_rank_dies_and_whenever_a_checkpoint_is_there_that_all_have_sa
     P: int, keep: int, lives: list[tuple[tuple[int, int, str, bool], bool, list[int]]]
 ) -> None:
     complete = (-1, 0)  # the life and the step of the last of which all ranks have been told that it is saved
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         deaths = Deaths(patch)
         for life, ((rank, saves, name, after), anew, strides) in enumerate([*lives, ((0, 0, "open", True), False, [])]):
             finds: list[Checkpoint | None] = []
@@ -327,6 +333,36 @@ def test_whichever_rank_dies_and_whenever_a_checkpoint_is_there_that_all_have_sa
             found = finds[0]
             assert complete <= ((found.values["life"], found.step) if found else (-1, 0)), finds
             complete = max([complete, *((life, step) for step, ranks in told.items() if ranks == P)])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file is open, and nobody has it yet
+def test_after_an_interrupt_anywhere_a_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one, or that before it. On one rank: where there are several, a thread makes what they decide."""
+    monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__, pathlib.__file__))
+    found: Counter[bool] = Counter()
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        step, raised = 0, True
+        while raised:
+            raised = False
+            with interrupted(step):
+                try:
+                    sc.save(tmp_path, step + 1, {"x": step + 1}, comm=ranks)
+                except (InterruptError, sc.InvalidInputError):  # which says what was raised while it prepared
+                    raised = True
+            loaded = sc.load(tmp_path, {"x": None}, comm=ranks)
+            last = loaded.step if loaded else 0
+            assert loaded is None or loaded.values == {"x": last}
+            assert last in ((step, step + 1) if raised else (step + 1,))
+            found[last == step + 1] += 1
+            if last <= step:  # so that there is one
+                sc.save(tmp_path, step + 1, {"x": step + 1}, comm=ranks)
+            step += 1
+
+    run(1, program)
+    assert found[True] > 10
+    assert found[False] > 10
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_wrong_arguments(tmp_path: Path, saving: Saving) -> None:
