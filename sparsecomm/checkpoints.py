@@ -153,25 +153,24 @@ class Files:
 
             def commit() -> None:
                 os.replace(part, path)
-                self._remove_older(at, ranks, saved, on_all[older - 1 : older])
+                self._remove_older(at, ranks, on_all[older - 1 : older], number)
 
             return Prepared({}, commit)
 
         what = f"checkpoint {number} of {', '.join(sorted(named))}"
         load_on_all(ranks, what, [], prepare, does="save the same checkpoint")
 
-    def _remove_older(self, folder: Path, ranks: Transport, than: _Saved, oldest: list[_Saved]) -> None:
+    def _remove_older(self, folder: Path, ranks: Transport, than: list[_Saved], step: int) -> None:
         """Remove checkpoints, and parts of files that a rank which was killed has left.
 
         Later steps stay: a training that goes back, or begins anew, does not take those of another one along.
 
         Args:
-            than: the one that this rank has saved.
-            oldest: that is to stay, which all ranks have. What only this one sees may be there for it alone.
+            than: the oldest that is to stay, if there is one. All ranks have it; what only this one sees may be newer.
+            step: that this rank has saved.
         """
         for each, files in self._found(folder).items():
-            stays = each.is_whole(files, ranks) and not any(each < its for its in oldest)
-            if each < than and each.step <= than.step and not stays:
+            if than and each < than[0] and each.step <= step:
                 for rank in files & {ranks.rank} if each.size == ranks.size else files:
                     _remove(each.path(folder, rank, self.suffix))
         for left in folder.glob(f"step*-rank{ranks.rank}-of*.part"):
