@@ -204,6 +204,21 @@ def test_what_is_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> Non
     }
 
 
+def test_what_fewer_ranks_save_takes_nothing_from_all(tmp_path: Path, saving: Saving) -> None:
+    """Each node has its own folder: only when all are there again is the checkpoint of all whole for any of them."""
+
+    def program(ranks: simulated.SimulatedTransport, step: int) -> Checkpoint | None:
+        folder = tmp_path / str(ranks.rank)
+        if step:
+            saving.save(folder, step, {"x": step}, comm=ranks)
+        found: Checkpoint | None = saving.load(folder, {"x": None}, comm=ranks)
+        return found
+
+    assert run(3, partial(program, step=1)) == [Checkpoint(1, {"x": 1}, 3)] * 3
+    assert run(2, partial(program, step=2)) == [Checkpoint(2, {"x": 2}, 2)] * 2
+    assert run(3, partial(program, step=0)) == [Checkpoint(1, {"x": 1}, 3)] * 3
+
+
 def test_what_is_not_whole_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving) -> None:
     def program(ranks: simulated.SimulatedTransport) -> Checkpoint | None:
         for step in (1, 2, 3):
