@@ -108,6 +108,19 @@ def test_settings_are_those_that_the_library_reads() -> None:
     assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
 
 
+def test_layers_are_those_of_the_contract() -> None:
+    """In the same order; the drawing has names for the kernels, and the public names of the package itself."""
+    drawing = (ROOT / "docs" / "internals" / "architecture.md").read_text().split("```")[1]
+    drawn = [re.split(r"\s{4,}", line)[0].split() for line in drawing.strip().splitlines()]
+    settings = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
+    layers = [line.split(" | ") for line in re.findall(r'"([^"]*)"', settings)]
+    below = {"__main__", "_kernels", "processor", "_built"}
+    kept = [set(layer) for layer in layers if not below & set(layer)]
+    of_drawing = [{*layer} - {"sparsecomm"} for layer in drawn if not any("/" in name for name in layer)]
+    contract = [name for layer in kept for name in sorted(layer)]
+    assert [name for layer in of_drawing for name in sorted(layer)] == contract
+
+
 def test_commands_have_a_section_with_their_options() -> None:
     from sparsecomm.cli import COMMANDS
 
