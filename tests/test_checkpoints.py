@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import pickle
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -239,6 +240,32 @@ def test_what_is_not_whole_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
             assert found.values["x"][0] == 1
     assert "step 2" in caplog.text
     assert f"step2-rank1-of3{saving.suffix}" in caplog.text
+
+
+class Evil:
+    """A pickle of it runs code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+def test_no_file_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: Saving) -> None:
+    monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
+    folder = tmp_path / "c"
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for step in (1, 2, 3):
+            saving.save(folder, step, {"x": step}, comm=ranks, keep=3)
+        (folder / f"step3-rank0-of1{saving.suffix}").write_bytes(pickle.dumps({"x": Evil()}))
+        if saving.module == "sparsecomm.torch":  # in a file of PyTorch's own format
+            import_module("torch").save({"x": Evil()}, folder / f"step2-rank0-of1{saving.suffix}")
+        found = saving.load(folder, {"x": None}, comm=ranks)
+        assert found.step == (1 if saving.module == "sparsecomm.torch" else 2)
+
+    run(1, program)
+    assert not (tmp_path / "evil").exists()
+    pickle.loads(pickle.dumps(Evil()))  # it would have
+    assert (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize("fault", ["folder", "type", "state", "step", "name"])
