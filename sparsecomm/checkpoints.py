@@ -116,7 +116,7 @@ class Files:
     suffix = ".arrays"
 
     def write(self, file: BinaryIO, states: dict[str, Any]) -> None:
-        """Write states by name to a file that is empty, and can be read by its name as well."""
+        """Write states by name to a new file, and check that `read` will take them."""
         encode(states).tofile(file)
 
     def read(self, path: Path, *, own: bool) -> dict[str, Any]:

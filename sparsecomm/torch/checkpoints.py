@@ -167,9 +167,9 @@ class Stateful:
         """Load the object, from what `state_dict` has made room for. Collective."""
         ranks, (*_, last) = of(self._comm), sorted(state)
         old = int(last.rpartition("of")[2])
-        keys = [self._key(ranks.rank, old)] if old == ranks.size else [self._key(rank, old) for rank in range(old)]
-        states = [torch.load(io.BytesIO(state[key].numpy().tobytes()), weights_only=True) for key in keys]
         own = old == ranks.size
+        keys = [self._key(rank, old) for rank in ([ranks.rank] if own else range(old))]
+        states = [torch.load(io.BytesIO(state[key].numpy().tobytes()), weights_only=True) for key in keys]
         self._one.load_state_dict(self._files.for_this_rank(self._one, states, ranks.rank, ranks.size, own=own))
 
     def _key(self, rank: int | str, size: int | str) -> str:
