@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
@@ -221,9 +222,17 @@ def _checked(state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> di
                 f"{tuple(parameter.shape)}"
             )
         found[field] = saved.detach().to(device=parameter.device, dtype=dtype, copy=True).contiguous()
-    mean, squares, last = (local(found[field]) for field in FIELDS)
-    if not (type(step) is int and step >= 0 and bool(((last >= 0) & (last <= step)).all())):
+    mean, squares, last = (_extremes(local(found[field]), none) for field, none in zip(FIELDS, (0, 1, 0), strict=True))
+    if not (type(step) is int and last[0] >= 0 and last[1] <= step):
         raise InvalidInputError(f"state: last_step of {name}: expected whole numbers from 0 to the step, {step!r:.40}")
-    if not (bool(mean.isfinite().all()) and bool((squares.isfinite() & (squares > 0)).all())):
+    if not (all(map(math.isfinite, mean)) and squares[0] > 0 and squares[1] < math.inf):
         raise InvalidInputError(f"state: moments of {name}: expected finite numbers, and squares above 0")
     return {"step": step, **found}
+
+
+def _extremes(tensor: torch.Tensor, of_none: float) -> tuple[float, float]:
+    """Return the smallest and the largest element, by one pass; both are NaN if there is one."""
+    if not tensor.numel():
+        return of_none, of_none
+    smallest, largest = tensor.aminmax()
+    return smallest.item(), largest.item()
