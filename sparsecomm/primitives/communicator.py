@@ -71,8 +71,12 @@ class Communicator:
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
-    def begin(self, label: int = 0) -> None:
-        """Begin the next call; ``label``: a checksum of what the ranks' calls must have in common besides.
+    def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
+        """Begin the next call.
+
+        Args:
+            label: a checksum of what the ranks' calls must have in common besides.
+            incomplete: this rank's contribution lacks a part; `incomplete` then tells all ranks.
 
         Raises:
             InvalidInputError: the call cannot be made; none has begun.
@@ -80,7 +84,8 @@ class Communicator:
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)
-        transport.begin(messages.begin(transport.number + 1, label, self._memory), messages.mismatch)
+        call = messages.begin(transport.number + 1, label, self._memory, incomplete)
+        transport.begin(call, messages.mismatch)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
         """Return a communicator of some of these ranks, this one among them, for a stage of the algorithm.
@@ -123,6 +128,11 @@ class Communicator:
     def shows_sums(self) -> bool:
         """Whether the values that travel are sums, bit for bit: neither rounded nor divided."""
         return self._wire.kind is EXACT and not self.averages
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a rank's contribution lacks a part: the same on all ranks when the algorithm has returned."""
+        return self._messages.incomplete
 
     @property
     def num_elements(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -87,10 +87,11 @@ class Bucket:
         size, nbytes: elements of all tensors, and bytes of their sums.
         shape: of what is sent: that of a tensor alone; else it is flat.
         residuals, velocities: by name: flat views. Without momentum there are no velocities.
-        missing: names whose whole gradient has not come in this step.
+        missing: names whose whole gradient has not come in this step, nor the word that there is none.
+        present: names for which this rank has a gradient in this step, or a part of one.
         outs: where this step's sums go, by name.
         last: the gradient that was added last.
-        nonfinite: a gradient of this step was not finite, and was dropped.
+        nonfinite: names whose gradient of this step was not finite, and was dropped.
         latest: the plan of its latest call; ``None``: there was none.
     """
 
@@ -117,14 +118,20 @@ class Bucket:
         )
         self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
         self.latest: Plan | None = None
+        self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
         self.begin()
 
+    @default_float_mode
     def begin(self) -> None:
-        """Begin a new step."""
+        """Begin a new step. The calls of the step before are over, whatever has become of them."""
+        if self._set_aside:
+            with self.on_stream(None):
+                self._put_back()
         self.missing = set(self.residuals)
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
-        self.nonfinite = False
+        self.present: set[str] = set()
+        self.nonfinite: set[str] = set()
         self._added: set[str] = set()  # names whose residual has decayed, and holds a gradient of this step
         self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
@@ -151,7 +158,9 @@ class Bucket:
         scale: float = 1.0,
         last: bool = True,
     ) -> None:
-        """Take a tensor's gradient, or a part of it; ``None`` stands for zeros.
+        """Take a tensor's gradient, or a part of it; ``None``: this rank has none.
+
+        Residual and velocity of a tensor without a gradient stay as they are, and neither decays.
 
         Args:
             spec: of the tensor.
@@ -160,16 +169,17 @@ class Bucket:
             add: adds at once what is made of the gradient, by no way of a velocity.
             last: it is the whole, or the last part.
         """
-        if add is not None:
-            if spec.size:
-                self._add_made(spec, add)
-        elif gradient is not None and self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
-            self.nonfinite = True
-        elif gradient is not None and last and scale == 1.0 and self._may_defer and spec.name not in self._added:
-            self._deferred[spec.name] = gradient
-        elif spec.size:
-            self._add(spec, gradient, scale)
         if gradient is not None:
+            if add is not None:
+                if spec.size:
+                    self._add_made(spec, add)
+            elif self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
+                self.nonfinite.add(spec.name)
+            elif last and scale == 1.0 and self._may_defer and spec.name not in self._added:
+                self._deferred[spec.name] = gradient
+            elif spec.size:
+                self._add(spec, gradient, scale)
+            self.present.add(spec.name)
             self.last = gradient
         if last:
             self.missing.discard(spec.name)
@@ -180,12 +190,12 @@ class Bucket:
         g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
         return float((g * g).sum())
 
-    def _add(self, spec: TensorSpec, gradient: Tensor | None, scale: float = 1.0) -> None:
+    def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
         """Add a gradient to its residual."""
         name, backend = spec.name, self.backend
         residual, velocity = self.residuals[name], self.velocities.get(name)
         g, first = None, name not in self._added
-        if gradient is not None and (velocity is not None or scale != 1.0):
+        if velocity is not None or scale != 1.0:
             g = backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
@@ -193,10 +203,11 @@ class Bucket:
             residual *= self._correction.decay
         self._added.add(name)
         if velocity is not None:
-            g = self._correction.update(velocity, self._zeros(spec.size) if g is None else g, first)
+            assert g is not None
+            g = self._correction.update(velocity, g, first)
         if g is not None:
             residual += g
-        elif gradient is not None:
+        else:
             backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
 
     def _add_made(self, spec: TensorSpec, add: Add) -> None:
@@ -206,7 +217,7 @@ class Bucket:
         if add(self.backend, residual, decay, self._settings.skip_nonfinite):
             self._added.add(spec.name)
         else:
-            self.nonfinite = True
+            self.nonfinite.add(spec.name)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +246,11 @@ class Bucket:
 
     @default_float_mode
     def contribution(self, plan: Plan) -> Contribution:
-        """Return what this rank contributes to the step's call."""
+        """Return what this rank contributes to the step's call: zeros of tensors for which it has no gradient.
+
+        Their residuals are set aside until the next step begins, so that nothing of them is sent, nor added to by a
+        rank that keeps sums.
+        """
         backend, chunks = plan.backend, plan.chunks
         residual = self.backend.as_tensor(self._residual, (self.size,))
         if len(self._deferred) == len(self.tensors):
@@ -249,11 +264,19 @@ class Bucket:
                 backend, segments, residual, self.shape, self.size, chunks, self._correction.decay, self._hint
             )
         self._add_deferred()
+        for name in self.absent():
+            if name not in self._set_aside:
+                self._set_aside[name] = self.residuals[name].copy()
+                self.residuals[name][:] = 0
         if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
             poison = self._zeros(self.size)
-            poison[:1] = float("nan")
+            self._views(poison)[min(self.nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
+
+    def absent(self) -> list[str]:
+        """Return the names of tensors for which this rank has no gradient, in their order."""
+        return [spec.name for spec in self.tensors if spec.name not in self.present]
 
     def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
         """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
@@ -268,11 +291,18 @@ class Bucket:
                 backend.clear(velocity, taken)
             backend.clear(velocity, result)
 
-    def write(self, backend: Backend, result: SparseVector) -> dict[str, SparseVector]:
-        """Write the result to `outs`; return the parts of tensors that have none, by name."""
+    def write(
+        self, backend: Backend, result: SparseVector, without_gradient: Collection[str]
+    ) -> dict[str, SparseVector]:
+        """Write the result to `outs`; return the parts of tensors that have none, by name.
+
+        Nothing is written, or returned, of tensors ``without_gradient`` on any rank.
+        """
         left = {}
         parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
         for spec, part in zip(self.tensors, parts, strict=True):
+            if spec.name in without_gradient:
+                continue
             if spec.name in self.outs:
                 backend.densify(self.outs[spec.name], part)
             else:
@@ -287,6 +317,13 @@ class Bucket:
             self._add_deferred()
 
     @default_float_mode
+    def discard(self, name: str) -> None:
+        """Set the residual and the velocity of a tensor to zero."""
+        for kept in (self.residuals, self.velocities):
+            if name in kept:
+                kept[name][:] = 0
+
+    @default_float_mode
     def scale(self, factor: float) -> None:
         """Multiply the residual and the velocity by ``factor``."""
         self._residual *= factor
@@ -298,6 +335,13 @@ class Bucket:
             if spec.name in self._deferred:
                 self._add(spec, self._deferred[spec.name])
                 del self._deferred[spec.name]
+
+    def _put_back(self) -> None:
+        """Add to the residuals what was set aside. What stands there by now came from the call."""
+        while self._set_aside:
+            name, kept = next(iter(self._set_aside.items()))
+            self.residuals[name] += kept
+            del self._set_aside[name]
 
     def _zeros(self, size: int) -> Array:
         return self.backend.zeros(size, self.accumulator.accumulator)

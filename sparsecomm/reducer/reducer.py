@@ -52,7 +52,13 @@ class Reducer:
             ...                                                   # apply the gradients
 
     What is not sent is kept: a residual for every name, in float32 (float64 for float64), so that summed over the
-    ranks nothing is lost. A tensor that was not pushed counts as a gradient of zeros, and its residual takes part.
+    ranks nothing is lost.
+
+    A tensor for which no rank has a gradient in a step does not take part in it: its residual and velocity stay as they
+    are, and its name is in `Step.without_gradient`. If only some ranks have one, it counts as zeros on the others, and
+    what waits in their residuals stays there: a rank contributes to a tensor only in steps in which it has a gradient
+    for it. Nothing more is sent for this, except in a step in which some rank lacks a gradient: each call in which it
+    does takes one trip more.
 
     Only ranks whose reducers have the same tensors in the same order, with the same settings, in the same step can
     talk to each other; others get `CollectiveMismatchError`. Several reducers may share a communicator, if all ranks
@@ -168,8 +174,9 @@ class Reducer:
 
         Args:
             name: one of ``tensors``.
-            gradient: of the tensor's shape, as `sparse_allreduce` takes it; ``None`` where this rank has none: zeros.
-            out: where the sum goes; ``None``: into ``gradient``.
+            gradient: of the tensor's shape, as `sparse_allreduce` takes it; ``None``: this rank has none. So it is with
+                tensors that are not pushed at all.
+            out: where the sum goes; ``None``: into ``gradient``. If no rank has a gradient, it is not written.
 
         Raises:
             InvalidInputError: it cannot be used, or was pushed in this step already. Nothing has changed.
@@ -187,7 +194,7 @@ class Reducer:
             self._open.take(spec, t, into)
             self._open.start_ready()
 
-    def push_difference(self, name: str, minuend: Array, subtrahend: object) -> None:
+    def push_difference(self, name: str, minuend: Array, subtrahend: object | None) -> None:
         """Push minuend - subtrahend, which is added to the residual at once: both may be changed afterwards.
 
         The sum is in `Step.left`. For `sparsecomm.LocalSteps`: it spares memory, and a look at it, for the difference.
@@ -195,15 +202,17 @@ class Reducer:
         Args:
             name: one of ``tensors``.
             minuend: a flat array in the accumulator's type, on the tensor's device.
-            subtrahend: of the tensor's shape.
+            subtrahend: of the tensor's shape; ``None``: this rank has no gradient.
 
         Raises:
             InvalidInputError: as `push`.
         """
         with self._lock:
             spec, group, correction = self._begin_push(name), self._group, self._settings.correction
-            t, add = spec.tensor(subtrahend, f"{self._who()}{name}"), None
-            if correction.clip is None and not correction.momentum:
+            t, add = None if subtrahend is None else spec.tensor(subtrahend, f"{self._who()}{name}"), None
+            if t is None:
+                pass
+            elif correction.clip is None and not correction.momentum:
                 taken = t
 
                 def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
@@ -224,7 +233,7 @@ class Reducer:
 
         Args:
             name: one of ``tensors``.
-            gradient: of the tensor's shape; ``None`` where this rank has none: zeros.
+            gradient: of the tensor's shape; ``None``: this rank has none.
             squares: a flat array in the accumulator's type, on the tensor's device.
             eps, scale: numbers.
 
@@ -238,7 +247,8 @@ class Reducer:
             t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
 
             def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
-                return t is None or backend.add_quotient(t, squares, eps, scale, residual, if_finite)
+                assert t is not None
+                return backend.add_quotient(t, squares, eps, scale, residual, if_finite)
 
             self._open.take(spec, t, add=add)
             self._open.start_ready()
@@ -299,7 +309,9 @@ class Reducer:
             return now.parts.get(name, 0) + (name in now.pushed)
 
     def wait(self) -> Step:
-        """Wait until the sums of all tensors are there, and end the step. What was not pushed counts as zeros.
+        """Wait until the sums of all tensors are there, and end the step.
+
+        This rank has no gradient for tensors that were not pushed.
 
         Raises:
             SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
@@ -483,16 +495,26 @@ class Reducer:
                 for bucket in now.buckets:
                     bucket.scale(times)
 
-    def clear(self) -> None:
-        """Set residuals and velocities to zero.
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Set residuals and velocities to zero: gradients that were not applied yet are dropped.
+
+        Call it on all ranks: each has a residual of its own, and with some algorithms ("double") a rank also keeps sums
+        of what other ranks have sent.
+
+        Args:
+            names: of the tensors; ``None``: all of them.
 
         Raises:
-            InvalidInputError: in the middle of a step.
+            InvalidInputError: in the middle of a step, or there is no tensor of such a name. Nothing has changed.
         """
         with self._lock:
-            self._idle("clear")
-            group = self._group
-            group.now = group.arranged(group.now.order, group.now.bucket_bytes)
+            given = self._specs if names is None else [names] if isinstance(names, str) else names
+            wanted = [self._spec(name).name for name in given]
+            self._idle("discard")
+            now = self._group.now
+            with now.on_current_stream():
+                for name in wanted:
+                    now.by_name[name].discard(name)
 
     def report(self) -> str:
         """Return a small table, of this rank.

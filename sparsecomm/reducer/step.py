@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle
+from sparsecomm.primitives.gather import gather_words
 from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
@@ -17,6 +18,8 @@ from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
 __all__ = ["OpenStep", "Step", "error_of"]
+
+_ABSENCE = 1 << 19  # the round in which ranks tell each other what they lack: algorithms have used none so high
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,17 @@ class Step:
         number: of the step, from 0.
         density: the one that was asked for.
         usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``): apply nothing.
-        left: results of tensors that were not pushed here, for which there was no ``out``. Other ranks apply them.
+        left: results of tensors for which this rank had no gradient and gave no ``out``, and another rank had one: the
+            other ranks apply them.
+        without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Nothing of them was
+            exchanged: leave their parameters, and the optimizer's state, as they are.
     """
 
     number: int
     density: float
     usable: bool = True
     left: Mapping[str, SparseVector] = field(default_factory=dict)
+    without_gradient: frozenset[str] = frozenset()
 
 
 class OpenStep:
@@ -107,7 +114,7 @@ class OpenStep:
         self._counters.accumulate += time.perf_counter() - start
 
     def take_rest(self) -> None:
-        """Take zeros for what was not pushed."""
+        """Note that this rank has no gradient for what was not pushed."""
         for name, spec in self._group.specs.items():
             if name not in self.pushed:
                 self.take(spec, None)
@@ -163,7 +170,8 @@ class OpenStep:
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
-        return errors[0][0] if errors else None, Step(self.number, self.density, usable, left)
+        without = frozenset(name for _, call in self._calls for name in call.without_gradient)
+        return errors[0][0] if errors else None, Step(self.number, self.density, usable, left, without)
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""
@@ -183,6 +191,11 @@ class _BucketCall(SumCall):
         finite: whether the result is finite; the same on all ranks, since the result is. True unless steps that are not
             finite are skipped. The call then leaves the gradient as it is, for `settle`.
         left: results of tensors that have no ``out``, by name.
+        without_gradient: names for which no rank has a gradient.
+
+    A rank that has no gradient for a tensor contributes zeros to it, and marks its messages as incomplete. Then all
+    ranks know, when the algorithm has returned, that one of them lacks something, and tell each other what: one trip
+    more.
     """
 
     def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
@@ -197,6 +210,8 @@ class _BucketCall(SumCall):
         super().__init__(plan, contribution, label, self._write_sums, within, deferred=skip, keeps=True)
         self.finite = True
         self.left: dict[str, SparseVector] = {}
+        self.without_gradient: frozenset[str] = frozenset()
+        self._absent = frozenset(bucket.absent())
         self.names = [spec.name for spec in bucket.tensors]
         self._bucket, self._counters, self._skip = bucket, counters, skip
         self._writing = 0.0
@@ -216,6 +231,26 @@ class _BucketCall(SumCall):
         counters.calls += 1
         counters.elements += self._bucket.size
         return result
+
+    def _begin(self) -> None:
+        self.plan.comm.begin(self._label, incomplete=bool(self._absent))
+
+    def _exchange(self) -> SparseVector:
+        result = super()._exchange()
+        if self.plan.comm.incomplete:
+            self.without_gradient = self._absent_everywhere()
+        return result
+
+    def _absent_everywhere(self) -> frozenset[str]:
+        """Return the names for which no rank has a gradient. All ranks call it."""
+        bits = [name in self._absent for name in self.names]
+        words = [
+            sum(bit << place for place, bit in enumerate(bits[begin : begin + 64])) for begin in range(0, len(bits), 64)
+        ]
+        common = [-1] * len(words)
+        for theirs in gather_words(self.plan.comm, words, _ABSENCE):
+            common = [a & b for a, b in zip(common, theirs, strict=True)]
+        return frozenset(name for i, name in enumerate(self.names) if common[i // 64] >> i % 64 & 1)
 
     def settle(self, *, usable: bool) -> None:
         """End a call that leaves its gradient for this, and went well; otherwise there is nothing to do.
@@ -249,7 +284,7 @@ class _BucketCall(SumCall):
         taken = self.contribution.num_taken
         self._counters.selected += bucket.size if taken is None else taken
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
-        self.left = bucket.write(backend, result)
+        self.left = bucket.write(backend, result, self.without_gradient)
         self._writing = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:

@@ -18,7 +18,8 @@
                    -- up to here about the call: equal in all its messages; from here on about the message:
         64      8  number of the call on this communicator
         72      4  rank that made the message
-        76      4  round of the algorithm
+        76      4  round of the algorithm, in the low 31 bits; the highest bit says that a contribution is incomplete:
+                   that of the sender, or of a rank from which it has received a message with this bit in this call
         80      8  number of entries, of elements of a dense message, or of words
         88      8  bytes that follow
 
@@ -41,6 +42,7 @@ __all__ = [
     "CALL_BYTES",
     "HEADER",
     "HEADER_BYTES",
+    "INCOMPLETE",
     "LABEL_AT",
     "MEAN_OF_CONTRIBUTORS",
     "MEASUREMENT",
@@ -55,6 +57,7 @@ CALL_BYTES = _CALL.size
 HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")  # call, number, sender, round, items, bytes that follow
 HEADER_BYTES = HEADER.size
 LABEL_AT = CALL_BYTES - 4  # where the label's checksum stands
+INCOMPLETE = 1 << 31  # the bit of the round field
 _NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC2"

@@ -14,7 +14,7 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import VectorType, Wire
-from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, LABEL_AT, CallSignature
+from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, CallSignature
 
 __all__ = ["Messages"]
 
@@ -35,6 +35,9 @@ class Messages:
         call: what all ranks must agree on.
         packed: ``call`` as bytes, with the label of the call that `begin` has begun; in every header.
         memory: where messages of this call are made, but for those of words, which are on the host.
+        incomplete: whether this rank's contribution to this call is incomplete, or a message that was read says that
+            another rank's is. All messages that are made from then on say so. An algorithm in which the result of each
+            rank depends on messages of all others, directly or through others, leaves it equal on all ranks.
     """
 
     def __init__(
@@ -51,22 +54,24 @@ class Messages:
         """
         self.call, self.packed = call, call.pack()
         self.memory: MessageMemory = HOST
+        self.incomplete = False
         self._number, self._label = 0, call.label
         self._backend, self._rank, self._shape = backend, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
-    def begin(self, number: int, label: int, memory: MessageMemory) -> bytes:
+    def begin(self, number: int, label: int, memory: MessageMemory, incomplete: bool = False) -> bytes:
         """Prepare for a call with a label, and return `packed`.
 
         Args:
             number: that it will have on its transport.
             label: a checksum.
             memory: in which its messages are made and received.
+            incomplete: this rank's contribution is.
         """
         if label != self._label:
             self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
             self._label = label
-        self._number, self.memory = number, memory
+        self._number, self.memory, self.incomplete = number, memory, incomplete
         return self.packed
 
     # -- entries ------------------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ class Messages:
         for part in parts:
             nbytes += part.nbytes
         if self.memory is HOST and nbytes < _LONG:
-            header = HEADER.pack(self.packed, self._number, self._rank, round_no, entries.nnz, nbytes)
+            header = self._header(round_no, entries.nnz, nbytes)
             return np.frombuffer(bytearray().join((header, *parts)), np.uint8)
         message = self._new(round_no, entries.nnz, nbytes)
         self._put(parts, message, HEADER_BYTES)
@@ -173,7 +178,7 @@ class Messages:
         They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
         """
         payload: Any = _narrow(words)
-        header = HEADER.pack(self.packed, self._number, self._rank, round_no, len(words), payload.nbytes)
+        header = self._header(round_no, len(words), payload.nbytes)
         return np.frombuffer(bytearray().join((header, payload)), np.uint8)
 
     def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
@@ -212,9 +217,12 @@ class Messages:
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
         """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
-        header = HEADER.pack(self.packed, self._number, self._rank, round_no, items, nbytes)
-        self.memory.put_header(header + table, message)
+        self.memory.put_header(self._header(round_no, items, nbytes) + table, message)
         return message
+
+    def _header(self, round_no: int, items: int, nbytes: int) -> bytes:
+        flagged = round_no | INCOMPLETE if self.incomplete else round_no
+        return HEADER.pack(self.packed, self._number, self._rank, flagged, items, nbytes)
 
     def _put(self, arrays: list[Array], message: Bytes, begin: int) -> int:
         """Write arrays one after another into a message from ``begin`` on; return where they end."""
@@ -231,7 +239,8 @@ class Messages:
             if bytes(data[:CALL_BYTES]) == self.packed:
                 raise self.broken(source, f"a message of {len(data)} bytes")
             raise self.mismatch(bytes(data), source)
-        call, number, sender, of_round, items, nbytes = HEADER.unpack_from(data)
+        call, number, sender, flagged, items, nbytes = HEADER.unpack_from(data)
+        of_round = flagged & ~INCOMPLETE
         if call != self.packed:
             raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
         if number != self._number:
@@ -242,6 +251,8 @@ class Messages:
         if sender != source or of_round != round_no:
             seen = f"a message of rank {sender}, round {of_round}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
+        if flagged != of_round:
+            self.incomplete = True
         return int(items)
 
     def _decode(self, data: Bytes, count: int, wire: Wire, source: int) -> SparseVector:

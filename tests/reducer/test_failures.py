@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[Callable[[sc.Reducer, Arrays], Any], str]] = {
     "load": (lambda r, g: r.load_state_dict({}), "load_state_dict in the middle of step 0"),
     "scale": (lambda r, g: r.scale(2.0), "scale in the middle of step 0"),
     "no scale": (lambda r, g: r.scale(0.0), "expected a number above 0"),
-    "clear": (lambda r, g: r.clear(), "clear in the middle of step 0"),
+    "discard": (lambda r, g: r.discard(["b"]), "discard in the middle of step 0"),
 }
 
 

@@ -231,7 +231,7 @@ def test_scale_and_clear() -> None:
         after = reducer.state_dict()
         for kind in ("residuals", "velocities"):
             same(after[kind], {name: 0.5 * a for name, a in before[kind].items()})
-        reducer.clear()
+        reducer.discard()
         cleared = reducer.state_dict()
         assert not any(a.any() for kind in ("residuals", "velocities") for a in cleared[kind].values())
         assert cleared["order"] == before["order"]

@@ -68,7 +68,7 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
             if step == 2:
                 assert all(type(array) is np.ndarray for array in state["residuals"].values())
                 elsewhere()
-                reducer.clear()
+                reducer.discard()
                 reducer = made()
                 elsewhere()
                 reducer.load_state_dict(state)
@@ -124,7 +124,7 @@ def test_memory_is_freed_when_all_work_with_it_is_done(cuda: DeferredRuntime, en
         if end == "dropped":
             del reducer
         else:
-            reducer.clear()
+            reducer.discard()
         gc.collect()
         others = [cuda.empty(n, np.float32) for _ in range(4)]
         for other in others:

@@ -271,50 +271,6 @@ def test_buckets_are_filled_in_the_order_of_rank_0(P: int) -> None:
         assert flat.index("c") < flat.index("f") < flat.index("a")
 
 
-@every_scope
-@pytest.mark.parametrize("P", [1, 2, 5])
-def test_what_is_not_pushed_counts_as_zeros_and_its_sum_is_left(P: int, scope: str) -> None:
-    """Also by ``None``, with and without a place for the sum."""
-
-    @CHECK
-    @given(st.data(), data.seeds)
-    def check(draw: st.DataObject, seed: int) -> None:
-        options = [
-            {name: draw.draw(st.sampled_from(["push", "nothing", "None", "None, out"])) for name in SHAPES}
-            for _ in range(P)
-        ]
-
-        def program(ranks: simulated.SimulatedTransport, explicit: bool) -> Any:
-            reducer = reducer_of(ranks, scope=scope, reorder=False, dense_below=50)
-            found: list[Any] = []
-            for step in range(3):
-                given_, sums = gradients(seed + 10 * step + ranks.rank), {}
-                for name in SHAPES:
-                    what = options[ranks.rank][name] if step < 2 else "push"
-                    if what != "push":
-                        given_[name][...] = 0
-                    if what == "push" or explicit:
-                        reducer.push(name, given_[name])
-                        sums[name] = given_[name]
-                    elif what == "None":
-                        reducer.push(name, None)
-                    elif what == "None, out":
-                        sums[name] = np.full(SHAPES[name], 7, np.float32)
-                        reducer.push(name, None, out=sums[name])
-                left = reducer.wait().left
-                assert left.keys() == {n for n in SHAPES if n not in sums and np.prod(SHAPES[n])}
-                for name, part in left.items():
-                    assert part.shape == SHAPES[name]
-                    sums[name] = part.to_dense()
-                sums.pop("d", None)
-                found.append({name: sums[name].tobytes() for name in sorted(sums)})
-            return found, bits(residuals(reducer))
-
-        assert run(P, lambda r: program(r, False)) == run(P, lambda r: program(r, True))
-
-    check()
-
-
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["split", "allgather", "tree", "butterfly"])
 def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:

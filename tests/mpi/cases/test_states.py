@@ -41,7 +41,7 @@ def test_an_interrupt_anywhere_parts_no_ranks(kind: str) -> None:
     it = trained(kind)
     new, number, done, loads = it.state_dict(), 0, False, 0
     if kind == "Reducer":
-        it.clear()
+        it.discard()
         old = {**it.state_dict(), "step": 0}
     else:
         old = {**new, "round": 0, "local_step": 0, "passed": 0}
