@@ -73,7 +73,6 @@ DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "e
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
-    "sparsecomm/adamw.py",
     "sparsecomm/backends/base.py",
     "sparsecomm/backends/cuda/*.py",
     "sparsecomm/calls/*.py",
@@ -85,6 +84,7 @@ ON_THE_PATH = [
     "sparsecomm/local_steps/global_parameters.py",
     "sparsecomm/local_steps/local_steps.py",
     "sparsecomm/local_steps/outer.py",
+    "sparsecomm/optimizers/*.py",
     "sparsecomm/primitives/communicator.py",
     "sparsecomm/reducer/bucket.py",
     "sparsecomm/reducer/group.py",

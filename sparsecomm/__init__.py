@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
-from sparsecomm.adamw import SparseAdamW
 from sparsecomm.api import (
     Algorithm,
     Handle,
@@ -45,6 +44,7 @@ from sparsecomm.errors import (
 )
 from sparsecomm.local_steps import LocalSteps, NesterovSGD, OuterOptimizer, reshard
 from sparsecomm.membership import grow, join, shrink
+from sparsecomm.optimizers.arrays import SparseAdamW
 from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup
 from sparsecomm.tensors.sparse import SparseVector
 

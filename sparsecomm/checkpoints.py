@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
-from sparsecomm.adamw import SparseAdamW
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.encoding import decode, encode
 from sparsecomm.calls.loading import Prepared, Undo
@@ -24,6 +23,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps, reshard
+from sparsecomm.optimizers.arrays import SparseAdamW
 from sparsecomm.reducer import Reducer
 from sparsecomm.transport import Comm, Transport, of
 

@@ -67,8 +67,8 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
     });
 }
 
-void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
-           int32_t step) {
+void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+           double unit_eps, double eps, int32_t step, int threads) {
     with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
@@ -76,32 +76,44 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
         auto* mean = static_cast<Accumulator*>(moments.mean);
         auto* square = static_cast<Accumulator*>(moments.squares);
         auto* waiting = static_cast<Accumulator*>(residual);
+        auto* last = moments.last;
         const auto* row = static_cast<const Accumulator*>(rows);
-        const auto tiny = Accumulator(eps);
-        constexpr size_t AHEAD = 16;  // entries for which memory is asked before they are updated
+        const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
+        const auto update = [=](size_t i, Accumulator quotient, const Accumulator* of, bool first) {
+            const Accumulator before = std::sqrt(square[i]) + unit_tiny;
+            const Accumulator g = quotient * before;
+            const Accumulator m = of[0] * mean[i] + of[1] * g;
+            const Accumulator v = of[2] * (first ? Accumulator(0) : square[i]) + of[3] * (g * g);
+            const Accumulator root = std::sqrt(v);
+            const Accumulator w = W::widen(weight[i]);
+            mean[i] = m;
+            square[i] = v;
+            last[i] = step;
+            waiting[i] *= before / (root + unit_tiny);
+            weight[i] = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * (m / (root + tiny))) - w)));
+        };
+        const auto row_of = [=](size_t i) {
+            const int64_t passed = int64_t(step) - last[i];
+            return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
+        };
+        if (!index) {
+            ranges(means.count, threads, [&](size_t begin, size_t end) {
+                for (size_t i = begin; i < end; i++) update(i, value[i], row_of(i), last[i] == 0);
+            });
+            return;
+        }
+        constexpr size_t AHEAD = 16;  // entries whose memory is prefetched
         for (size_t e = 0; e < means.count; e++) {
             if (e + AHEAD < means.count) {
                 const auto next = index[e + AHEAD];
                 __builtin_prefetch(weight + next, 1);
                 __builtin_prefetch(mean + next, 1);
                 __builtin_prefetch(square + next, 1);
-                __builtin_prefetch(moments.last + next, 1);
+                __builtin_prefetch(last + next, 1);
                 __builtin_prefetch(waiting + next, 1);
             }
             const auto i = index[e];
-            const int64_t passed = int64_t(step) - moments.last[i];
-            const auto* of = row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
-            const Accumulator before = std::sqrt(square[i]) + tiny;
-            const Accumulator g = value[e] * before;
-            const Accumulator m = of[0] * mean[i] + of[1] * g;
-            const Accumulator v = of[2] * square[i] + of[3] * (g * g);
-            const Accumulator after = std::sqrt(v) + tiny;
-            const Accumulator w = W::widen(weight[i]);
-            mean[i] = m;
-            square[i] = v;
-            moments.last[i] = step;
-            waiting[i] *= before / after;
-            weight[i] = canonical<W>(W::narrow(w + (of[5] * w - of[4] * (m / after))));
+            update(i, value[e], row_of(i), last[i] == 0);
         }
     });
 }

@@ -168,10 +168,10 @@ struct Moments {
 //   weights  [in,out]  n elements
 //   moments  [in,out]  n elements each
 //   residual [in,out]  n elements of the accumulator's type
-//   means    [in]      indices below n
+//   means    [in]      indices below n; or null, and a value for each of the n elements
 //   rows     [in]      `count` rows of 6 numbers of the accumulator's type, count > 0
-void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count, double eps,
-           int32_t step);
+void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+           double unit_eps, double eps, int32_t step, int threads);
 
 // x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
 // to the type of x.

@@ -83,7 +83,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         int* last
 
     cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
-    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, int) except +
+    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
@@ -417,25 +417,35 @@ class CpuBackend(Backend):
             added = c_add_quotient(data, under, eps, scale, if_finite, r.data, threads)
         return bool(added)
 
-    def adamw(self, Tensor weights not None, moments, cnp.ndarray residual not None, entries, cnp.ndarray table not None, double eps, int step):
+    def adamw(self, Tensor weights not None, moments, cnp.ndarray residual not None, entries, cnp.ndarray table not None, double unit_eps, double eps, int step):
         cdef Dense to = dense(weights)
-        cdef size_t itemsize = 8 if is_float64(weights) else 4
-        cdef Entries means = of(entries, is_float64(weights))
-        cdef cnp.ndarray mean = moments.mean, squares = moments.squares, last = moments.last, rows = table.reshape(-1)
+        cdef size_t itemsize = 8 if is_float64(weights) else 4, size
+        cdef Entries sparse
+        cdef Sparse means
+        cdef cbool int64_indices = False
+        cdef cnp.ndarray whole, mean = moments.mean, squares = moments.squares, last = moments.last, rows = table.reshape(-1)
+        if isinstance(entries, DenseSum):
+            whole = entries.dense
+            expect(whole, itemsize, "entries", weights.size)
+            means.indices, means.values, means.count, size = NULL, cnp.PyArray_DATA(whole), to.size, to.size
+        else:
+            sparse = of(entries, is_float64(weights))
+            means, int64_indices, size = sparse.given, sparse.int64_indices, sparse.size
         expect(mean, itemsize, "mean", weights.size)
         expect(squares, itemsize, "squares", weights.size)
         expect(last, 4, "last", weights.size)
         expect(residual, itemsize, "residual", weights.size)
         expect(rows, itemsize, "table")
         cdef size_t count = cnp.PyArray_SIZE(rows) // 6
-        if means.size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
-            raise ValueError(f"table of {cnp.PyArray_SIZE(rows)} numbers, entries of {means.size} elements; expected rows of 6, and {to.size}")
+        if size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
+            raise ValueError(f"table of {cnp.PyArray_SIZE(rows)} numbers, entries of {size} elements; expected rows of 6, and {to.size}")
         cdef Moments kept
         kept.mean, kept.squares, kept.last = cnp.PyArray_DATA(mean), cnp.PyArray_DATA(squares), <int*> cnp.PyArray_DATA(last)
         cdef const void* first = cnp.PyArray_DATA(rows)
         cdef void* waiting = cnp.PyArray_DATA(residual)
+        cdef int threads = self.threads
         with nogil:
-            c_adamw(to, kept, waiting, means.given, means.int64_indices, first, count, eps, step)
+            c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)

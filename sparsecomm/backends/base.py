@@ -11,6 +11,7 @@ kernel, comes before.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend", "Moments", "Timeline"]
+__all__ = ["Backend", "Moments", "Timeline", "adamw_step"]
 
 _FEW = 8  # places in an order, for which it need not be found whole
 
@@ -52,6 +53,46 @@ class Moments(NamedTuple):
     mean: Array
     squares: Array
     last: Array
+
+
+def adamw_step(
+    xp: Any,
+    weight: Array,
+    quotient: Array,
+    mean: Array,
+    squares: Array,
+    first: Array,
+    coefficients: Sequence[Array],
+    unit_eps: Any,
+    eps: Any,
+) -> tuple[Array, Array, Array, Array]:
+    """Return what steps of AdamW change, element by element, for any library of arrays.
+
+    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
+
+        unit    = sqrt(squares) + unit_eps
+        g       = quotient * unit
+        mean    = c0 * mean + c1 * g
+        squares = c2 * squares + c3 * g^2               with squares = 0 on the right where ``first``
+        weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
+
+    Args:
+        xp: the library: numpy, cupy or jax.numpy.
+        weight, quotient, mean, squares: arrays of one shape and type.
+        first: whether this is an element's first update. Until then ``squares`` only sets the unit.
+        coefficients: six arrays of that shape, or numbers.
+        unit_eps, eps: numbers of that type.
+
+    Returns:
+        The change of the weight, the new mean and squares, and the factor by which a residual in units changes.
+    """
+    kept_mean, new_mean, kept_squares, new_squares, rate, decay = coefficients
+    unit = xp.sqrt(squares) + unit_eps
+    g = quotient * unit
+    m = kept_mean * mean + new_mean * g
+    v = kept_squares * xp.where(first, xp.zeros_like(squares), squares) + new_squares * (g * g)
+    root = xp.sqrt(v)
+    return (decay * weight - rate * (m / (root + eps))) - weight, m, v, unit / (root + unit_eps)
 
 
 class Backend:
@@ -201,41 +242,46 @@ class Backend:
         residual: Array,
         entries: SparseVector,
         table: Array,
+        unit_eps: float,
         eps: float,
         step: int,
     ) -> None:
-        """Make steps of AdamW on some weights, each as many as it waited for. Each operation is rounded.
-
-        With g = mean * (sqrt(squares) + eps), at the index of each entry, and the row of the table for the steps that
-        have passed since its last one, the last row for more:
-
-            mean     = row[0] * mean + row[1] * g
-            squares  = row[2] * squares + row[3] * g^2
-            weight   = weight + (row[5] * weight - row[4] * mean / (sqrt(squares) + eps))
-            last     = step
-            residual = residual * (sqrt(squares before) + eps) / (sqrt(squares) + eps)
+        """Make the steps of AdamW that weights have waited for, by `adamw_step`. Each operation is rounded.
 
         Args:
             weights: changed in place, rounded to their type.
-            moments: changed in place.
-            residual: shape ``(size,)``: what waits in units of the root of second moments, which change.
-            entries: of means of `add_quotient`.
-            table: shape ``(steps, 6)``, on the host, in the accumulator's type.
-            eps: a number, rounded to that type.
-            step: the number of this step.
+            moments: changed in place; ``last`` becomes ``step``.
+            residual: shape ``(size,)``, changed in place.
+            entries: the quotients. A weight without an entry stays as it is; a `DenseSum` has one for every weight.
+            table: shape ``(rows, 6)``, on the host, in the accumulator's type: the coefficients for a weight that was
+                updated last so many steps ago. The last row also stands for all longer waits.
+            unit_eps, eps: numbers, rounded to that type.
+            step: the number of this step, at least 1.
         """
-        xp, index, (mean, squares, last) = _library(moments.mean), entries.indices, moments
-        real = mean.dtype.type
+        xp, (mean, squares, last) = _library(moments.mean), moments
+        real, index, quotient = mean.dtype.type, slice(None), None  # type: Any, Any, Any
+        if isinstance(entries, DenseSum):
+            quotient = entries.dense
+        else:
+            index, quotient = entries.indices, entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
-        unit = xp.sqrt(squares[index]) + real(eps)
-        g = entries.values * unit
-        m = rows[:, 0] * mean[index] + rows[:, 1] * g
-        v = rows[:, 2] * squares[index] + rows[:, 3] * (g * g)
-        new_unit = xp.sqrt(v) + real(eps)
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        change = rows[:, 5] * before[index] - rows[:, 4] * (m / new_unit)
-        kept = residual[index] * (unit / new_unit)
-        self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
+        change, m, v, factor = adamw_step(
+            xp,
+            before[index],
+            quotient,
+            mean[index],
+            squares[index],
+            last[index] == 0,
+            [rows[:, j] for j in range(6)],
+            real(unit_eps),
+            real(eps),
+        )
+        kept = residual[index] * factor
+        if isinstance(entries, DenseSum):
+            self.cast_into(before + change, weights)
+        else:
+            self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
         mean[index], squares[index], last[index], residual[index] = m, v, step, kept
 
     def scale(self, dense: Tensor, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""AdamW as an optax transformation whose gradients are summed sparsely: see `sparsecomm.adamw`."""
+"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.adamw`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.adamw import DENSITY, FIRST, AdamWRule
+from sparsecomm.backends.base import adamw_step
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.weights import check_every
 from sparsecomm.errors import InvalidInputError
@@ -17,6 +17,7 @@ from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, density_of
 from sparsecomm.jax.transform import check_parameters
 from sparsecomm.jax.trees import PyTree, allreduce_tree, init_residuals, tree_step
+from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ __all__ = ["SparseAdamWState", "sparse_adamw"]
 
 
 class SparseAdamWState(NamedTuple):
-    """The state of `sparse_adamw`: the same on all ranks, but for the residuals.
+    """The state of `sparse_adamw`: the same on all ranks, except the residuals.
 
     Attributes:
-        step: how many steps were made; int32, of no dimension.
-        mu, nu: averages of gradients and of their squares, in float32, or float64 beside it.
-        last: int32, the number of the step that has updated each weight last; 0: none has.
-        residuals: what waits on this rank, divided by the root of ``nu``.
+        step: the number of steps made; int32, of shape ().
+        mu, nu: averages of gradients and of their squares, in float32, or float64 beside it. Before an element's first
+            update ``nu`` is only the unit in which its gradients are sent.
+        last: int32, the step of each weight's last update; 0: none yet.
+        residuals: what this rank has not sent, divided by ``sqrt(nu) + eps``.
     """
 
     step: jax.Array
@@ -55,18 +57,20 @@ def sparse_adamw(
     wire: WireName = "packed_int2",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformation:
-    """Do what ``optax.adamw`` does, and sum gradients over all ranks in 1/40 of the bytes: `sparsecomm.SparseAdamW`.
+    """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/40 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 
-    It is the whole optimizer, and not a link before another: pass it gradients of this rank, and the parameters. All
-    ranks make the same updates, bit for bit. ``update`` is collective.
+    This is the whole optimizer, not a link of a chain: pass ``update`` the gradients of this rank, and the parameters.
+    It is collective. All ranks make the same updates, bit for bit. A gradient that is not finite on some rank leaves
+    parameters and state as they are on all ranks; finite gradients of that step stay in the residuals. At
+    ``density=1.0`` it is ``optax.adamw`` of dense, exact means. See `sparsecomm.SparseAdamW`.
 
     Args:
-        learning_rate: a number, or a schedule of optax: a function of the step, from 0 on.
+        learning_rate: a number, or a schedule of optax: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay.
-        density: of what is sent, both ways, as in `sparsify`.
-        comm, wire: as in `sparsecomm.sparse_allreduce`. Of float64 leaves, ``wire="packed"``.
+        density: the part of the entries that is sent, both ways, as in `sparsify`.
+        comm, wire: as in `sparsecomm.sparse_allreduce`. For float64 leaves, use ``wire="packed"``.
         check_weights_every: as in `sparsify`; moments are compared as well.
 
     Returns:
@@ -74,8 +78,8 @@ def sparse_adamw(
 
     Raises:
         ImportError: optax is not installed.
-        InvalidInputError: an argument is out of range; ``update`` raises it where there are no parameters, and for all
-            else as `allreduce_tree`.
+        InvalidInputError: an argument is out of range. ``update`` raises it without parameters, and otherwise as
+            `allreduce_tree`.
     """
     try:
         import optax
@@ -96,44 +100,53 @@ def sparse_adamw(
             raise InvalidInputError("sparse_adamw: update got no parameters; expected update(gradients, state, params)")
         if every is not None:
             check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
-        step = state.step + 1
-        nu = _begun(updates, state, comm=comm)
-        unit = jax.tree.map(lambda v: jnp.sqrt(v) + v.dtype.type(eps), nu)
-        quotients = jax.tree.map(lambda g, u: g.astype(u.dtype) / u, updates, unit)
-        means, residuals = tree_step(
-            quotients, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm
-        )
+        begun, step = _begun(updates, state, START * (1 - b2), comm=comm), state.step + 1
+        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / (jnp.sqrt(v) + v.dtype.type(eps)), updates, begun)
+        mine = _all_finite(quotients)
+        sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
+        means, residuals = tree_step(sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm)
+        usable, dense = _all_finite(means), (at(state.step) if callable(at) else at) == 1.0  # type: ignore[arg-type]
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         decayed = mask(params) if callable(mask) else mask
         decays = jax.tree.map(lambda on: weight_decay * on, decayed or jax.tree.map(lambda _: True, params))
 
-        def leaf(p: Any, mean: Any, m: Any, v: Any, u: Any, last: Any, r: Any, decay: Any) -> tuple[Any, ...]:
-            hit, real = mean != 0, v.dtype
-            waited = jnp.where(hit, step - last, 1).astype(real)
-            kept_mean, kept_square = jnp.power(real.type(b1), waited), jnp.power(real.type(b2), waited)
-            g = mean * u
-            new_m = kept_mean * m + (1 - kept_mean) / waited * g
-            new_v = kept_square * v + (1 - kept_square) / waited * (g * g)
-            new_u = jnp.sqrt(new_v) + real.type(eps)
-            shrinks = jnp.expm1(waited * jnp.log1p(-jnp.asarray(rate * decay, real)))
-            change = shrinks * p.astype(real) - jnp.asarray(rate, real) * waited * (new_m / new_u)
+        def leaf(p: Any, mean: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any, decay: Any) -> tuple[Any, ...]:
+            real, hit = v.dtype.type, usable & (dense | (mean != 0))
+            waited = jnp.maximum(step - last, 1).astype(v.dtype)
+            t, lr = step.astype(v.dtype), jnp.asarray(rate, v.dtype)
+            rows = coefficients(jnp, waited, t, lr, (b1, b2), jnp.asarray(decay, v.dtype))
+            step_eps = real(eps) * jnp.sqrt(-jnp.expm1(t * np.log(b2) if b2 else -jnp.inf))
+            made = adamw_step(jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, real(eps), step_eps)
+            change, new_m, new_v, factor = made
+            kept = jnp.where(usable, r * jnp.where(hit, factor, 1), old + jnp.where(mine, q, 0))
             return (
                 jnp.where(hit, change, 0).astype(p.dtype),
                 jnp.where(hit, new_m, m),
                 jnp.where(hit, new_v, v),
                 jnp.where(hit, step, last),
-                jnp.where(hit, r * (u / new_u), r),
+                kept,
             )
 
-        made = jax.tree.map(leaf, params, means, state.mu, nu, unit, state.last, residuals, decays)
+        made = jax.tree.map(
+            leaf, params, means, quotients, state.mu, begun, state.last, residuals, state.residuals, decays
+        )
         structure = jax.tree.structure(params)
         changes, mu, nu, last, residuals = jax.tree.transpose(structure, jax.tree.structure((0,) * 5), made)
-        return changes, SparseAdamWState(step, mu, nu, last, residuals)
+        began = usable | (state.step > 0)
+        nu, residuals = (
+            jax.tree.map(lambda new, old: jnp.where(began, new, old), new, old)
+            for new, old in ((nu, state.nu), (residuals, state.residuals))
+        )
+        return changes, SparseAdamWState(jnp.where(usable, step, state.step), mu, nu, last, residuals)
 
     return optax.GradientTransformation(init, update)
 
 
-def _begun(grads: PyTree, state: SparseAdamWState, *, comm: Comm) -> PyTree:
+def _all_finite(tree: PyTree) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
+
+
+def _begun(grads: PyTree, state: SparseAdamWState, start: float, *, comm: Comm) -> PyTree:
     """Return second moments: those of the state, or in step 0 a part of the mean squares of all ranks' gradients."""
     leaves, structure = jax.tree.flatten(grads)
 
@@ -145,7 +158,7 @@ def _begun(grads: PyTree, state: SparseAdamWState, *, comm: Comm) -> PyTree:
         found = []
         for leaf, mean in zip(leaves, means, strict=True):
             dtype = accumulator_dtype(leaf.dtype)
-            value = jnp.maximum((FIRST * jnp.where(mean > 0, mean, overall)).astype(dtype), float(np.finfo(dtype).tiny))
+            value = jnp.maximum((start * jnp.where(mean > 0, mean, overall)).astype(dtype), float(np.finfo(dtype).tiny))
             found.append(jnp.full(leaf.shape, value))
         return found
 

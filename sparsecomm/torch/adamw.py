@@ -1,26 +1,24 @@
-"""AdamW whose gradients are summed over all ranks by few entries of few bits: see `sparsecomm.adamw`."""
+"""`SparseAdamW` for PyTorch, by the rule of `sparsecomm.optimizers.adamw`."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
-from sparsecomm.adamw import DENSITY
 from sparsecomm.checks import flag, shown, whole
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
-from sparsecomm.torch.adamw_exchange import FIELDS, AdamWExchange, begun, rule_of
+from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
-from sparsecomm.torch.shards import local
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Unpack
-
 
 __all__ = ["SparseAdamW"]
 
@@ -47,62 +44,62 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class _State(torch.optim.Optimizer):
-    """Loads a state as `SparseAdamW` has it: moments stay in the type in which they are summed."""
+    """Loads moments in the type in which they are summed, where torch would convert them to that of the weights."""
 
     _exchange: AdamWExchange
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict, "state": {}})  # which would convert moments, and keep those of others
-        saved, named = state_dict["state"], self._exchange.named
-        if not begun(saved.values()):
-            return
-        names = {id(parameter): name for name, parameter in named.items()}
-        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        held = {id(p): saved.get(i) for ours, its in pairs for p, i in zip(ours["params"], its["params"], strict=True)}
-        if any(its is not None for its in held.values()) and any(held.get(id(p)) is None for p in named.values()):
-            raise InvalidInputError("state: some parameters have moments, and others none; expected all, or none")
-        for parameter in named.values():
-            if held[id(parameter)] is not None:
-                self.state[parameter] = _checked(held[id(parameter)], parameter, names[id(parameter)])
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+        saved, groups = state_dict["state"], zip(self.param_groups, state_dict["param_groups"], strict=True)
+        self._exchange.load_moments(
+            {p: saved.get(i, {}) for ours, its in groups for p, i in zip(ours["params"], its["params"], strict=True)}
+        )
 
 
 class SparseAdamW(SparseOptimizer, _State):
     """AdamW for slow links, in place of `torch.optim.AdamW`: it exchanges gradients itself, in 1/40 of the bytes.
 
         optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
-        for x, y in data:                      # each rank its own
+        for x, y in data:                      # different data on each rank
             optimizer.zero_grad()
             loss(model(x), y).backward()
             optimizer.step()                   # collective
 
-    A transformer trains as with dense gradients (docs/reports/adamw.md), which it does not where `DistributedOptimizer`
-    gives Adam sparse means. In a step some 9 % of the weights are updated, each by as many steps of AdamW as it waited.
-    Take the learning rate that is best with dense gradients, or up to 1.5 times that.
+    Use the learning rate and betas that you use with dense gradients: docs/reports/adamw.md compares both. By default a
+    step updates about 9 % of the weights, each by as many steps of AdamW as it has waited. At ``density=1.0`` this is
+    `torch.optim.AdamW` with dense, exact sums.
 
-    Weights, moments, and for each weight the step that updated it last, must be the same on all ranks: see
-    `broadcast_parameters` for the beginning. The first step checks that they are. ``p.grad`` stays what this rank has
-    made of it. Use the model itself, not `DistributedDataParallel`, which would sum gradients besides.
+    Weights and moments must be the same on all ranks: call `broadcast_parameters` at the beginning. The first step
+    checks this. ``p.grad`` stays the gradient of this rank. Use the model itself, not `DistributedDataParallel`, which
+    would sum gradients a second time (or call `keep_local` on it).
 
-    By default `step` exchanges, so that between it and ``backward()`` gradients may add up over several passes, and be
-    clipped (each rank's, by its own norm), and a `torch.amp.GradScaler` works as ever: a rank whose gradients have
-    overflowed contributes nothing to that step, and only its own scaler lowers its scale. With ``overlap`` the exchange
-    goes on while the backward pass does.
+    By default `step` exchanges gradients. So you may accumulate gradients over several backward passes, clip them (each
+    rank by its own norm), and use a `torch.amp.GradScaler` as usual: a rank whose gradients have overflowed contributes
+    nothing to that step, and only its own scaler lowers its scale. With ``overlap`` the exchange runs during the
+    backward pass.
 
-    Of DTensors, as FSDP2 makes them, shards are exchanged: ``comm`` is a process group of ranks that hold the same
-    ones.
+    A parameter for which no rank has a gradient does not change, as in PyTorch. Its residual is kept until it has a
+    gradient again, or until `discard`.
 
-    Memory, besides gradients: residual, two moments, and an int32 for each weight.
+    DTensors, as FSDP2 makes them, are exchanged by shards: pass as ``comm`` a process group of ranks that hold the same
+    shards.
+
+    The state of a parameter is that of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``:
+    for each weight the step of its last update, int32. A residual is kept beside it. To load a state of
+    `torch.optim.AdamW`, call ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
-        named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and with
-            settings of their own. One group with ``weight_decay=0`` for biases and norms is usual.
-        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, by group. ``lr * weight_decay`` is below 1. A rate in a
-            tensor is read in each step.
-        density: of what is sent, both ways, as in `sparsecomm.SparseAdamW`.
-        comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`. ``wire="packed"`` for float64.
-        overlap: exchange while backward passes go on, by hooks. Then gradients cannot be changed after ``backward()``,
-            and with a scaler pass it as ``scaler``: an overflow on one rank makes all scalers skip the step.
-        backward_passes_per_step: with ``overlap``, gradients of so many passes add up before they are exchanged.
+        named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and
+            settings of their own, for example ``weight_decay=0`` for biases and norms.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`, also by group. ``lr`` may be a tensor, which
+            is read in each step. ``lr * weight_decay`` must be below 1, and ``eps`` above 0.
+        amsgrad, foreach, capturable, differentiable, fused: not supported: true values are refused.
+        density: the part of the entries that is sent, both ways: a float in (0, 1], or a function of the step's number.
+        dense_steps: the number of steps at the beginning with density 1.0.
+        comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
+        overlap: exchange during backward passes, by hooks. You cannot change gradients after ``backward()`` then. Pass
+            a scaler as ``scaler``: an overflow on one rank makes all scalers skip the step.
+        backward_passes_per_step: with ``overlap``, accumulate gradients over so many passes before the exchange.
         scaler: with ``overlap``, the `torch.amp.GradScaler` in use.
         check_weights_every: as in `SparseState`; moments are compared as well.
 
@@ -120,23 +117,36 @@ class SparseAdamW(SparseOptimizer, _State):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         density: Schedule = DENSITY,
+        dense_steps: int = 0,
         overlap: bool = False,
         backward_passes_per_step: int = 1,
         **options: Unpack[AdamWOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults |= {"differentiable": differentiable, "fused": fused}
         rule_of(defaults)
         groups, named = _groups_of(named_parameters)
         if (passes := whole(backward_passes_per_step, 1)) is None:
-            raise InvalidInputError(
-                f"backward_passes_per_step={shown(backward_passes_per_step)}: expected a number from 1 on"
-            )
+            raise InvalidInputError(f"backward_passes_per_step={shown(backward_passes_per_step)}: must be at least 1")
         self.overlap = flag("overlap", overlap)
         if not overlap and (passes > 1 or options.get("scaler") is not None):
             raise InvalidInputError(
-                "backward_passes_per_step and scaler are for overlap=True; without it, call backward() as often as you "
+                "backward_passes_per_step and scaler require overlap=True; without it, call backward() as often as you "
                 "like before step(), and scaler.step(optimizer)"
             )
         if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
@@ -147,7 +157,8 @@ class SparseAdamW(SparseOptimizer, _State):
         super().__init__(groups, defaults)
         self._made = True
         self._exchange = AdamWExchange(self, named, density, passes=passes, **options)
-        self._exchange._rules()  # refuses settings of groups
+        for group in self.param_groups:
+            rule_of(group)
         self._exchange.begin(by_hooks=overlap)
 
     @property
@@ -157,10 +168,10 @@ class SparseAdamW(SparseOptimizer, _State):
 
     def _own(self, state_dict: State) -> StateDict:
         groups = copy.deepcopy(state_dict["param_groups"])
-        return {"state": state_dict["state"], "param_groups": groups}  # moments are copied when they are checked
+        return {"state": state_dict["state"], "param_groups": groups}  # moments are copied when they are loaded
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse, once it is made: all ranks' exchange is of the parameters that it was made with."""
+        """Refuse new groups: all ranks exchange the parameters that the optimizer was made with."""
         if self._made:
             raise InvalidInputError("add_param_group: make a new SparseAdamW, with all groups, on all ranks")
         super().add_param_group(param_group)
@@ -168,11 +179,11 @@ class SparseAdamW(SparseOptimizer, _State):
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless backward passes have, and update the parameters. Collective.
 
-        A gradient that is not finite on some rank leaves all weights as they are, on all ranks.
+        If a gradient of some rank is not finite, no rank changes anything.
 
         Raises:
-            WeightMismatchError: weights or moments are not the same on all ranks.
-            SparseCommError: as `sparsecomm.Reducer.wait`. Gradients wait in residuals.
+            WeightMismatchError: weights or moments differ between ranks.
+            SparseCommError: as `sparsecomm.Reducer.wait`. The gradients are in the residuals then.
         """
         exchange = self._exchange
         if not exchange.attached:
@@ -200,39 +211,6 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
     groups, named = [], []
     for group in given if grouped else [{"params": given}]:
         pairs = interop.named(group.get("params"), "named_parameters")
-        groups.append({**group, "params": [parameter for _, parameter in pairs]})
+        groups.append({**group, "params": list(pairs)})
         named += pairs
     return groups, named
-
-
-def _checked(state: Mapping[str, Any], parameter: torch.Tensor, name: str) -> dict[str, Any]:
-    """Return copies of the moments of a parameter that were saved, on its device.
-
-    Raises:
-        InvalidInputError: they cannot be its moments.
-    """
-    step = state["step"]
-    real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-    found = {}
-    for field, dtype in zip(FIELDS, (real, real, torch.int32), strict=True):
-        saved = state[field]
-        if saved.shape != parameter.shape or saved.is_floating_point() != dtype.is_floating_point:
-            raise InvalidInputError(
-                f"state: {field} of {name} is {saved.dtype} of shape {tuple(saved.shape)}; expected {dtype} of shape "
-                f"{tuple(parameter.shape)}"
-            )
-        found[field] = saved.detach().to(device=parameter.device, dtype=dtype, copy=True).contiguous()
-    mean, squares, last = (_extremes(local(found[field]), none) for field, none in zip(FIELDS, (0, 1, 0), strict=True))
-    if not (type(step) is int and last[0] >= 0 and last[1] <= step):
-        raise InvalidInputError(f"state: last_step of {name}: expected whole numbers from 0 to the step, {step!r:.40}")
-    if not (all(map(math.isfinite, mean)) and squares[0] > 0 and squares[1] < math.inf):
-        raise InvalidInputError(f"state: moments of {name}: expected finite numbers, and squares above 0")
-    return {"step": step, **found}
-
-
-def _extremes(tensor: torch.Tensor, of_none: float) -> tuple[float, float]:
-    """Return the smallest and the largest element, by one pass; both are NaN if there is one."""
-    if not tensor.numel():
-        return of_none, of_none
-    smallest, largest = tensor.aminmax()
-    return smallest.item(), largest.item()

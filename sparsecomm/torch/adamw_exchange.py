@@ -1,4 +1,4 @@
-"""The exchange of a `SparseAdamW`: gradients over the root of second moments go in, steps of AdamW come of it."""
+"""The exchange of a `SparseAdamW` of PyTorch: pushes gradients, and applies sums by `sparsecomm.optimizers.adamw`."""
 
 from __future__ import annotations
 
@@ -9,53 +9,57 @@ from typing import Any
 import torch
 
 from sparsecomm import transport
-from sparsecomm.adamw import DEFAULTS, AdamWRule, LazyAdamW
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.loading import Prepared
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.optimizers.adamw import EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
-from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.arrays import Array, from_host
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
-__all__ = ["FIELDS", "AdamWExchange", "begun", "rule_of"]
+__all__ = ["UNSUPPORTED", "AdamWExchange", "has_moments", "rule_of"]
 
-FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state: the moments, as torch names them, and `last`
+FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state, beside "step"
+UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 
 class AdamWExchange(Exchange):
     """The gradients of the parameters of a `SparseAdamW`, and the steps that their sums make.
 
-    This module is compiled, as `Exchange`.
+    The moments are the optimizer's state. This module is compiled, as `Exchange`.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: NamedParameters, density: Schedule, **settings: Any
     ) -> None:
-        """Check the arguments.
-
-        Args:
-            optimizer: a `SparseAdamW`, whose state the moments are.
-            named, density, settings: as in `Exchange`.
-        """
-        super().__init__(named, density, **{**DEFAULTS, **settings})
+        """Check the arguments: a `SparseAdamW`, and the rest as in `Exchange`."""
+        super().__init__(named, density, **{**EXCHANGE, **settings})
         self._optimizer, self._skip_nonfinite = weakref.ref(optimizer), True
         self._adamw: LazyAdamW | None = None
-        self._whole: dict[str, torch.Tensor] | None = None  # contiguous weights, while a step changes them
+        self._weights: dict[str, torch.Tensor] | None = None  # contiguous, while a step changes them
 
     @property
     def adamw(self) -> LazyAdamW:
-        """The moments, and the arithmetic."""
+        """The moments and the arithmetic."""
         if self._adamw is None:
-            reducer = self.reducer
-            shards = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
-            self._adamw = LazyAdamW(shards, reducer, transport.of(self.comm), self._zeros)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, transport.of(self.comm), self._zeros)
         return self._adamw
+
+    def _contiguous(self) -> dict[str, torch.Tensor]:
+        return {name: local(parameter).contiguous() for name, parameter in self.named.items()}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, which must be alive."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -63,17 +67,17 @@ class AdamWExchange(Exchange):
         """Sum all gradients, unless backward passes have done so. Collective.
 
         Args:
-            scale: what they are to be multiplied by.
-            drop: this rank has none that can be used.
+            scale: a factor of the gradients.
+            drop: leave out the gradients of this rank.
         """
         if self.exchanged:
             return
-        gradients = {name: None if drop else gradient_of(parameter) for name, parameter in self.named.items()}
+        gradients = {name: None if drop else self._mine(name, gradient_of(p)) for name, p in self.named.items()}
         self._begin_step()
-        if self.adamw.moments or self._make_moments(gradients, scale):
+        if self.adamw.begin(gradients, self._rules(), scale):
             for name, gradient in gradients.items():
                 if not self.reducer.parts(name):
-                    self._push(name, gradient, scale)
+                    self.adamw.push(name, gradient, self._rules()[name], scale)
             self.wait()
         else:
             self._show_zeros()
@@ -81,20 +85,20 @@ class AdamWExchange(Exchange):
             self._tell_scaler()
 
     def apply(self) -> None:
-        """Update the parameters by what was exchanged last, once. Interrupted, it may be called again, and goes on."""
-        last, optimizer = self.reducer.last, self._optimizer()
-        if not self.exchanged or last is None or optimizer is None:
+        """Update the parameters by the latest exchange, once. After an interrupt, call it again: it goes on."""
+        last = self.reducer.last
+        if not self.exchanged or last is None:
             self.exchanged = False
             return
-        if self._whole is None:
-            self._whole = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
-        self.adamw.update(self._whole, self._rules(), last)
+        if self._weights is None:
+            self._weights = self._contiguous()
+        self.adamw.update(self._weights, self._rules(), last)
         for name, parameter in self.named.items():
             shard = local(parameter)
-            if shard.data_ptr() != self._whole[name].data_ptr():
-                shard.copy_(self._whole[name])  # which no graph sees
-            optimizer.state[parameter]["step"] = self.adamw.step
-        self._whole, self.exchanged = None, False
+            if shard.data_ptr() != self._weights[name].data_ptr():
+                shard.copy_(self._weights[name])  # outside the graph
+        self._show_steps()
+        self._weights, self.exchanged = None, False
 
     def synchronize(self) -> Step:
         """Exchange gradients, as a backward pass does at its end, or `SparseAdamW.step`."""
@@ -104,21 +108,16 @@ class AdamWExchange(Exchange):
         return Step(self.reducer.step, self.reducer.density, usable=False) if last is None else last
 
     def push(self, name: str, gradient: torch.Tensor) -> None:
-        """Push a gradient that a backward pass has made; before there are moments, leave that to its end."""
+        """Push a gradient that a backward pass has made. Before there are moments, this is left to its end."""
         self._begin_step()
         if self.adamw.moments:
-            self._push(name, gradient, self._unscale())
+            self.adamw.push(name, self._mine(name, gradient), self._rules()[name], self._unscale())
 
-    def _push(self, name: str, gradient: torch.Tensor | None, scale: float) -> None:
-        mine = None if gradient is None else self._gradient(name, gradient).contiguous()
-        self.adamw.push(name, mine, self._rules()[name], scale)
-
-    def _make_moments(self, gradients: Mapping[str, torch.Tensor | None], scale: float) -> bool:
-        shards = {name: None if g is None else self._gradient(name, g).contiguous() for name, g in gradients.items()}
-        return self.adamw.begin(shards, scale)
+    def _mine(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else self._gradient(name, gradient).contiguous()
 
     def _begin_step(self) -> None:
-        """Check weights and moments, if that is due, and tell other ranks the settings, before anything is pushed."""
+        """Before the first push: check weights and moments, if that is due, and tell other ranks the settings."""
         if not self.reducer.pending:
             self._check_weights()
             self.reducer.label = self.adamw.label(self._rules())
@@ -127,8 +126,8 @@ class AdamWExchange(Exchange):
         last = self.reducer.last if self.used else None
         if self.exchanged and last is not None and last.usable and self._pass is None and self.exchanging:
             raise InvalidInputError(
-                "a backward pass has begun before step() has used what the one before it has exchanged; expected a "
-                "step after each, or backward_passes_per_step, or no_sync() for passes that only add"
+                "a backward pass has begun before step() applied what the one before it exchanged. Call step() after "
+                "each pass, or use backward_passes_per_step, or no_sync() for passes that only accumulate"
             )
         super()._ready(parameter)
 
@@ -148,14 +147,12 @@ class AdamWExchange(Exchange):
         return 1.0 if self._scaler is None else 1 / float(self._scaler.get_scale())
 
     def _follow_scale(self) -> None:
-        """Do nothing: what is kept has no loss scale."""
+        """Do nothing: residuals have no loss scale."""
 
     def _rules(self) -> dict[str, AdamWRule]:
         """Return the settings of each parameter."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
         rules: dict[str, AdamWRule] = {}
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             rule = rule_of(group)
             rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
         return rules
@@ -163,39 +160,61 @@ class AdamWExchange(Exchange):
     def _replicated(self) -> Mapping[str, object]:
         return {**self.named, **self.adamw.replicated()}
 
-    # -- moments, which are the optimizer's state ---------------------------------------------------------------------
+    # -- moments ------------------------------------------------------------------------------------------------------
 
     def _zeros(self, spec: TensorSpec) -> Moments:
         """Make the state of a parameter."""
-        optimizer, parameter = self._optimizer(), self.named[spec.name]
-        assert optimizer is not None
+        parameter = self.named[spec.name]
         real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
         made = [
             torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
             for dtype in (real, real, torch.int32)
         ]
-        optimizer.state[parameter] = {"step": 0, **dict(zip(FIELDS, made, strict=True))}
+        self.optimizer.state[parameter] = {"step": _step(0), **dict(zip(FIELDS, made, strict=True))}
         return Moments(*map(_flat, made))
 
+    def _show_steps(self) -> None:
+        for name in self.adamw.moments:
+            self.optimizer.state[self.named[name]]["step"] = _step(self.adamw.steps[name])
+
     def _show_zeros(self) -> None:
-        """Give the optimizer a state where there are no moments yet, into which others may load what was saved.
+        """Give the optimizer a state before there are moments, into which a saved one may be loaded.
 
         `torch.distributed.checkpoint` makes a step of zeros for that.
         """
-        optimizer = self._optimizer()
-        if optimizer is not None and not optimizer.state:
+        if not self.optimizer.state:
             for spec in self.adamw.specs.values():
                 self._zeros(spec)
 
+    def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
+        """Replace the optimizer's state by a saved one, by parameter. That of `torch.optim.AdamW` will do, too.
+
+        Raises:
+            InvalidInputError: it does not fit. The state has changed in part.
+        """
+        if not has_moments(saved.values()):
+            return
+        if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:
+            raise InvalidInputError(
+                f"state: {lacking[0]} has no moments, unlike other parameters; expected all, or none"
+            )
+        for name, spec in self.adamw.specs.items():
+            state = saved[self.named[name]]
+            fields = {field: _host(state.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)}
+            step = float(state["step"])
+            found, count = read_moments({**fields, "step": int(step) if step.is_integer() else step}, spec)
+            for ours, theirs in zip(self._zeros(spec), found, strict=True):
+                ours[:] = from_host(theirs, ours)
+            self.optimizer.state[self.named[name]]["step"] = _step(count)
+
     def adopt(self) -> None:
         super().adopt()
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        held = {name: optimizer.state[p] for name, p in self.named.items() if p in optimizer.state}
-        if not begun(held.values()):
+        state = self.optimizer.state
+        held = {name: state[p] for name, p in self.named.items() if p in state}
+        if not has_moments(held.values()):
             held = {}
-        moments = {name: Moments(*(_flat(state[field]) for field in FIELDS)) for name, state in held.items()}
-        self.adamw.adopt(moments, max((state["step"] for state in held.values()), default=0))
+        moments = {name: Moments(*(_flat(its[field]) for field in FIELDS)) for name, its in held.items()}
+        self.adamw.adopt(moments, {name: int(its["step"]) for name, its in held.items()})
 
     def state_dict(self) -> StateDict:
         if self._adamw is not None:
@@ -206,10 +225,7 @@ class AdamWExchange(Exchange):
         rebuilt = super().rebuild(comm, joining=joining)
         self.adamw.comm = transport.of(comm)
         self.adamw.spread(transport.of(comm), rebuilt)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            for name in self.adamw.moments:
-                optimizer.state[self.named[name]]["step"] = self.adamw.step
+        self._show_steps()
         return rebuilt
 
     def prepare_state(self, state: State) -> Prepared:
@@ -217,7 +233,7 @@ class AdamWExchange(Exchange):
 
         def commit() -> None:
             prepared.commit()
-            self._whole = None
+            self._weights = None
             self.adopt()
 
         return Prepared(prepared.common, commit)
@@ -229,15 +245,30 @@ def rule_of(group: Mapping[str, Any]) -> AdamWRule:
     Raises:
         InvalidInputError: one of them cannot be used.
     """
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise InvalidInputError(f"{name}={group[name]!r} is not supported by SparseAdamW; leave it out")
     rate = group["lr"]
     if isinstance(rate, torch.Tensor) and rate.numel() == 1:
         rate = rate.item()
-    return AdamWRule.of(rate, group["betas"], group["eps"], group["weight_decay"])
+    return AdamWRule.of(rate, group["betas"], group["eps"], group["weight_decay"], group.get("maximize", False))
 
 
-def begun(states: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether states of parameters have moments; not if they are zeros, as before the first gradient."""
-    return any(state["step"] or bool(local(state["exp_avg_sq"]).any()) for state in states)
+def has_moments(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether states of parameters have moments. Zeros, as before the first gradient, are none."""
+    return any(state and (float(state["step"]) or bool(local(state["exp_avg_sq"]).any())) for state in states)
+
+
+def _step(count: int) -> torch.Tensor:
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+
+
+def _host(tensor: torch.Tensor | None) -> Array | None:
+    """Return a saved tensor, or its shard, as an array in host memory."""
+    if tensor is None:
+        return None  # which only "last_step" may be
+    host = local(tensor).cpu()
+    return (host.float() if host.is_floating_point() and host.itemsize < 4 else host).numpy()
 
 
 def _flat(tensor: torch.Tensor) -> Array:

@@ -54,35 +54,42 @@ def test_add_quotient(device: Device, dtype: str, if_finite: bool) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", data.DTYPES)
-@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
-def test_adamw(device: Device, dtype: str, density: float) -> None:
-    """Against the rule, weight by weight; of weights without an entry nothing changes."""
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0, "dense"])
+def test_adamw(device: Device, dtype: str, density: float | str) -> None:
+    """Against the rule, weight by weight; weights without an entry do not change. A dense sum updates all weights."""
     real, rng = carried_by(dtype), np.random.default_rng(3)
+    unit_eps, eps = real(EPS), real(EPS / 3)
     for n, step, rows in ((1, 1, 2), (700, 5, 6), (3001, 40, 16), (3001, 2**31 - 1, 3)):
-        chosen = np.flatnonzero(rng.random(n) < density).astype(np.int32)
+        chosen = np.flatnonzero(rng.random(n) < (1 if density == "dense" else density)).astype(np.int32)
         values = rng.standard_normal(len(chosen)).astype(real)
+        if density == "dense":
+            values[rng.random(n) < 0.2] = 0
         weights = data.gradient("normal", n, dtype, 4)
         mean, squares = data.gradient("normal", n, real.__name__, 5), magnitudes(n, real, 6)
         last = rng.integers(max(0, step - 30), step, n).astype(np.int32)
+        last[rng.random(n) < 0.1] = 0
         table, residual = rng.random((rows, 6)).astype(real), data.gradient("normal", n, real.__name__, 8)
 
         wanted = weights.copy(), residual.copy(), mean.copy(), squares.copy(), last.copy()
         for i, value in zip(chosen, values, strict=True):
             kept_mean, new_mean, kept_squares, new_squares, rate, decay = table[min(step - last[i], rows - 1)]
-            unit = np.sqrt(squares[i]) + real(EPS)
+            unit = np.sqrt(squares[i]) + unit_eps
             g = value * unit
             m = kept_mean * mean[i] + new_mean * g
-            v = kept_squares * squares[i] + new_squares * (g * g)
+            v = kept_squares * (squares[i] if last[i] else real(0)) + new_squares * (g * g)
             w = reference.widened(weights[i : i + 1])[0]
-            change = decay * w - rate * (m / (np.sqrt(v) + real(EPS)))
+            change = (decay * w - rate * (m / (np.sqrt(v) + eps))) - w
             with np.errstate(over="ignore"):
-                wanted[0][i], wanted[1][i] = w + change, residual[i] * (unit / (np.sqrt(v) + real(EPS)))
+                wanted[0][i], wanted[1][i] = w + change, residual[i] * (unit / (np.sqrt(v) + unit_eps))
                 wanted[2][i], wanted[3][i], wanted[4][i] = m, v, step
 
         moments = Moments(*(device.array(each) for each in (mean, squares, last)))
-        means = device.entries(chosen, values, n)
         waiting = device.array(residual)
-        device.backend.adamw(device.tensor(weights), moments, waiting, means, table, EPS, step)
+        if density == "dense":
+            means = device.backend.nonzeros(device.array(values), (n,))
+        else:
+            means = device.entries(chosen, values, n)
+        device.backend.adamw(device.tensor(weights), moments, waiting, means, table, unit_eps, eps, step)
         device.wait()
         found = weights, *(np.asarray(each) for each in (waiting, *moments))
         for theirs, ours in zip(found, wanted, strict=True):

@@ -62,10 +62,13 @@ def test_arrays_that_kernels_cannot_take_are_refused(wrong: str) -> None:
     arrays += [(lambda a: BACKEND.add_difference(a, dense, dense, 0.5, True), VALUES)]
     arrays += [(lambda a: BACKEND.add_quotient(dense, a, 1.0, 1.0, dense, True), VALUES)]
     kept = Moments(VALUES, VALUES, INDICES)
-    arrays += [(lambda a: BACKEND.adamw(dense, kept, a, fine, TABLE, 1.0, 1), VALUES)]
+    arrays += [(lambda a: BACKEND.adamw(dense, kept, a, fine, TABLE, 1.0, 1.0, 1), VALUES)]
     for name, array in kept._asdict().items():
         arrays += [
-            (lambda a, name=name: BACKEND.adamw(dense, kept._replace(**{name: a}), VALUES, fine, TABLE, 1.0, 1), array)
+            (
+                lambda a, name=name: BACKEND.adamw(dense, kept._replace(**{name: a}), VALUES, fine, TABLE, 1.0, 1.0, 1),
+                array,
+            )
         ]
     arrays += [(lambda a: BACKEND.mix_into(dense, a, 0.5), VALUES)]
     if wrong not in ("short", "long"):
@@ -172,7 +175,7 @@ CHANGES = {
     "scale": lambda b, x, r, v: b.scale(r, 0.5),
     "add_difference": lambda b, x, r, v: b.add_difference(VALUES, x, RESIDUAL, 0.5, True),
     "add_quotient": lambda b, x, r, v: b.add_quotient(x, VALUES, 1.0, 1.0, RESIDUAL, True),
-    "adamw": lambda b, x, r, v: b.adamw(RESIDUAL, MOMENTS, WAITING, v, TABLE, 1.0, 1),
+    "adamw": lambda b, x, r, v: b.adamw(RESIDUAL, MOMENTS, WAITING, v, TABLE, 1.0, 1.0, 1),
     "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
     "zeros": lambda b, x, r, v: b.cast_into(None, r),
     "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),

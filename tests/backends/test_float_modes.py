@@ -72,7 +72,7 @@ def everything(dtype: str, n: int) -> list[Any]:
     backend.add_quotient(t, magnitudes, 1e-8, 1 / 3, backend.as_tensor(sums, (n,)), True)
     moments = Moments(widened.copy(), magnitudes.copy(), np.arange(n, dtype=np.int32))
     updated, table = x.copy(), (np.arange(60) / 64).astype(widened.dtype).reshape(10, 6)
-    backend.adamw(interop.tensor(updated, "updated", writable=True), moments, sums, a, table, 1e-8, n)
+    backend.adamw(interop.tensor(updated, "updated", writable=True), moments, sums, a, table, 1e-8, 1e-8, n)
     found += [updated, *moments]
     total = backend.accumulate(t, kept)
     backend.add(total, backend.accumulate(kept, None))

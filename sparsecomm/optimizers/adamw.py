@@ -1,0 +1,336 @@
+"""The rule of `SparseAdamW`: AdamW whose gradients arrive as sparse sums, several steps at a time.
+
+All ranks hold the same weights and moments, and know for each weight the step of its last update. In every step
+
+1. each rank adds its gradient, divided by a unit, to its residual. The unit is sqrt(v) + eps, with v the second moment
+   of the weight. So entries are selected, and rounded to few bits, by how far AdamW would move them;
+2. the exchange returns the same sparse sums to all ranks. What is not sent stays in residuals;
+3. a weight whose sum arrives after a steps makes these a steps of AdamW (Loshchilov and Hutter, ICLR 2019) at once.
+   With G the mean over the ranks of the sum of their a gradients, and t the tensor's step:
+
+       m = b1^a m + (1 - b1^a) G / a,  v = b2^a v + (1 - b2^a) G^2 / a
+       w = (1 - lr wd)^a w - a lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+   A sum of a noisy gradients has a times the variance of one, hence G^2 / a and not (G / a)^2.
+
+With a = 1 for all weights, as at density 1.0, this is AdamW. Before a weight's first update its v only serves as the
+unit: it starts at `START` (1 - b2) times the mean square of the tensor's first gradient, and the first update drops it.
+
+A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
+
+This module is compiled, so that no signal handler runs between two of its statements.
+
+The exchange, in which owners keep what they do not send, is that of Tang et al. (DoubleSqueeze), ICML 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.api import sparse_allreduce
+from sparsecomm.backends import Backends, default_float_mode
+from sparsecomm.backends.base import Moments
+from sparsecomm.calls.loading import as_float, reading
+from sparsecomm.checks import number, shown
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.state import is_count
+from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.transport import Comm, Transport
+
+__all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficients", "read_moments"]
+
+_log = logging.getLogger("sparsecomm")
+
+# Settings of the exchange with which a transformer trains as with dense gradients: docs/reports/adamw.md.
+EXCHANGE: dict[str, Any] = {
+    "algorithm": "double",
+    "wire": "packed_int2",
+    "op": "mean",
+    "scope": "bucket",
+    "reorder": False,
+    "dense_below": 0,
+}
+DENSITY = 0.09
+START = 0.2
+_MAX_WAIT = 1 << 14  # a weight that waited longer makes this many steps
+
+
+def coefficients(
+    xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[float, float], weight_decay: Any
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Return the six coefficients of `sparsecomm.backends.base.adamw_step`.
+
+    Args:
+        xp: the library of arrays: numpy or jax.numpy.
+        waited: the steps since the last update, at least 1: an array.
+        t: the tensor's step, at least 1. It corrects the bias of the moments.
+        lr, betas, weight_decay: as in `torch.optim.AdamW`; ``lr`` and ``weight_decay`` may be arrays.
+    """
+    first, second = (math.log(beta) if beta else -math.inf for beta in betas)
+    correction = xp.sqrt(-xp.expm1(t * second)) / -xp.expm1(t * first)
+    return (
+        xp.exp(waited * first),
+        -xp.expm1(waited * first) / waited,
+        xp.exp(waited * second),
+        -xp.expm1(waited * second) / waited,
+        lr * waited * correction,
+        xp.exp(waited * xp.log1p(-lr * weight_decay)),
+    )
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """The settings of AdamW, as `torch.optim.AdamW` names them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, lr: object, betas: object, eps: object, weight_decay: object, maximize: object = False) -> AdamWRule:
+        """Return checked settings.
+
+        Raises:
+            InvalidInputError: a setting cannot be used.
+        """
+        pair = tuple(betas) if isinstance(betas, (tuple, list)) else ()
+        powers = [number(beta) for beta in pair]
+        rate, tiny, decay = number(lr), number(eps), number(weight_decay)
+        two = len(powers) == 2 and all(0 <= beta < 1 for beta in powers)
+        for name, value, fine, expected in (
+            ("lr", lr, 0 <= rate < math.inf, "must be a number that is at least 0"),
+            ("betas", betas, two, "must be two numbers in [0, 1)"),
+            ("eps", eps, 0 < tiny < math.inf, "must be a number above 0"),
+            ("weight_decay", weight_decay, 0 <= decay < math.inf, "must be a number that is at least 0"),
+            ("maximize", maximize, isinstance(maximize, bool), "must be True or False"),
+        ):
+            if not fine:
+                raise InvalidInputError(f"{name}={shown(value)}: {expected}")
+        if rate * decay >= 1:
+            raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
+        return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))
+
+    def table(self, t: int, dtype: np.dtype[Any]) -> Array:
+        """Return `coefficients` in step ``t``, a row for each wait from 0 (as if 1) to ``t`` steps."""
+        size = min(t, _MAX_WAIT) + 1
+        waited = np.maximum(np.arange(size, dtype=np.float64), 1)
+        made = coefficients(np, waited, float(t), self.lr, self.betas, self.weight_decay)
+        return np.stack(made, axis=1).astype(dtype)
+
+    def step_eps(self, t: int) -> float:
+        """Return eps for the root of a second moment whose bias is not corrected."""
+        return self.eps * math.sqrt(1 - self.betas[1] ** t)
+
+
+class LazyAdamW:
+    """The moments of named weights, and the steps that the sums of a reducer make: shared by all frameworks.
+
+    Everything is the same on all ranks, except the reducer's residuals.
+
+    Attributes:
+        specs: the weights' specs by name.
+        comm: the ranks.
+        zeros: makes the moments of a tensor.
+        moments: by name; empty before the first gradients.
+        steps: by name, the number of steps that the tensor has made.
+        done: the outcome of the reducer's step that was applied last.
+    """
+
+    def __init__(
+        self, weights: NamedTensors, reducer: Reducer, comm: Comm, zeros: Callable[[TensorSpec], Moments] | None = None
+    ) -> None:
+        """Begin without moments.
+
+        Args:
+            weights: by name, as in the reducer.
+            reducer: of the gradients.
+            comm: its ranks.
+            zeros: makes the moments of a tensor; ``None``: arrays on its device.
+        """
+        self.specs = specs_of(weights)
+        self.comm, self._reducer = comm, reducer
+        self._backends = Backends()
+        self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
+        self.zeros = zeros or self._new
+        self.moments: dict[str, Moments] = {}
+        self.steps = dict.fromkeys(self.specs, 0)
+        self.done: Step | None = None
+        self._pending: list[Any] | None = None  # what an update that has not ended still has to do
+
+    def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
+        """Return a context for work with the moments of a tensor on the current stream."""
+        return self._timelines[spec.device].on_stream(None)
+
+    def _new(self, spec: TensorSpec) -> Moments:
+        backend, dtype = self._backends.of(spec.device), spec.accumulator.accumulator
+        return Moments(
+            backend.zeros(spec.size, dtype), backend.zeros(spec.size, dtype), backend.zeros(spec.size, np.int32)
+        )
+
+    @default_float_mode
+    def begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float = 1.0) -> bool:
+        """Make the moments from the first gradients, if there are none yet. Collective in that case.
+
+        Args:
+            gradients: by name; ``None`` or a missing name: no gradient.
+            rules: by name.
+            scale: a factor of the gradients.
+
+        Returns:
+            Whether there are moments now. There are none if a rank's gradient is not finite, or all are zeros.
+        """
+        if self.moments:
+            return True
+        self._reducer.connect()  # on all ranks, also where there is no gradient
+        names, sizes = list(self.specs), np.array([float(spec.size) for spec in self.specs.values()])
+        squares = np.zeros(len(names))
+        for i, name in enumerate(names):
+            if gradients.get(name) is not None:
+                squares[i] = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
+        options: dict[str, Any] = {"algorithm": "dense", "wire": "plain", "op": "mean", "label": "first second moments"}
+        total = sparse_allreduce(squares, 1.0, comm=self.comm, **options).to_dense()
+        if not np.isfinite(total).all() or not total.any():
+            return False
+        mean = total / np.maximum(sizes, 1)
+        mean[mean == 0] = total.sum() / sizes.sum()  # a tensor without a gradient so far
+        largest = [np.finfo(spec.accumulator.accumulator).max for spec in self.specs.values()]
+        if (mean >= largest).any():
+            return False
+        made = {}
+        for spec, square in zip(self.specs.values(), mean, strict=True):
+            with self.on_stream(spec):
+                made[spec.name] = moments = self.zeros(spec)
+                start = START * (1 - rules[spec.name].betas[1]) * square
+                moments.squares[:] = max(start, float(np.finfo(moments.squares.dtype).tiny))
+        self.moments = made
+        return True
+
+    def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
+        """Push ``scale`` times a gradient, divided by the units of its weights; ``None``: this rank has none."""
+        sign = -scale if rule.maximize else scale
+        self._reducer.push_quotient(name, gradient, self.moments[name].squares, rule.eps, sign)
+
+    def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
+        """Apply the sums of a reducer's step, once. After an interrupt, call it again: it goes on.
+
+        Args:
+            weights: by name, changed in place.
+            rules: by name.
+            done: the outcome of the reducer's step. If it is not usable, nothing changes.
+        """
+        if done is self.done:
+            return
+        if not done.usable:
+            self.done = done
+            _log.warning("step %s: a gradient of some rank is not finite, so no rank updates its weights", done.number)
+            return
+        if self._pending is None:
+            pending, tables = [], {}
+            for name, entries in done.left.items():
+                rule, spec, t = rules[name], self.specs[name], self.steps[name] + 1
+                key = rule, spec.accumulator.name, t
+                if key not in tables:
+                    tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
+                residual = self._reducer.residual(name).reshape(-1)
+                weight = spec.tensor(weights[name], name, writable=True)
+                pending.append((spec, weight, residual, entries, tables[key], rule.eps, rule.step_eps(t), t))
+            self._pending = pending
+        while self._pending:
+            spec, weight, *rest = self._pending[-1]
+            backend, moments = self._backends.of(spec.device), self.moments[spec.name]
+            with self._timelines[spec.device].on_stream(weight):
+                backend.adamw(weight, moments, *rest)
+                self._pending.pop()
+        made = {name: steps + (name not in done.without_gradient) for name, steps in self.steps.items()}
+        self.steps, self.done, self._pending = made, done, None
+
+    def check_whole(self) -> None:
+        """Check that no update has stopped half-way.
+
+        Raises:
+            InvalidInputError: one has.
+        """
+        if self._pending is not None:
+            raise InvalidInputError(
+                "a step of AdamW was interrupted, or failed, while it changed weights; call step() again, which goes on"
+            )
+
+    def label(self, rules: Mapping[str, AdamWRule]) -> str:
+        """Return what ranks must have in common in the next step, besides the reducer's own settings."""
+        return f"AdamW {sorted(set(self.steps.values()))} {sorted(set(map(repr, rules.values())))}"
+
+    def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
+        """Go on with moments that were loaded, and the number of steps of each tensor."""
+        self.steps, self.moments, self._pending = {name: steps.get(name, 0) for name in self.specs}, dict(moments), None
+
+    def spread(self, ranks: Transport, rebuilt: Rebuilt) -> None:
+        """Give all ranks the moments of a rank that stayed, if others joined or were a step apart. Collective."""
+        if not rebuilt.ranks_joined and not rebuilt.steps_apart:
+            return
+        root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
+        counts = np.array([bool(self.moments), *self.steps.values()], np.int64)
+        ranks.broadcast(counts.view(np.uint8), root)
+        begun, *steps = counts.tolist()
+        moments = {}
+        for name, spec in self.specs.items() if begun else ():
+            with self.on_stream(spec):
+                moments[name] = its = self.moments.get(name) or self.zeros(spec)
+                for array in its if spec.size else ():
+                    host = to_host(array)
+                    ranks.broadcast(host.view(np.uint8), root)
+                    array[:] = from_host(host, array)
+        self.adopt(moments, dict(zip(self.specs, steps, strict=True)))
+
+    def replicated(self) -> dict[str, Array]:
+        """Return all moments by name and field: like weights, they must be the same on all ranks."""
+        return {
+            f"{name}.{field}": array
+            for name, moments in self.moments.items()
+            for field, array in moments._asdict().items()
+        }
+
+
+def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:
+    """Return checked moments of a tensor, flat and in host memory, and the number of its steps.
+
+    Args:
+        saved: the fields of `Moments` as NumPy arrays of the tensor's shape, and "step". ``last`` may be ``None``, as
+            in a state of dense AdamW: all weights have made all steps.
+        spec: of the tensor.
+
+    Raises:
+        InvalidInputError: they do not fit.
+    """
+    name = spec.name
+    with reading(f"moments of {name}", "mean, squares, last and step"):
+        step, last = saved["step"], saved["last"]
+        if not is_count(step):
+            raise InvalidInputError(f"state: step of {name} is {shown(step)}; expected a number of steps")
+        last = np.full(spec.shape, step, np.int32) if last is None else np.asarray(last)
+        if last.dtype.kind != "i" or last.shape != spec.shape:
+            raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {spec.shape}")
+        if missing := [field for field in ("mean", "squares") if saved[field] is None]:
+            raise InvalidInputError(f"state: {missing[0]} of {name} is missing")
+        mean, squares = (
+            as_float(saved[field], f"{field} of {name}", spec.shape, spec.accumulator) for field in ("mean", "squares")
+        )
+        for field, array, low, high in (
+            ("last", last, 0, step),
+            ("squares", squares, 0, np.finfo(squares.dtype).max),
+            ("mean", mean, np.finfo(mean.dtype).min, np.finfo(mean.dtype).max),
+        ):
+            if array.size and not low <= array.min() <= array.max() <= high:
+                raise InvalidInputError(f"state: {field} of {name}: expected finite numbers from {low:g} to {high:g}")
+        return Moments(mean, squares, last.astype(np.int32).reshape(-1)), step

@@ -1,0 +1,232 @@
+"""`SparseAdamW` for named arrays, by the rule of `sparsecomm.optimizers.adamw`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sparsecomm import transport
+from sparsecomm.algorithms import Algorithm, AlgorithmName
+from sparsecomm.backends.base import Moments
+from sparsecomm.calls.loading import Prepared, reading
+from sparsecomm.calls.weights import check_every, check_weights
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import listed
+from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
+from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.layout import NamedTensors
+from sparsecomm.reducer.options import OnStep
+from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import from_host, to_host
+from sparsecomm.transport import Comm
+from sparsecomm.wire import WireName
+
+__all__ = ["SparseAdamW"]
+
+
+class SparseAdamW:
+    """AdamW for training over slow links: 1/40 of the bytes of dense sums, and the losses of dense sums.
+
+        optimizer = sc.SparseAdamW(weights, lr=1e-3)        # names and arrays, the same on all ranks; updated in place
+        for ...:
+            gradients = ...                                 # by name, of this rank's samples
+            optimizer.step(gradients)
+
+    Each step is collective. Weights, moments, and the step of each weight's last update are the same on all ranks, bit
+    for bit. Each rank stores what it has not sent in residuals. By default a step updates about 9 % of the weights,
+    each by as many steps of AdamW as it has waited. Use the learning rate that is best with dense gradients. At
+    ``density=1.0`` this is AdamW with dense, exact sums.
+
+    A tensor for which no rank has a gradient in a step does not change in that step. Its residual is kept until it has
+    a gradient again, or until `discard`.
+
+    For PyTorch see `sparsecomm.torch.SparseAdamW`, for JAX `sparsecomm.jax.sparse_adamw`.
+
+    Args:
+        weights: names and arrays, or pairs of them: of NumPy, CuPy, or any library with ``__dlpack__``; writable.
+        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. ``weight_decay`` may also be a dictionary by
+            name; weights that it lacks do not decay. These are attributes: you may set them between steps, to the same
+            values on all ranks.
+        density: the part of the entries that is sent, both ways: a float in (0, 1], or a function of the step's number.
+            With 0.09 a weight is updated in one of 11 steps on average.
+        dense_steps: the number of steps at the beginning with density 1.0.
+        comm, algorithm, wire: as in `sparse_allreduce`. ``wire="auto"`` is "packed_int2", or "packed" for float64.
+        bucket_bytes, on_step: as in `Reducer`.
+        check_weights_every: call `check_weights` for weights and moments before each step whose number is a multiple of
+            this; 0: before the first step only; ``None``: never.
+
+    Raises:
+        InvalidInputError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        weights: NamedTensors,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | Mapping[str, float] = 0.01,
+        maximize: bool = False,
+        density: Schedule = DENSITY,
+        dense_steps: int = 0,
+        comm: Comm = None,
+        algorithm: AlgorithmName | Algorithm = "double",
+        wire: WireName = "packed_int2",
+        bucket_bytes: int | None = None,
+        check_weights_every: int | None = 0,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self._check_every = check_every(check_weights_every)
+        self.lr, self.betas, self.eps, self.weight_decay, self.maximize = lr, betas, eps, weight_decay, maximize
+        self.weights = dict(interop.named(weights, "weights"))
+        self._rules()
+        options: dict[str, Any] = {"algorithm": algorithm, "wire": wire, "bucket_bytes": bucket_bytes}
+        options |= {"on_step": on_step, "skip_nonfinite": True}
+        self._comm = comm
+        self._reducer = Reducer(self.weights, density, comm=comm, **{**EXCHANGE, **options})
+        self._adamw = LazyAdamW(self.weights, self._reducer, comm)
+        for name, weight in self.weights.items():
+            self._adamw.specs[name].tensor(weight, name, writable=True)
+        self._checked: int | None = None  # the step in which weights were compared last
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer, with its counters, buckets and residuals."""
+        return self._reducer
+
+    def step(self, gradients: Mapping[str, object]) -> Step:
+        """Exchange gradients and update the weights. Collective. After an interrupt, call it again: it goes on.
+
+        Args:
+            gradients: by name, not changed. ``None`` or a missing name: this rank has no gradient, which counts as
+                zeros if another rank has one.
+
+        Returns:
+            The outcome. If a rank's gradient was not finite, no rank has updated anything.
+
+        Raises:
+            WeightMismatchError: weights or moments differ between ranks.
+            SparseCommError: as `sparse_allreduce`. The gradients are in the residuals then; you may make the next step.
+        """
+        if not isinstance(gradients, Mapping):
+            raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
+        if unknown := [name for name in gradients if name not in self.weights]:
+            raise InvalidInputError(
+                f"gradients: {listed(unknown)} are no names of the {len(self.weights)} weights, {listed(self.weights)}"
+            )
+        adamw, rules = self._adamw, self._rules()
+        for name, gradient in gradients.items():  # before anything is sent
+            if gradient is not None:
+                adamw.specs[name].tensor(gradient, name)
+        last = self._reducer.last
+        if last is not None and last is not adamw.done:  # an interrupt came between
+            adamw.update(self.weights, rules, last)
+            return last
+        if not self._reducer.pending:
+            self._check_weights()
+            self._reducer.label = adamw.label(rules)
+            if not adamw.begin(gradients, rules):
+                return Step(self._reducer.step, self._reducer.density, usable=False)
+        for name in self.weights:
+            if not self._reducer.parts(name):
+                adamw.push(name, gradients.get(name), rules[name])
+        done = self._reducer.wait()
+        adamw.update(self.weights, rules, done)
+        return done
+
+    def _rules(self) -> dict[str, AdamWRule]:
+        """Return the settings of each weight."""
+        decay = self.weight_decay
+
+        def rule(weight_decay: object) -> AdamWRule:
+            return AdamWRule.of(self.lr, self.betas, self.eps, weight_decay, self.maximize)
+
+        if not isinstance(decay, Mapping):
+            return dict.fromkeys(self.weights, rule(decay))
+        if unknown := [name for name in decay if name not in self.weights]:
+            raise InvalidInputError(
+                f"weight_decay: {listed(unknown)} are no names of the weights, {listed(self.weights)}"
+            )
+        return {name: rule(decay.get(name, 0.0)) for name in self.weights}
+
+    def _check_weights(self) -> None:
+        """Compare weights and moments with other ranks, if that is due."""
+        step, every = self._reducer.step, self._check_every
+        if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
+            return
+        check_weights({**self.weights, **self._adamw.replicated()}, comm=self._comm)
+        self._checked = step
+
+    # -- other ranks, and state ---------------------------------------------------------------------------------------
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Go on with the ranks of another communicator: see `Reducer.rebuild`. Collective over them.
+
+        Ranks that join take moments from those that stay; the weights are yours to broadcast.
+        """
+        rebuilt = self._reducer.rebuild(comm, joining=joining)
+        self._comm = self._adamw.comm = comm
+        self._checked = None
+        self._adamw.spread(transport.of(comm), rebuilt)
+        return rebuilt
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Drop what waits in the residuals of these weights, or of all: see `Reducer.discard`. Call it on all ranks."""
+        self._reducer.discard(names)
+
+    def state_dict(self) -> StateDict:
+        """Return what this rank needs to go on, except the weights, which are yours to save: see `Reducer.state_dict`.
+
+        `reshard` makes states for another number of ranks.
+        """
+        adamw = self._adamw
+        adamw.check_whole()
+        moments: dict[str, Any] = {}
+        for name, its in adamw.moments.items():
+            spec = adamw.specs[name]
+            with adamw.on_stream(spec):
+                moments[name] = {field: to_host(array).reshape(spec.shape) for field, array in its._asdict().items()}
+            moments[name]["step"] = adamw.steps[name]
+        return {**self._reducer.state_dict(), "moments": moments}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from what `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
+
+        Raises:
+            InvalidInputError: it does not fit, or another rank's does not. Nothing has changed on any rank.
+            SparseCommError: as `Reducer.load_state_dict`.
+        """
+        adamw = self._adamw
+
+        def prepare(undo: object) -> Prepared:
+            kept = self._reducer.prepare_state(state)
+            with reading("moments", "moments by name"):
+                saved = dict(state["moments"])
+            made, moments, steps = {}, {}, {}
+            for name, spec in adamw.specs.items() if saved else ():
+                if name not in saved:
+                    raise InvalidInputError(f"state: moments lack {name!r}; expected those of these weights")
+                its, steps[name] = read_moments(saved[name], spec)
+                made[name] = [*its, steps[name]]
+                with adamw.on_stream(spec):
+                    pairs = zip(its, adamw.zeros(spec), strict=True)
+                    moments[name] = Moments(*(from_host(theirs, like) for theirs, like in pairs))
+
+            def commit() -> None:
+                kept.commit()
+                adamw.adopt(moments, steps)
+                self._checked = None
+
+            return Prepared({**kept.common, "moments": made}, commit)
+
+        self._reducer.load_with(prepare, ["moments"])
+
+    def report(self) -> str:
+        """Return a small table, of this rank: see `Reducer.report`."""
+        return self._reducer.report()
+
+    def __repr__(self) -> str:
+        return f"SparseAdamW(lr={self.lr!r}, {len(self.weights)} weights; {self._reducer!r})"
