@@ -88,6 +88,72 @@ def test_several_ranks(P: int) -> None:
             np.testing.assert_array_equal(ours, first)
 
 
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_at_density_1_it_is_optax_adamw_of_the_mean(P: int, wrap: Any) -> None:
+    if P > 1 and wrap is jax.jit:
+        pytest.skip("compiled programs of simulated ranks cannot wait for each other")
+    pytest.importorskip("greenlet")
+    steps = 60
+    theirs = optax.adamw(lambda step: 0.02 / (1 + step), mask={"matrix": True, "bias": True, "number": False})
+    expected: Any = jax.tree.map(jnp.array, weights())
+    state = theirs.init(expected)
+    for step in range(steps):
+        everyones = [gradients(step, rank) for rank in range(P)]
+        mean = {name: jnp.array(sum(g[name] for g in everyones) / P) for name in SHAPES}
+        changes, state = theirs.update(mean, state, expected)
+        expected = optax.apply_updates(expected, changes)
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        mask = {"matrix": True, "bias": True, "number": False}
+        optimizer = sj.sparse_adamw(lambda step: 0.02 / (1 + step), mask=mask, density=1.0, comm=ranks)
+        params: Any = jax.tree.map(jnp.array, weights())
+        mine = optimizer.init(params)
+        update = wrap(lambda g, state, params: optimizer.update(g, state, params))
+        for step in range(steps):
+            changes, mine = update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), mine, params)
+            params = optax.apply_updates(params, changes)
+        return params
+
+    for params in run(P, program):
+        for name, array in expected.items():
+            np.testing.assert_allclose(params[name], array, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, when: int) -> None:
+    """And no gradient of the other ranks is lost: it stays in their residuals."""
+    pytest.importorskip("greenlet")
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        optimizer = transformation(ranks)
+        params: Any = jax.tree.map(jnp.array, weights())
+        state = optimizer.init(params)
+        for step in range(6):
+            given, before = gradients(step, ranks.rank), state
+            if step == when and ranks.rank == P - 1:
+                given["matrix"][3, 4] = np.nan if P == 1 else np.inf
+            changes, state = optimizer.update(jax.tree.map(jnp.array, given), state, params)
+            if step == when:
+                assert not any(np.asarray(change).any() for change in jax.tree.leaves(changes))
+                for old, new in zip(jax.tree.leaves(before[:4]), jax.tree.leaves(state[:4]), strict=True):
+                    np.testing.assert_array_equal(old, new)
+                for name in SHAPES:
+                    unit = np.sqrt(before.nu[name]) + 1e-8
+                    kept = given[name] / unit if when and ranks.rank < P - 1 else 0
+                    np.testing.assert_allclose(state.residuals[name], before.residuals[name] + kept, rtol=1e-5)
+            params = optax.apply_updates(params, changes)
+        assert int(state.step) == 5
+        return {name: np.asarray(p) for name, p in params.items()}
+
+    results = run(P, program)
+    for params in results:
+        for name, array in results[0].items():
+            assert np.isfinite(array).all()
+            np.testing.assert_array_equal(params[name], array)
+
+
 def test_types_and_masks_by_functions() -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
         params = {"half": jnp.ones((40, 5), jnp.bfloat16), "whole": jnp.ones(60), "none": jnp.ones((0, 3))}
