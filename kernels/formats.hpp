@@ -102,6 +102,10 @@ constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
 
+// The largest power of two that is at most x, for a positive normal number. To multiply or divide by it is exact.
+SPARSECOMM_ANYWHERE float floor_power_of_two(float x) { return bit_cast<float>(bit_cast<uint32_t>(x) & F32::infinity); }
+SPARSECOMM_ANYWHERE double floor_power_of_two(double x) { return bit_cast<double>(bit_cast<uint64_t>(x) & F64::infinity); }
+
 // The key that orders: the magnitude, every NaN clamped to the first value above infinity.
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits key_of(Bits bits, Bits infinity) {

@@ -67,7 +67,8 @@ class Oracle:
             means = [total / size or overall for total, size in zip(means, self.sizes, strict=True)]
             self.start = 0.2 * (1 - b2) * np.repeat(means, self.sizes)
         self.t += there.any(0)
-        unit = np.sqrt(np.where(self.last == 0, self.start, self.v)) + eps  # in which entries are selected
+        root = np.sqrt(np.where(self.last == 0, self.start, self.v)) + eps
+        unit = 2.0 ** np.floor(np.log2(root))  # in which entries are selected
         aside, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
         k = max(1, round(self.density * n))
         owners, mean = min(P, max(1, k // 16)), np.zeros(n)
@@ -211,7 +212,7 @@ def test_nothing_is_lost(P: int, wire: str) -> None:
                 applied[name] += np.where(moved, its["mean"] * waited, 0)
         waits = optimizer.state_dict()["residuals"]
         for name, its in after.items():
-            left[name] -= waits[name] * (np.sqrt(its["squares"]) + 1e-8)
+            left[name] -= waits[name] * 2.0 ** np.floor(np.log2(np.sqrt(its["squares"]) + np.float32(1e-8)))
         return applied, left
 
     results = run(P, program)

@@ -49,9 +49,9 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
         const auto* square = static_cast<const Accumulator*>(squares);
         auto* sum = static_cast<Accumulator*>(r);
         const auto tiny = Accumulator(eps), factor = Accumulator(scale);
-        const auto quotient = [&](size_t i) { return factor * X::widen(dividend[i]) / (std::sqrt(square[i]) + tiny); };
+        const auto quotient = [&](size_t i) { return factor * X::widen(dividend[i]) / floor_power_of_two(std::sqrt(square[i]) + tiny); };
         std::atomic<bool> finite{true};
-        if (if_finite && !quotients_are_finite<X>(dividend, x.size, std::abs(double(factor)) / double(tiny), threads)) {
+        if (if_finite && !quotients_are_finite<X>(dividend, x.size, std::abs(double(factor)) / double(floor_power_of_two(tiny)), threads)) {
             ranges(x.size, threads, [&](size_t begin, size_t end) {
                 using Word = typename Bits::Bits;
                 Word beyond = 0;
@@ -80,7 +80,7 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
         const auto update = [=](size_t i, Accumulator quotient, const Accumulator* of, bool first) {
-            const Accumulator before = std::sqrt(square[i]) + unit_tiny;
+            const Accumulator before = floor_power_of_two(std::sqrt(square[i]) + unit_tiny);
             const Accumulator g = quotient * before;
             const Accumulator m = of[0] * mean[i] + of[1] * g;
             const Accumulator v = of[2] * (first ? Accumulator(0) : square[i]) + of[3] * (g * g);
@@ -89,7 +89,7 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
             mean[i] = m;
             square[i] = v;
             last[i] = step;
-            waiting[i] *= before / (root + unit_tiny);
+            waiting[i] *= before / floor_power_of_two(root + unit_tiny);
             weight[i] = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * (m / (root + tiny))) - w)));
         };
         const auto row_of = [=](size_t i) {

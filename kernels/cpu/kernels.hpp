@@ -148,8 +148,8 @@ void widen(Dense x, const Dense* r, void* out, int threads);
 //   r     [in,out]  n elements, float or double
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
-// r += scale * x / (sqrt(squares) + eps), in the accumulator; each operation is rounded. With `if_finite` returns false, and
-// writes nothing, if a quotient is not finite. Reads x and squares once, or with `if_finite` twice.
+// r += scale * x / floor_power_of_two(sqrt(squares) + eps), in the accumulator; each operation is rounded. With
+// `if_finite` returns false, and writes nothing, if a quotient is not finite. Reads x and squares once, or with `if_finite` twice.
 //
 //   x        [in]      n elements
 //   squares  [in]      n elements of the accumulator's type

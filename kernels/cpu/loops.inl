@@ -109,7 +109,7 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
 template <class X, class Accumulator>
 void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny, Accumulator* sum,
                size_t count) {
-    for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / (std::sqrt(square[i]) + tiny);
+    for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / floor_power_of_two(std::sqrt(square[i]) + tiny);
 }
 
 template <class Bits>

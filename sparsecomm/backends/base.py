@@ -24,7 +24,7 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.memory import MessageMemory
 
-__all__ = ["Backend", "Moments", "Timeline", "adamw_step"]
+__all__ = ["Backend", "Moments", "Timeline", "adamw_step", "unit"]
 
 _FEW = 8  # places in an order, for which it need not be found whole
 
@@ -55,6 +55,22 @@ class Moments(NamedTuple):
     last: Array
 
 
+def unit(xp: Any, squares: Array, eps: Any) -> Array:
+    """Return the units in which AdamW exchanges gradients: sqrt(squares) + eps, rounded down to a power of two.
+
+    So a gradient is divided by its unit, and a sum multiplied by it, without rounding.
+
+    Args:
+        xp: the library: numpy, cupy or jax.numpy.
+        squares: second moments, in float32 or float64.
+        eps: a normal number of that type.
+    """
+    root = xp.sqrt(squares) + eps
+    word, exponent = (np.int64, 0x7FF << 52) if root.dtype.itemsize == 8 else (np.int32, 0x7F8 << 20)
+    power: Array = (root.view(word) & word(exponent)).view(root.dtype)
+    return power
+
+
 def adamw_step(
     xp: Any,
     weight: Array,
@@ -70,8 +86,7 @@ def adamw_step(
 
     With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
 
-        unit    = sqrt(squares) + unit_eps
-        g       = quotient * unit
+        g       = quotient * unit(squares)
         mean    = c0 * mean + c1 * g
         squares = c2 * squares + c3 * g^2               with squares = 0 on the right where ``first``
         weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
@@ -87,12 +102,12 @@ def adamw_step(
         The change of the weight, the new mean and squares, and the factor by which a residual in units changes.
     """
     kept_mean, new_mean, kept_squares, new_squares, rate, decay = coefficients
-    unit = xp.sqrt(squares) + unit_eps
-    g = quotient * unit
+    before = unit(xp, squares, unit_eps)
+    g = quotient * before
     m = kept_mean * mean + new_mean * g
     v = kept_squares * xp.where(first, xp.zeros_like(squares), squares) + new_squares * (g * g)
     root = xp.sqrt(v)
-    return (decay * weight - rate * (m / (root + eps))) - weight, m, v, unit / (root + unit_eps)
+    return (decay * weight - rate * (m / (root + eps))) - weight, m, v, before / unit(xp, v, unit_eps)
 
 
 class Backend:
@@ -213,7 +228,7 @@ class Backend:
     def add_quotient(
         self, x: Tensor, squares: Array, eps: float, scale: float, residual: Tensor, if_finite: bool
     ) -> bool:
-        """Set residual = residual + scale * x / (sqrt(squares) + eps); each operation is rounded.
+        """Set residual = residual + scale * x / `unit`; each operation is rounded.
 
         Args:
             x: the dividend.
@@ -228,7 +243,7 @@ class Backend:
         xp = _library(squares)
         quotient = self.accumulate(x, None)
         quotient *= quotient.dtype.type(scale)
-        quotient /= xp.sqrt(squares) + quotient.dtype.type(eps)
+        quotient /= unit(xp, squares, quotient.dtype.type(eps))
         if if_finite and x.size and not self.finite(self.as_tensor(quotient, x.shape)):
             return False
         kept = self.memory_of(residual)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.backends.base import adamw_step
+from sparsecomm.backends.base import adamw_step, unit
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.weights import check_every
 from sparsecomm.errors import InvalidInputError
@@ -34,7 +34,7 @@ class SparseAdamWState(NamedTuple):
         mu, nu: averages of gradients and of their squares, in float32, or float64 beside it. Before an element's first
             update ``nu`` is only the unit in which its gradients are sent.
         last: int32, the step of each weight's last update; 0: none yet.
-        residuals: what this rank has not sent, divided by ``sqrt(nu) + eps``.
+        residuals: what this rank has not sent, divided by ``unit(nu)``.
     """
 
     step: jax.Array
@@ -101,7 +101,7 @@ def sparse_adamw(
         if every is not None:
             check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
         begun, step = _begun(updates, state, START * (1 - b2), comm=comm), state.step + 1
-        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / (jnp.sqrt(v) + v.dtype.type(eps)), updates, begun)
+        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / unit(jnp, v, v.dtype.type(eps)), updates, begun)
         mine = _all_finite(quotients)
         sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
         means, residuals = tree_step(sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm)

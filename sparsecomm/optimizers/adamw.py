@@ -3,7 +3,8 @@
 All ranks hold the same weights and moments, and know for each weight the step of its last update. In every step
 
 1. each rank adds its gradient, divided by a unit, to its residual. The unit is sqrt(v) + eps, with v the second moment
-   of the weight. So entries are selected, and rounded to few bits, by how far AdamW would move them;
+   of the weight, rounded down to a power of two: so the division is exact. Entries are selected, and rounded to few
+   bits, by how far AdamW would move them;
 2. the exchange returns the same sparse sums to all ranks. What is not sent stays in residuals;
 3. a weight whose sum arrives after a steps makes these a steps of AdamW (Loshchilov and Hutter, ICLR 2019) at once.
    With G the mean over the ranks of the sum of their a gradients, and t the tensor's step:

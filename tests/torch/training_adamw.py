@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsecomm.torch import SparseAdamW
-from tests.torch.training_ranks import ODD, RANK, Chosen, all_gather, case, gradients
+from tests.torch.training_ranks import ODD, RANK, P, Chosen, all_gather, case, gradients
 
 SETTINGS = {"lr": 0.05, "density": 0.2, "bucket_bytes": 600}  # several buckets
 
@@ -125,3 +125,31 @@ def checkpoints() -> None:
         for model, optimizer in ((one, first), (other, second)):
             step_of(model, optimizer, gradients(step, RANK))
         check(one, other)
+
+
+@case
+def at_density_1_it_is_torchs_adamw() -> None:
+    """Also with parameters that are frozen, frozen in mid-training, unused on one rank, or unused on all ranks."""
+    for overlap in (False, True):
+        mine, theirs = Chosen(), Chosen()
+        parameters = dict(theirs.named_parameters())
+        mine.get_parameter("d").requires_grad_(False)
+        optimizer = SparseAdamW(mine.named_parameters(), 0.05, density=1.0, bucket_bytes=600, overlap=overlap)
+        dense = torch.optim.AdamW(parameters.values(), 0.05)
+        for step in range(12):
+            given = [gradients(step, rank) for rank in range(P)]
+            for rank, each in enumerate(given):
+                del each["d"]
+                if 3 <= step < 6 or (step == 7 and rank == ODD) or step == 8:
+                    del each["a"]
+            mine.get_parameter("a").requires_grad_(not 3 <= step < 6)
+            step_of(mine, optimizer, given[RANK])
+            for name, p in parameters.items():
+                found = [each[name] for each in given if name in each]
+                p.grad = sum(found) / P if found else None
+            dense.step()
+            for name, p in mine.named_parameters():
+                torch.testing.assert_close(p, parameters[name], rtol=3e-6, atol=3e-6)
+        check(mine)
+        for name, p in mine.named_parameters():
+            assert optimizer.state.get(p, {}).get("step") == dense.state.get(parameters[name], {}).get("step")
