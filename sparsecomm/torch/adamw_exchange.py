@@ -195,9 +195,7 @@ class AdamWExchange(Exchange):
         if not has_moments(saved.values()):
             return
         if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:
-            raise InvalidInputError(
-                f"state: {lacking[0]} has no moments, unlike other parameters; expected all, or none"
-            )
+            raise InvalidInputError(f"state: {lacking[0]} has no moments, and others have; expected all, or none")
         for name, spec in self.adamw.specs.items():
             state = saved[self.named[name]]
             fields = {field: _host(state.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparsecomm.torch import SparseAdamW
-from tests.torch.training_ranks import ODD, RANK, P, Chosen, all_gather, case, gradients
+from tests.torch.training_ranks import ODD, RANK, Chosen, P, all_gather, case, gradients
 
 SETTINGS = {"lr": 0.05, "density": 0.2, "bucket_bytes": 600}  # several buckets
 
