@@ -53,8 +53,9 @@ _Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of other
     "split:8",
     "split:2|allgather",
 ]
-AlgorithmName: TypeAlias = Literal["auto"] | _Module | _Derived
+AlgorithmName: TypeAlias = Literal["auto", "fastest"] | _Module | _Derived
 
+_CHOOSING = ("auto", "fastest")
 _OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 _WEIGHT = re.compile(r"[1-9][0-9]{0,3}(\.[0-9]{1,4})?")  # W in "X*W|Y"
@@ -104,9 +105,10 @@ def register_algorithm(algorithm: Algorithm) -> None:
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
     well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|", "*"} & set(name)
-    if not well or name == "auto":
+    if not well or name in _CHOOSING:
         raise InvalidInputError(
-            f"algorithm: got the name {name!r}; expected ASCII text without ':', '|' and '*', and not 'auto'"
+            f"algorithm: got the name {name!r}; expected ASCII text without ':', '|' and '*', and neither 'auto' nor "
+            "'fastest'"
         )
     if name in ALGORITHMS:
         raise InvalidInputError(f"algorithm: the name {name!r} is taken; choose another one")
@@ -125,7 +127,7 @@ def find(name: str) -> Algorithm | None:
         InvalidInputError: there is none.
     """
     if isinstance(name, str):
-        if name == "auto":
+        if name in _CHOOSING:
             return None
         if "|" in name:
             find_all(name)
@@ -137,7 +139,7 @@ def find(name: str) -> Algorithm | None:
             return _with_larger_result(int(inner))
         if outer == _OUTER and inner in inner_algorithms():
             return hierarchical(ALGORITHMS[inner], name)
-    known = ["auto", *ALGORITHMS]
+    known = [*_CHOOSING, *ALGORITHMS]
     near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
         f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where "
@@ -184,22 +186,23 @@ def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
 def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
     """Return the algorithms for which a name stands, of which the cheapest is taken, and of equal ones the first.
 
-    "auto" stands for the global top-k, or the whole sum where that is cheaper; "X|Y" for X and Y; others for one. The
-    cost of each is multiplied by the number beside it.
+    "fastest" stands for the global top-k; "auto" for these or a dense sum; "X|Y" for X and Y; other names for one
+    algorithm. The cost of each is multiplied by the number beside it.
     """
     found: list[tuple[Algorithm, float]] = []
-    for named, weight in find_all(name):
-        found += [(each, weight) for each in (_automatic(num_nodes, P) if named is None else [named])]
+    for text, (named, weight) in zip(name.split("|"), find_all(name), strict=True):
+        several = _automatic(num_nodes, P, dense=text.startswith("auto")) if named is None else [named]
+        found += [(each, weight) for each in several]
     return found
 
 
-def _automatic(num_nodes: int, P: int) -> list[Algorithm]:
-    """Return what "auto" chooses from.
+def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
+    """Return the algorithms from which "auto" (``dense``) and "fastest" choose.
 
     The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
     inside nodes moves residuals between ranks.
     """
-    flat = [algorithm for algorithm in ALGORITHMS.values() if algorithm.automatic]
+    flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:
         return flat
     inner = [algorithm for algorithm in flat if algorithm.between_nodes]

@@ -51,9 +51,9 @@ def sparse_allreduce(
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport; ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library talks on a duplicate.
         algorithm: a name that `algorithms` lists, or what it holds there; or "split:R", which is "split" with a result
-            of R k entries, R = 2, 3, ..., as trainings of few rounds want it; or "auto": the cheapest of the global
-            top-k algorithms, or "dense" where that costs less, by the costs that `sparsecomm tune` measured, or else
-            for links of 1 Gb/s.
+            of R k entries, R = 2, 3, ..., as trainings of few rounds want it; or "fastest": the cheapest of the global
+            top-k algorithms, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s; or "auto": the
+            same, or "dense" where that costs less.
         op: "sum", or "mean": the sum divided by the number of ranks. "mean_of_contributors": the sum at each index
             divided by the number of ranks that sent an entry there. Only some algorithms know that number
             (docs/algorithms/index.md); "auto" chooses among these. The result has the indices that it has for "sum".

@@ -15,6 +15,7 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import Attached, attach
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 
 __all__ = ["register"]
@@ -23,12 +24,12 @@ _FOLDER = "sparsecomm"  # in that of a checkpoint
 
 
 def register(
-    accelerator: Accelerator, model: object, optimizer: object, density: Schedule = 0.001, **options: Any
+    accelerator: Accelerator, model: object, optimizer: object, density: Schedule = DENSITY, **options: Any
 ) -> Attached:
     """Let a training exchange gradients sparsely, and save with its checkpoints what each rank has not sent yet.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        sparse = sparsecomm.integrations.accelerate.register(accelerator, model, optimizer, 0.01, momentum=0.9)
+        sparse = sparsecomm.integrations.accelerate.register(accelerator, model, optimizer)
 
     With `sparsecomm.torch.SparseAdamW` the optimizer exchanges, and DDP leaves gradients as they are.
     ``accelerator.save_state`` and ``load_state`` then save and load residuals as well: call them on all ranks.

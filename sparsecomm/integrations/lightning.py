@@ -16,6 +16,7 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import Attached, attach
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 
 __all__ = ["SparseDDPStrategy"]
@@ -24,7 +25,7 @@ __all__ = ["SparseDDPStrategy"]
 class SparseDDPStrategy(DDPStrategy):
     """Lightning's `DDPStrategy`, with sparse sums of gradients.
 
-        trainer = lightning.Trainer(strategy=SparseDDPStrategy(0.01, {"momentum": 0.9}), devices=2, accelerator="gpu")
+        trainer = lightning.Trainer(strategy=SparseDDPStrategy(), devices=2, accelerator="gpu")
 
     Where ``configure_optimizers`` returns a `sparsecomm.torch.SparseAdamW`, that exchanges, and DDP leaves gradients as
     they are. Each rank's residuals are saved beside Lightning's checkpoint, in a folder of its name with ``.ranks``.
@@ -40,7 +41,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     sparse: Attached | None = None
 
-    def __init__(self, density: Schedule = 0.001, options: dict[str, Any] | None = None, **ddp: Any) -> None:
+    def __init__(self, density: Schedule = DENSITY, options: dict[str, Any] | None = None, **ddp: Any) -> None:
         super().__init__(**ddp)
         self._density, self._options = density, dict(options or {})
 

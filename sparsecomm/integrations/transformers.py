@@ -15,13 +15,14 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import Attached, attach
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.torch import SparseOptimizer
 
 __all__ = ["SparseCallback", "register"]
 
 
-def register(trainer: Trainer, density: Schedule = 0.001, **options: Any) -> SparseCallback:
+def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> SparseCallback:
     """Let a Trainer exchange gradients sparsely, and save with its checkpoints what each rank has not sent yet.
 
         adamw = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)

@@ -3,7 +3,7 @@
     import optax
     import sparsecomm.jax
 
-    optimizer = optax.chain(sparsecomm.jax.sparsify(0.001), optax.sgd(0.1, momentum=0.5))
+    optimizer = optax.chain(sparsecomm.jax.sparsify(), optax.sgd(0.1, momentum=0.9))
 
     @jax.jit
     def step(params, state, batch):

@@ -21,13 +21,14 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.jax import staged
 from sparsecomm.reducer import schedule
+from sparsecomm.reducer.options import training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of"]
+__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of", "schedule_of"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
@@ -64,6 +65,8 @@ class Exchange:
     Attributes:
         k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
         chunk: as in `sparsecomm.sparse_allreduce`, of what is not sent whole.
+        training: "auto" stands for the recommended setting of a training, and at density 1.0 gradients are summed
+            whole.
     """
 
     buckets: tuple[LeafBucket, ...]
@@ -71,6 +74,7 @@ class Exchange:
     comm: Comm
     options: Options
     chunk: int | None = None
+    training: bool = False
 
     def run(
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array = 0
@@ -175,10 +179,20 @@ class Exchange:
 
     def _sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
         """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
-        k, chunk, options = (1.0, None, self.options.whole()) if bucket.dense else (k, self.chunk, self.options)
+        chunk, options = self.chunk, self.options
+        if bucket.dense or (self.training and k == 1.0):
+            k, chunk, options = 1.0, None, options.whole()
+        elif self.training:
+            options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
         return api.sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
         )
+
+
+@arguments.naming_rank
+def schedule_of(density: Density, dense_steps: int, *, comm: Comm) -> Density:
+    """Return a density or a schedule that begins with dense steps: see `sparsecomm.reducer.schedule`."""
+    return schedule.with_dense_steps(density, dense_steps)
 
 
 @arguments.naming_rank

@@ -12,8 +12,9 @@ from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.calls.weights import check_every
 from sparsecomm.hints import pip_install
 from sparsecomm.jax import staged
-from sparsecomm.jax.exchange import Comm, Density, density_of
+from sparsecomm.jax.exchange import Comm, Density, schedule_of
 from sparsecomm.jax.trees import PyTree, TreeScope, init_residuals, tree_step
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.sparse import Array
 
@@ -38,8 +39,9 @@ class SparsifyState(NamedTuple):
 
 @with_options(CallOptions, api.sparse_allreduce, op="mean")
 def sparsify(
-    density: Density,
+    density: Density = DENSITY,
     *,
+    dense_steps: int = 0,
     scope: TreeScope = "model",
     chunk: int = 4096,
     dense_below: int = 1024,
@@ -49,13 +51,16 @@ def sparsify(
 ) -> optax.GradientTransformation:
     """Replace this rank's gradients by the sparse average of all ranks', with error feedback (Stich et al., 2018).
 
-    The first link of a chain: ``optax.chain(sparsify(0.001), optax.sgd(0.1))``. All ranks then make the same updates,
+    The first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. For a dense baseline, ``sparsify(1.0)``. All ranks then make the same updates,
     bit for bit. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
 
     Args:
         density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
-            on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do.
-        scope, chunk, dense_below, comm, options: as in `allreduce_tree`.
+            on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do. At
+            1.0 gradients are summed whole, with exact values, whatever ``algorithm`` and ``wire`` are.
+        dense_steps: number of steps at the beginning at density 1.0. A function counts its steps from there.
+        scope, chunk, dense_below, comm: as in `allreduce_tree`.
+        options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.Reducer`.
         check_weights_every: `sparsecomm.check_weights` of the parameters that are passed to ``update``, if any are, in
             step 0 and in every step whose number it divides. 0: in step 0 only. ``None``: never. A step counts as
             the state does, so a run that goes on from a checkpoint is checked by the second rule only.
@@ -72,7 +77,7 @@ def sparsify(
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
-    at = density if callable(density) else density_of(density, comm=comm)
+    at = schedule_of(density, dense_steps, comm=comm)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
     record = Options.of(**options)
@@ -84,7 +89,7 @@ def sparsify(
         if params is not None and every is not None:
             check_parameters({"params": params}, state.step, every, comm=comm)
         averaged, residuals = tree_step(
-            updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm
+            updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm, training=True
         )
         return averaged, SparsifyState(state.step + 1, residuals)
 

@@ -132,14 +132,18 @@ def tree_step(
     *,
     chunk: int,
     comm: Comm,
+    training: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Do what `allreduce_tree` does, with a density that may depend on the step, which may be traced.
+
+    Args:
+        training: "auto" stands for the recommended setting of a training.
 
     Returns:
         The tree of results and that of new residuals, which is ``None`` where there were none.
     """
     leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm)
+    exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -213,6 +217,7 @@ def _plan(
     *,
     chunk: int = 4096,
     comm: Comm,
+    training: bool = False,
 ) -> Exchange:
     """Decide which leaves go together, the same on all ranks.
 
@@ -239,4 +244,4 @@ def _plan(
                 arguments.count_of(k, sum(specs[i].size for i in members))
         buckets.append(bucket)
     options.check(leaves[0].dtype.name)  # also if all are small
-    return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None)
+    return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)

@@ -230,7 +230,7 @@ class Bucket:
         plan = queue.plans.find(self._key) if self._planned == density else None
         if plan is None:
             k, chunks = min(self.size, max(1, round(density * self.size))), None
-            options, chunk = self._settings.options, self._settings.chunk
+            options, chunk = self._settings.call_options(self.accumulator.name), self._settings.chunk
             if self.dense or density == 1.0:
                 options = options.whole()
             elif chunk is not None:

@@ -10,11 +10,13 @@ from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsBroadcast
 from sparsecomm.calls.measurement import costs_for_steps
+from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.options import FILLED, Settings
+from sparsecomm.reducer.options import DENSITY, FILLED, Settings
 from sparsecomm.reducer.rebuild import Members, Rebuilt
+from sparsecomm.reducer.schedule import final_density
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tuning import choice, profile
 
@@ -129,7 +131,7 @@ class Group:
         """Have the costs measured by which plans choose, if steps of that density lack one. Collective."""
         if self.ranks is None or all(bucket.planned(self.queue, density) for bucket in self.now.buckets):
             return
-        if self.settings.options.chooses_algorithm:
+        if any(self.settings.call_options(each.accumulator.name).chooses_algorithm for each in self.now.buckets):
             costs_for_steps(self.ranks)
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:
@@ -214,11 +216,12 @@ class Group:
         """Return with how many bytes a bucket is full where no rank has buckets yet."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
-        density = self.settings.density
         used = costs_for_steps(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
         costs = profile.DEFAULT if used is None else used.costs
-        usual = getattr(density, "density", 0.001 if callable(density) else density)
-        return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs)
+        usual, options = final_density(self.settings.density, DENSITY), Options()
+        if self.settings.options.algorithm == "auto":
+            options = self.settings.call_options("float32")
+        return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs, options.algorithm, options.wire)
 
 
 def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:

@@ -1,16 +1,34 @@
-"""The options of a `Reducer`: for functions that only pass them on, and as it has checked them."""
+"""The options of a `Reducer`, and the recommended setting of a training, to which every way to train defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias, get_args
 
+from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
-__all__ = ["FILLED", "SCOPES", "OnStep", "ReducerOptions", "Scope", "Settings"]
+__all__ = [
+    "ALGORITHM",
+    "DENSITY",
+    "FILLED",
+    "SCOPES",
+    "WIRE",
+    "OnStep",
+    "ReducerOptions",
+    "Scope",
+    "Settings",
+    "training_options",
+]
+
+# The recommended setting of a training by SGD (docs/choosing.md). "auto" stands for `ALGORITHM` and `WIRE`.
+DENSITY: Final = 0.05
+ALGORITHM: Final[AlgorithmName] = "double"
+WIRE: Final[WireName] = "packed_int2"
 
 Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -21,6 +39,7 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 class ReducerOptions(CallOptions, total=False):
     """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
 
+    dense_steps: int
     scope: Scope
     chunk: int
     bucket_bytes: int | None
@@ -52,3 +71,26 @@ class Settings:
     bucket_bytes: int | None
     reorder: bool
     skip_nonfinite: bool
+
+    def call_options(self, dtype: str) -> Options:
+        """Return the options of sparse calls with sums of type ``dtype``: see `training_options`."""
+        return training_options(self.options, dtype, by_chunk=self.chunk is not None)
+
+
+def training_options(options: Options, dtype: str, *, by_chunk: bool) -> Options:
+    """Return the options of a training's sparse calls, in which "auto" stands for the recommended setting.
+
+    ``algorithm="auto"`` is `ALGORITHM`. Its ``wire="auto"`` is `WIRE`, or an exact format for float64 sums. `ALGORITHM`
+    cannot count contributors and cannot select by chunk; for these "auto" is "fastest", with exact values.
+
+    Args:
+        options: have been checked.
+        dtype: of the sums.
+        by_chunk: whether ranks select by chunk.
+    """
+    if options.algorithm != "auto":
+        return options
+    if by_chunk or options.op == MEAN_OF_CONTRIBUTORS:
+        return replace(options, algorithm="fastest")
+    wire = WIRE if options.wire == "auto" and dtype != "float64" else options.wire
+    return replace(options, algorithm=ALGORITHM, wire=wire)

@@ -23,10 +23,10 @@ from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
 from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import FILLED, OnStep, Scope, Settings
+from sparsecomm.reducer.options import DENSITY, FILLED, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.report import choice_lines, peer_lines
-from sparsecomm.reducer.schedule import Schedule, density_at
+from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
 from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array
@@ -44,12 +44,15 @@ class Reducer:
     Calls begin as soon as their tensors are there, in an order that is the same on all ranks, and go on beside the
     program (see `isparse_allreduce`).
 
-        reducer = sc.Reducer(gradients, 0.001, momentum=0.9)      # names and arrays, for shapes and types
+        reducer = sc.Reducer(gradients)                           # names and arrays, for shapes and types
         for ...:
             for name, gradient in gradients.items():              # as they become ready
                 reducer.push(name, gradient)
             reducer.wait()
             ...                                                   # apply the gradients
+
+    The defaults of ``density``, ``algorithm`` and ``wire`` are the recommended setting for SGD, and train as well as
+    dense gradients in our reports (docs/choosing.md). For a dense baseline, pass ``density=1.0``.
 
     What is not sent is kept: a residual for every name, in float32 (float64 for float64), so that summed over the
     ranks nothing is lost.
@@ -67,9 +70,16 @@ class Reducer:
     Args:
         tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
             used. A shape of no elements is allowed.
-        density: of what each rank selects: a float in (0, 1], or a function of the step's number, such as `Warmup`.
-            1.0 is a dense sum. An int is refused: it could be taken for a number of entries, as ``k`` is one.
-        comm, algorithm, wire: as in `sparse_allreduce`.
+        density: share of the entries that each rank selects: a float in (0, 1], or a function from the step's number
+            to it, such as `Warmup`. At 1.0 gradients are summed whole, with exact values, whatever ``algorithm`` and
+            ``wire`` are, and residuals are flushed. An int is refused: it could be taken for a number of entries, as
+            ``k`` is one.
+        dense_steps: number of steps at the beginning at density 1.0. A schedule counts its steps from there.
+        comm: as in `sparse_allreduce`.
+        algorithm: as in `sparse_allreduce`, but "auto" is "double", which trains best at equal bytes. Where that is
+            not supported (``op="mean_of_contributors"``, ``scope="chunk"``), "auto" is "fastest".
+        wire: as in `sparse_allreduce`, but "auto" with "auto" as algorithm is "packed_int2", values of 2 bits, or
+            exact values for float64 sums and where "auto" is "fastest".
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
             number of ranks.
         scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
@@ -110,8 +120,9 @@ class Reducer:
     def __init__(
         self,
         tensors: NamedTensors,
-        density: Schedule = 0.001,
+        density: Schedule = DENSITY,
         *,
+        dense_steps: int = 0,
         comm: transport.Comm = None,
         algorithm: AlgorithmName | Algorithm = "auto",
         op: Op = "mean",
@@ -147,6 +158,7 @@ class Reducer:
             raise InvalidInputError(
                 f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
             )
+        density = with_dense_steps(density, dense_steps)
         first = density_at(density, 0)
         self._settings = Settings(
             density if callable(density) else first,

@@ -12,7 +12,7 @@ from typing import Any
 from sparsecomm.checks import FAULTS, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["Schedule", "Warmup", "density_at"]
+__all__ = ["DenseStart", "Schedule", "Warmup", "density_at", "final_density", "with_dense_steps"]
 
 Schedule = float | Callable[[int], float]
 
@@ -63,6 +63,43 @@ class Warmup:
             return self.density
         stage = step * self.stages // self.steps
         return float(self.start * (self.density / self.start) ** (stage / self.stages))
+
+
+@dataclass(frozen=True)
+class DenseStart:
+    """A schedule that begins with dense steps: see `with_dense_steps`.
+
+    Attributes:
+        density: the density or schedule that follows. A schedule counts its steps from the end of the dense ones.
+        dense_steps: number of dense steps.
+    """
+
+    density: Schedule
+    dense_steps: int
+
+    def __call__(self, step: int) -> float:
+        """Return the density of step number ``step``, counted from 0."""
+        return 1.0 if step < self.dense_steps else density_at(self.density, step - self.dense_steps)
+
+
+def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
+    """Return a schedule that begins with dense steps, and then follows ``density``, which counts steps from there.
+
+    Raises:
+        InvalidInputError: ``dense_steps`` is not a whole number of at least 0, or ``density`` is not a density.
+    """
+    if (count := whole(dense_steps, 0)) is None:
+        raise InvalidInputError(f"dense_steps={shown(dense_steps)}: expected a whole number, at least 0")
+    if not callable(density):
+        density = density_at(density)
+    return DenseStart(density, count) if count else density
+
+
+def final_density(schedule: Any, otherwise: float) -> float:
+    """Return the density at which a schedule ends, or ``otherwise`` for a function that does not say."""
+    while callable(schedule):
+        schedule = getattr(schedule, "density", otherwise)
+    return float(schedule)
 
 
 def density_at(schedule: Any, step: int | None = None, *, name: str = "density") -> float:

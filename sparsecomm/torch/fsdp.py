@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange
@@ -19,12 +20,12 @@ __all__ = ["ShardedState", "register_fsdp"]
 
 
 @with_options(ExchangeOptions, Parameters.__init__)
-def register_fsdp(model: nn.Module, density: Schedule = 0.001, **options: Unpack[ExchangeOptions]) -> ShardedState:
+def register_fsdp(model: nn.Module, density: Schedule = DENSITY, **options: Unpack[ExchangeOptions]) -> ShardedState:
     """Let a model that FSDP2 shards sum its gradients sparsely across the replicas of its shards.
 
         mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
-        state = sparsecomm.torch.register_fsdp(model, 0.001, comm=mesh["replicate"].get_group())
+        state = sparsecomm.torch.register_fsdp(model, comm=mesh["replicate"].get_group())
 
     After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of what was sent. FSDP sums a gradient
     within the group that shards it, as ever; then each rank exchanges its own shard with the ranks that hold the same

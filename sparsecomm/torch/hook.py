@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
@@ -26,7 +27,7 @@ __all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
 class SparseState:
     """The state of `sparse_hook`: residuals by parameter, options, counters.
 
-        state = SparseState(model.named_parameters(), density=0.001)
+        state = SparseState(model.named_parameters())
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
 
@@ -35,8 +36,8 @@ class SparseState:
 
     This state has buckets of its own, which it fills in the reverse order of the parameters. So DDP may rebuild its
     buckets, as it does after the first iteration, and a run that goes on from a checkpoint does what it would have
-    done. No iterations have to pass before sparsity begins; for a warm-up pass a schedule as ``density``:
-    ``sparsecomm.Warmup(0.001, steps, dense_steps=...)``.
+    done. No iterations have to pass before sparsity begins. To begin with dense iterations, pass ``dense_steps``, or a
+    schedule as ``density``: ``sparsecomm.Warmup(0.018, steps)``.
 
     ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
     number of ranks). Pickling keeps the same; `bind` the parameters afterwards.
@@ -58,7 +59,7 @@ class SparseState:
 
     @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
     def __init__(
-        self, named_parameters: NamedParameters, density: Schedule = 0.001, **options: "Unpack[ExchangeOptions]"
+        self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
     ) -> None:
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
@@ -263,13 +264,14 @@ def _check_free(ddp: DistributedDataParallel) -> None:
 
 @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
 def register(
-    ddp: DistributedDataParallel, density: Schedule = 0.001, **options: "Unpack[ExchangeOptions]"
+    ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
 ) -> SparseState:
     """Let a model that is wrapped by DDP exchange its gradients sparsely.
 
-        state = sparsecomm.torch.register(DistributedDataParallel(model), 0.001)
+        state = sparsecomm.torch.register(DistributedDataParallel(model))
 
-    For SGD, with momentum or without. Under Adam and its kin, which divide by the size of gradients, models train worse
+    For SGD, with momentum or without. Leave the other arguments at their defaults, which are what our reports recommend
+    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then as without this line. Under Adam and its kin, which divide by the size of gradients, models train worse
     with sparse means than with dense ones: for these there is `SparseAdamW`, without DDP.
 
     Args:

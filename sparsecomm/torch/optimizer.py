@@ -14,6 +14,7 @@ from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
@@ -37,7 +38,7 @@ Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that name, as Horovod's does
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
-    density: Schedule = 0.001,
+    density: Schedule = DENSITY,
     *,
     backward_passes_per_step: int = 1,
     **options: Unpack[ExchangeOptions],
@@ -45,7 +46,7 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
     """Wrap an optimizer, so that ``loss.backward()`` leaves the mean over all ranks in every ``p.grad``.
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.001)
+        optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters())
         for x, y in data:                     # each rank its own
             optimizer.zero_grad()
             loss(model(x), y).backward()      # exchange goes on meanwhile, and is done at the end

@@ -154,7 +154,9 @@ _EXTRA = 0.25  # that an element may cost in a small bucket, beside its cost in 
 _BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float32
 
 
-def bucket_bytes(P: int, num_nodes: int, density: float, costs: Costs) -> int:
+def bucket_bytes(
+    P: int, num_nodes: int, density: float, costs: Costs, algorithm: str = "auto", wire: str = "auto"
+) -> int:
     """Return the bytes of the smallest bucket in which an element costs at most a quarter more than in the largest.
 
     Buckets are of float32 gradients. Small ones begin early, so that more of them is hidden behind the backward pass;
@@ -162,7 +164,8 @@ def bucket_bytes(P: int, num_nodes: int, density: float, costs: Costs) -> int:
     """
 
     def per_element(n: int) -> float:
-        return decide(CostQuery(P, num_nodes, n, max(1, round(density * n)), 4), costs).seconds / n
+        k = max(1, round(density * n))
+        return decide(CostQuery(P, num_nodes, n, k, 4, algorithm, wire), costs).seconds / n
 
     max_cost = (1 + _EXTRA) * per_element(_BUCKETS[-1])
     return 4 * next(n for n in _BUCKETS if per_element(n) <= max_cost)
