@@ -44,11 +44,10 @@ optimizer: torch.optim.Optimizer
 if arguments.adamw:  # sparsecomm: this optimizer exchanges gradients itself
     optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=2e-3)
 else:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none. (Of no concern to
-# SparseAdamW.) Checkpoints have what each rank has not sent yet.
-sparse = register(accelerator, model, optimizer, 0.01, momentum=0.9)
+# sparsecomm: gradients are exchanged sparsely. Checkpoints include what each rank has not sent yet.
+sparse = register(accelerator, model, optimizer)
 
 begin = 0
 if checkpoints := sorted(arguments.folder.glob("epoch*")):

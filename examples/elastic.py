@@ -38,14 +38,14 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 teacher = nn.Linear(50, 5)
 model = nn.Sequential(nn.Linear(50, 100), nn.ReLU(), nn.Linear(100, 5))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 diloco = None
 if arguments.local_steps:
     # sparsecomm: 2 % of what a round has done is sent at its end.
     diloco = sparsecomm.torch.DiLoCo(model, optimizer, density=0.02, sync_every=arguments.local_steps)
 else:
-    # sparsecomm: 2 % of the gradient is sent in each step.
-    optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.02, momentum=0.9)
+    # sparsecomm: gradients are exchanged sparsely in each step.
+    optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
 # sparsecomm: every rank saves its own: what it has not sent yet and, in the middle of a round, its weights. Residuals
 # of all old ranks are shared out among the new ones; their sum stays what it was.

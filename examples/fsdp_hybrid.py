@@ -59,9 +59,8 @@ if arguments.local_steps:
     sparse = sparsecomm.torch.DiLoCo(model, optimizer, sync_every=arguments.local_steps, comm=replicas)
     reducers = sparse.reducers
 else:
-    # sparsecomm: 1 % of each shard is sent. Momentum comes before that, and the optimizer has none.
-    sparse = sparsecomm.torch.register_fsdp(model, 0.01, comm=replicas, momentum=0.9)
-    optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05), (sparse.reducer,)
+    sparse = sparsecomm.torch.register_fsdp(model, comm=replicas)  # sparsecomm: shards are exchanged sparsely
+    optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), (sparse.reducer,)
 
 # sparsecomm: every rank saves its shards, and what it has not sent yet. As many go on, with the same --replicas.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}

@@ -50,7 +50,7 @@ optimizer: torch.optim.Optimizer
 if arguments.adamw:  # sparsecomm: this optimizer exchanges gradients itself
     optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=2e-3)
 else:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 trainer = Trainer(
     model,
     TrainingArguments(
@@ -67,9 +67,7 @@ trainer = Trainer(
     train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
     optimizers=(optimizer, None),
 )
-# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none. (Of no concern to
-# SparseAdamW.)
-callback = register(trainer, 0.01, momentum=0.9)
+callback = register(trainer)  # sparsecomm: gradients are exchanged sparsely
 trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.folder) if arguments.folder.exists() else None)
 
 accuracy = (model.net(x[test]).argmax(1) == y[test]).float().mean().item()

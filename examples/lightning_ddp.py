@@ -40,7 +40,7 @@ class Digits(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.adamw:  # sparsecomm: this optimizer exchanges gradients itself
             return sparsecomm.torch.SparseAdamW(self.named_parameters(), lr=2e-3)
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 if __name__ == "__main__":
@@ -52,9 +52,8 @@ if __name__ == "__main__":
 
     x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
-    # sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none. (Of no concern to
-    # SparseAdamW.)
-    strategy = SparseDDPStrategy(0.01, {"momentum": 0.9}, process_group_backend="gloo")  # "nccl" on GPUs
+    # sparsecomm: gradients are exchanged sparsely.
+    strategy = SparseDDPStrategy(process_group_backend="gloo")  # "nccl" on GPUs
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,

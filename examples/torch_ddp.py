@@ -42,9 +42,8 @@ loader = DataLoader(data, batch_size=32, sampler=sampler)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 ddp = DistributedDataParallel(model)
-# sparsecomm: 1 % of the gradient is sent. Momentum comes before that, and the optimizer has none.
-sparse = sparsecomm.torch.register(ddp, 0.01, momentum=0.9)
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+sparse = sparsecomm.torch.register(ddp)  # sparsecomm: gradients are exchanged sparsely
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 # sparsecomm: every rank saves its own, since what it has not sent yet is its own; their number may change.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}

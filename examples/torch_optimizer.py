@@ -37,11 +37,10 @@ train = torch.arange(len(x))[~test]
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-# sparsecomm: the same weights on all ranks; then 1 % of the gradient is sent. Momentum comes before that, and the
-# optimizer has none.
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+# sparsecomm: all ranks begin with the same weights. Gradients are exchanged sparsely.
 sparsecomm.torch.broadcast_parameters(model.state_dict())
-optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.01, momentum=0.9)
+optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
 # sparsecomm: the optimizer's state has what a rank has not sent yet, so every rank saves its own.
 objects = {"model": model, "optimizer": optimizer}

@@ -137,7 +137,7 @@ def test_links_that_were_measured_are_in_the_state(load: bool) -> None:
     """A run that resumes chooses as before, also where its links have changed, unless it is told to measure again."""
 
     def program(ranks: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
-        reducer = reducer_of(ranks, algorithm="auto")
+        reducer = reducer_of(ranks, algorithm="fastest")
         if state is not None:
             reducer.load_state_dict(state if load else state | {"costs": None})
         reducer.reduce(gradients(ranks.rank))
