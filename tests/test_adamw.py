@@ -170,6 +170,24 @@ def test_at_density_1_it_is_adamw(P: int, rule: dict[str, Any]) -> None:
             np.testing.assert_allclose(w, parameters[name].detach().numpy(), rtol=2e-6, atol=2e-6)
 
 
+def test_dense_steps_come_first() -> None:
+    """They are those of density 1.0; then the sparse ones follow, and nothing waits before them."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        dense, mine = weights(), weights()
+        reference = sc.SparseAdamW(dense, density=1.0, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, dense_steps=3, comm=ranks)
+        for step in range(6):
+            for each in (reference, optimizer):
+                each.step(gradients(step, ranks.rank))
+            same = [data.same_bits(mine[name], dense[name]) for name in mine]
+            assert all(same) == (step < 3)
+            waiting = optimizer.state_dict()["residuals"]
+            assert any(residual.any() for residual in waiting.values()) == (step >= 3)
+
+    run(2, program)
+
+
 @every_size
 @pytest.mark.parametrize("wire", ["packed_int2", "packed_sign", "packed"])
 @pytest.mark.parametrize("density", [0.02, 0.5])
@@ -266,12 +284,11 @@ def test_begins_when_there_is_a_gradient() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_types(dtype: str) -> None:
     """Sums and moments are in the accumulator's type."""
-    wire = "packed" if dtype == "float64" else "packed_int2"
     real = data.DTYPES[dtype]
 
     def program(ranks: simulated.SimulatedTransport) -> Arrays:
         mine = {name: w.astype(real) for name, w in weights().items()}
-        optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, wire=wire, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, comm=ranks)
         for step in range(10):
             optimizer.step({name: g.astype(real) for name, g in gradients(step, ranks.rank).items()})
         squares = optimizer.state_dict()["moments"]["matrix"]["squares"]
@@ -474,7 +491,8 @@ def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -
         ({"wire": "narrow"}, "wire='narrow'"),
         ({"check_weights_every": -1}, "check_weights_every=-1"),
         ({"weights": {"a": np.arange(3)}}, "int64"),
-        ({"weights": {"a": np.ones(3)}}, "carries values of float32 sums"),
+        ({"weights": {"a": np.ones(3)}, "wire": "packed_int2"}, "carries values of float32 sums"),
+        ({"dense_steps": -1}, "dense_steps=-1"),
         ({"weights": {}}, "tensors"),
     ],
 )

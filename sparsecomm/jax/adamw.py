@@ -14,7 +14,7 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.weights import check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
-from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, density_of
+from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
 from sparsecomm.jax.transform import check_parameters
 from sparsecomm.jax.trees import PyTree, allreduce_tree, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients
@@ -53,8 +53,9 @@ def sparse_adamw(
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
     density: Density = DENSITY,
+    dense_steps: int = 0,
     comm: Comm = None,
-    wire: WireName = "packed_int2",
+    wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformation:
     """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/40 of the bytes of dense sums.
@@ -70,7 +71,8 @@ def sparse_adamw(
         learning_rate: a number, or a schedule of optax: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay.
         density: the part of the entries that is sent, both ways, as in `sparsify`.
-        comm, wire: as in `sparsecomm.sparse_allreduce`. For float64 leaves, use ``wire="packed"``.
+        dense_steps: the number of steps at the beginning with density 1.0.
+        comm, wire: as in `sparsify`: values of 2 bits by default, exact ones for float64.
         check_weights_every: as in `sparsify`; moments are compared as well.
 
     Returns:
@@ -86,9 +88,9 @@ def sparse_adamw(
     except ImportError as error:
         raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
     AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
-    at = density if callable(density) else density_of(density, comm=comm)
+    at = schedule_of(density, dense_steps, comm=comm)
     every = check_every(check_weights_every)
-    options = Options("double", "mean", wire)
+    options = Options("auto", "mean", wire)
 
     def init(params: PyTree) -> SparseAdamWState:
         zeros = init_residuals(params)
@@ -104,8 +106,10 @@ def sparse_adamw(
         quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / unit(jnp, v, v.dtype.type(eps)), updates, begun)
         mine = _all_finite(quotients)
         sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
-        means, residuals = tree_step(sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm)
-        usable, dense = _all_finite(means), (at(state.step) if callable(at) else at) == 1.0  # type: ignore[arg-type]
+        means, residuals = tree_step(
+            sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm, training=True
+        )
+        usable, dense = _all_finite(means), _is_dense(at, state.step)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         decayed = mask(params) if callable(mask) else mask
         decays = jax.tree.map(lambda on: weight_decay * on, decayed or jax.tree.map(lambda _: True, params))
@@ -140,6 +144,15 @@ def sparse_adamw(
         return changes, SparseAdamWState(jnp.where(usable, step, state.step), mu, nu, last, residuals)
 
     return optax.GradientTransformation(init, update)
+
+
+def _is_dense(at: Density, step: jax.Array) -> bool | jax.Array:
+    """Return whether a step sums whole gradients. A schedule is called on the host."""
+    if not callable(at):
+        return at == 1.0
+    shape: Any = jax.ShapeDtypeStruct((), bool)  # type: ignore[no-untyped-call]
+    dense: jax.Array = jax.pure_callback(lambda now: np.bool_(at(int(now)) == 1.0), shape, step)
+    return dense
 
 
 def _all_finite(tree: PyTree) -> jax.Array:

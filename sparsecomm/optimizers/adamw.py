@@ -52,15 +52,8 @@ __all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficien
 
 _log = logging.getLogger("sparsecomm")
 
-# Settings of the exchange with which a transformer trains as with dense gradients: docs/reports/adamw.md.
-EXCHANGE: dict[str, Any] = {
-    "algorithm": "double",
-    "wire": "packed_int2",
-    "op": "mean",
-    "scope": "bucket",
-    "reorder": False,
-    "dense_below": 0,
-}
+# Options of the reducer, and the density at which a transformer trains as with dense sums: docs/reports/adamw.md.
+EXCHANGE: dict[str, Any] = {"reorder": False, "dense_below": 0}
 DENSITY = 0.09
 START = 0.2
 _MAX_WAIT = 1 << 14  # a weight that waited longer makes this many steps

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.loading import Prepared, reading
 from sparsecomm.calls.weights import check_every, check_weights
@@ -52,8 +51,7 @@ class SparseAdamW:
         density: the part of the entries that is sent, both ways: a float in (0, 1], or a function of the step's number.
             With 0.09 a weight is updated in one of 11 steps on average.
         dense_steps: the number of steps at the beginning with density 1.0.
-        comm, algorithm, wire: as in `sparse_allreduce`. ``wire="auto"`` is "packed_int2", or "packed" for float64.
-        bucket_bytes, on_step: as in `Reducer`.
+        comm, wire, bucket_bytes, on_step: as in `Reducer`: values of 2 bits by default, exact ones for float64.
         check_weights_every: call `check_weights` for weights and moments before each step whose number is a multiple of
             this; 0: before the first step only; ``None``: never.
 
@@ -73,8 +71,7 @@ class SparseAdamW:
         density: Schedule = DENSITY,
         dense_steps: int = 0,
         comm: Comm = None,
-        algorithm: AlgorithmName | Algorithm = "double",
-        wire: WireName = "packed_int2",
+        wire: WireName = "auto",
         bucket_bytes: int | None = None,
         check_weights_every: int | None = 0,
         on_step: OnStep | None = None,
@@ -83,10 +80,18 @@ class SparseAdamW:
         self.lr, self.betas, self.eps, self.weight_decay, self.maximize = lr, betas, eps, weight_decay, maximize
         self.weights = dict(interop.named(weights, "weights"))
         self._rules()
-        options: dict[str, Any] = {"algorithm": algorithm, "wire": wire, "bucket_bytes": bucket_bytes}
-        options |= {"on_step": on_step, "skip_nonfinite": True}
         self._comm = comm
-        self._reducer = Reducer(self.weights, density, comm=comm, **{**EXCHANGE, **options})
+        self._reducer = Reducer(
+            self.weights,
+            density,
+            dense_steps=dense_steps,
+            comm=comm,
+            wire=wire,
+            bucket_bytes=bucket_bytes,
+            skip_nonfinite=True,
+            on_step=on_step,
+            **EXCHANGE,
+        )
         self._adamw = LazyAdamW(self.weights, self._reducer, comm)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)

@@ -156,7 +156,7 @@ class SparseAdamW(SparseOptimizer, _State):
         self._made = False
         super().__init__(groups, defaults)
         self._made = True
-        self._exchange = AdamWExchange(self, named, density, passes=passes, **options)
+        self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, passes=passes, **options)
         for group in self.param_groups:
             rule_of(group)
         self._exchange.begin(by_hooks=overlap)
