@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
-from sparsecomm.adamw import DENSITY as DENSITY_OF_ADAMW
+from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.cli.bench.timing import Runner, Timer
 from sparsecomm.quantities import rate_text
 
