@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +152,18 @@ def test_sparse_vectors_of_the_users_own() -> None:
     for out in (np.zeros(5), np.zeros(6, np.float32), np.zeros(6, int), [0.0] * 6):
         with pytest.raises(sc.InvalidInputError, match="out: "):
             v.to_dense(out)
+
+
+@pytest.mark.parametrize("again", [lambda v: pickle.loads(pickle.dumps(v)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("algorithm", ["butterfly", "dense"])
+def test_results_can_be_copied_and_sent(again: Callable[[Any], Any], algorithm: str) -> None:
+    x = data.gradient("NaN and infinities", 60, "float32").reshape(3, 20)
+    v = alone(x * (x > 0), 7, algorithm=algorithm)
+    copied = again(again(v))
+    assert (type(copied), copied.size, copied.shape) == (type(v), 60, (3, 20))
+    for ours, theirs in ((copied.indices, v.indices), (copied.values, v.values), (copied.to_dense(), v.to_dense())):
+        assert ours.dtype == theirs.dtype
+        assert data.same_bits(ours, theirs)
 
 
 def wild(index: int) -> Callable[[sc.SparseVector], None]:

@@ -67,7 +67,7 @@ cdef class Import:
 
     cdef Managed* managed
     cdef Versioned* versioned
-    cdef readonly uintptr_t pointer
+    cdef readonly uintptr_t pointer  # 0: there is no memory
     cdef readonly int64_t size
     cdef readonly tuple shape
     cdef readonly int code, bits, lanes, device_type, device_id
@@ -113,9 +113,9 @@ cdef class Import:
         if empty:
             size, contiguous = 0, True
         self.shape = tuple([t.shape[i] for i in range(t.ndim)])
-        if not possible or (t.data == NULL and size > 0):
-            raise BufferError(f"a tensor of shape {self.shape} at {<uintptr_t>t.data:#x}, which cannot be")
-        self.pointer = <uintptr_t>t.data + t.byte_offset
+        if not possible:
+            raise BufferError(f"a tensor of shape {self.shape}, which is no shape of an array in memory")
+        self.pointer = 0 if t.data == NULL else <uintptr_t>t.data + t.byte_offset
         self.size = size
         self.contiguous = contiguous
         self.code, self.bits, self.lanes = t.dtype.code, t.dtype.bits, t.dtype.lanes
@@ -200,10 +200,13 @@ def plain(obj, bint writable, cpu):
     memory.versioned = exported
     if exported.major > 1:
         return None
-    memory.describe(&exported.tensor, exported.flags)
+    try:
+        memory.describe(&exported.tensor, exported.flags)
+    except BufferError:
+        return None
     cdef int code = (2 if memory.bits == 32 else 3 if memory.bits == 64 else 0) if memory.code == 2 else 1
     cdef bint known = memory.code == 2 and memory.bits in (16, 32, 64) or memory.code == 4 and memory.bits == 16
-    if (not known or memory.lanes != 1 or memory.device_type != 1 or not memory.contiguous
+    if (not known or memory.pointer == 0 and memory.size > 0 or memory.lanes != 1 or memory.device_type != 1 or not memory.contiguous
             or memory.pointer % <uintptr_t>(memory.bits // 8) or writable and (memory.readonly or memory.copied)):
         return None
     return host_tensor(memory.pointer, memory.size, memory.shape, code, cpu, memory.readonly, memory)

@@ -130,7 +130,7 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
             capsule = obj.__dlpack__(**asked, **_DLPACK_1)
         except TypeError:
             capsule = obj.__dlpack__(**asked)
-        return _dlpack.Import(capsule)
+        found = _dlpack.Import(capsule)
     except Exception as error:
         if getattr(obj, "requires_grad", False) is True:
             advice = "pass x.detach(), or p.grad for the gradient of a parameter"
@@ -138,6 +138,12 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
             _refuse(name, f"got a tensor that requires grad; {expected}; {advice}")
         seen = f"{name}: {_kind(obj)} does not export its memory ({type(error).__name__}: {error})"
         raise InvalidInputError(f"{seen}; {_EXPECTED}; convert it first") from error
+    if found.size and not found.pointer:  # freed by FSDP, or an implicit zero of PyTorch
+        advice = "restore its storage, or make the zeros with torch.zeros"
+        _refuse(
+            name, f"got a tensor of shape {found.shape} without memory; expected one that holds its values; {advice}"
+        )
+    return found
 
 
 def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:

@@ -194,6 +194,10 @@ class DenseSum(SparseVector):
         self._find = find
         self._entries: tuple[Array, Array] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it as a dense array: what finds its entries belongs to this process."""
+        return DenseSum, (self.dense, self.shape, _nonzeros)
+
     @property
     def _accumulator(self) -> ArrayDType:
         return self.dense.dtype
@@ -214,3 +218,11 @@ class DenseSum(SparseVector):
     @property
     def values(self) -> Array:  # type: ignore[override]
         return self._found()[1]
+
+
+def _nonzeros(dense: Array) -> tuple[Array, Array]:
+    """Return the indices of what is not zero, and the values, of which all NaN are the same."""
+    indices = dense.nonzero()[0].astype(index_dtype(len(dense)))
+    values = dense[indices]
+    values[values != values] = np.nan
+    return indices, values
