@@ -245,6 +245,34 @@ def test_a_chain_of_optax_with_a_schedule() -> None:
     assert np.count_nonzero(updates["w"]) == 200
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"op": "mean_of_contributors"}, {"scope": "chunk"}, {"algorithm": "double", "wire": "packed_sign"}]
+)
+def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: dict[str, Any]) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    pytest.importorskip("greenlet")
+    P, dtypes = 2, ["float32"] if "wire" in options else ["float32", "float64"]
+
+    def grads(rank: int) -> dict[str, Any]:
+        return {dtype: jnp.asarray(data.integers(3000, dtype, rank)) for dtype in dtypes}
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        mine = grads(ranks.rank)
+        for transform in (
+            sj.sparsify(1.0, comm=ranks, **options),
+            sj.sparsify(comm=ranks, dense_steps=1, **options),
+        ):
+            means, state = transform.update(mine, transform.init(mine))
+            assert not any(np.any(kept) for kept in jax.tree.leaves(state.residuals))
+            yield means
+        means, state = transform.update(mine, state)
+        assert all(0 < np.count_nonzero(mean) < 600 for mean in means.values())
+
+    each = simulated.run(P, lambda ranks: list(program(ranks)))
+    mean = jax.tree.map(lambda *parts: sum(parts) / P, *map(grads, range(P)))
+    assert all(same(found, mean) for rank in each for found in rank.value)
+
+
 def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ImportError, match=r"pip install .*\[jax\]'"):

@@ -72,6 +72,29 @@ def weights_are_the_oracles() -> None:
 
 
 @case
+def density_1_is_the_dense_program() -> None:
+    """Whatever the algorithm and the wire format are, and in the dense steps at the beginning of a sparse training."""
+    momentum: Any = lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)  # noqa: E731
+    settings: list[dict[str, Any]] = [
+        {"density": 1.0, "algorithm": "auto"},
+        {"density": 0.1, "dense_steps": 3, "algorithm": "double", "wire": "packed_sign"},
+    ]
+    for way, options in product(WAYS, settings):
+        training = Training(way, make=momentum, **options)
+        dense = DistributedDataParallel(copy.deepcopy(training.model))
+        optimizer = momentum(dense.parameters())
+        for step in range(3):
+            mine = {name: g / 7 for name, g in gradients(step, RANK).items()}
+            training.step(mine)
+            optimizer.zero_grad()
+            dense(mine).backward()
+            optimizer.step()
+        for p, q in zip(training.model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+        assert not any(kept.any() for kept in training.state()["residuals"].values())
+
+
+@case
 def every_type() -> None:
     half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
     mixed = [brain, single, double, half]
