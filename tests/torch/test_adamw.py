@@ -383,6 +383,31 @@ def test_ranks_that_join_take_moments_from_those_that_stay() -> None:
     check_same(run(3, program))
 
 
+def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        dense, mine = Model(), Model()
+        theirs = torch.optim.AdamW(dense.parameters(), 0.01)
+        for step in range(4):
+            theirs.zero_grad()
+            dense(gradients(step, 0)).backward()
+            theirs.step()
+        mine.load_state_dict(dense.state_dict())
+        optimizer = SparseAdamW(mine.named_parameters(), 0.01, density=1.0, comm=ranks)
+        optimizer.residuals_apart()
+        optimizer.load_state_dict(saved_and_read(theirs.state_dict()))
+        for step in range(4, 8):
+            theirs.zero_grad()
+            dense(gradients(step, 0)).backward()
+            theirs.step()
+            optimizer.zero_grad()
+            mine(gradients(step, 0)).backward()
+            optimizer.step()
+        for name, array in arrays(dense).items():
+            np.testing.assert_allclose(arrays(mine)[name], array, rtol=3e-6, atol=3e-6)
+
+    run(2, program)
+
+
 def a_state(damage: Any) -> Any:
     def program(ranks: simulated.SimulatedTransport) -> Any:
         model = Model()
