@@ -78,7 +78,7 @@ def names(alias: Any) -> set[str]:
 def test_names_are_those_of_the_code() -> None:
     derived = {name for name in names(types.AlgorithmName) if ":" in name and "|" not in name}
     several = {name for name in names(types.AlgorithmName) if "|" in name}
-    assert names(types.AlgorithmName) - derived - several == {"auto", *sc.algorithms()}
+    assert names(types.AlgorithmName) - derived - several == {"auto", "fastest", *sc.algorithms()}
     assert {part for name in several for part in name.split("|")} <= derived | {"auto", *sc.algorithms()}
     assert {sc.algorithms()[name].name for name in derived} == derived
     assert {name.partition(":")[2] for name in derived if name.startswith("hierarchical")} <= set(inner_algorithms())

@@ -83,10 +83,11 @@ def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_page_on_traces_runs_word_for_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["trace", "compare-with-dense"])
+def test_a_page_of_how_to_runs_word_for_word(page: str, tmp_path: Path) -> None:
     runner = Runner(tmp_path, environment())
     runner.run(exports())
-    runner.run_pages(ROOT / "docs" / "how-to" / "trace.md")
+    runner.run_pages(ROOT / "docs" / "how-to" / f"{page}.md")
 
 
 @needs_mpirun
