@@ -211,6 +211,6 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
     groups, named = [], []
     for group in given if grouped else [{"params": given}]:
         pairs = interop.named(group.get("params"), "named_parameters")
-        groups.append({**group, "params": list(pairs)})
+        groups.append({**group, "params": [parameter for _, parameter in pairs]})
         named += pairs
     return groups, named
