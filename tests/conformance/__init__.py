@@ -1,0 +1,1 @@
+"""Other people's tests, with this library switched in: see docs/internals/conformance.md."""

@@ -1,0 +1,103 @@
+"""The scripts in `accelerate.test_utils.scripts`, on two CPU ranks over gloo, with our hook on every model in DDP."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from accelerate.utils import DistributedType
+
+from tests.conformance import fixture
+from tests.conformance.cpu_for_gpu import ignore_device_ids
+from tests.conformance.outcomes import Outcome, last_error
+from tests.conformance.ranks import run_ranks
+
+P = 2
+SECONDS = 200
+SUITE = f"Accelerate {version('accelerate')}, `test_utils.scripts`"
+QUICK = ("test_sync", "test_ddp_comm_hook")
+OTHERS = ("test_script", "test_distributed_data_loop", "test_ops", "test_cli")
+DOWNLOADS = "downloads a model and a data set from huggingface.co"
+DEEPSPEED = "needs DeepSpeed, and has no model in DDP"
+NOT_APPLICABLE = {
+    "test_merge_weights": "wants GPUs, and has no model in DDP: FSDP",
+    "test_notebook": "has no model: it starts processes",
+    "external_deps.test_checkpointing": DOWNLOADS,
+    "external_deps.test_metrics": DOWNLOADS,
+    "external_deps.test_performance": DOWNLOADS,
+    "external_deps.test_peak_memory_usage": DOWNLOADS,
+    "external_deps.test_pippy": "has no gradients: pipelined inference",
+    "external_deps.test_zero3_integration": DEEPSPEED,
+    "external_deps.test_ds_multiple_model": DEEPSPEED,
+    "external_deps.test_ds_alst_ulysses_sp": DEEPSPEED,
+}
+
+
+def outcomes(*, quick: bool) -> Iterator[Outcome]:
+    """Run each script on ranks of its own."""
+    for name in QUICK if quick else (*QUICK, *OTHERS):
+        yield outcome_of(name)
+    for name, reason in () if quick else NOT_APPLICABLE.items():
+        yield Outcome(SUITE, name, "not applicable", reason)
+
+
+def outcome_of(name: str) -> Outcome:
+    """Run a script with our hook, and if it fails without it."""
+    statuses, outputs = _run(name, ours=True)
+    if any(status != 0 for status in statuses):
+        its = _run(name, ours=False)
+        if any(status != 0 for status in its[0]):
+            return Outcome(SUITE, name, "not applicable", f"fails without our hook, too: {last_error(*its)}")
+        return Outcome(SUITE, name, "failed", "\n".join(outputs))
+    if "exchanged 0" in outputs[0]:
+        return Outcome(SUITE, name, "not applicable", "passes, but exchanges no gradient by our hook")
+    return Outcome(SUITE, name, "passed")
+
+
+def _run(name: str, *, ours: bool) -> tuple[list[int | None], list[str]]:
+    def program(rank: int) -> None:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        sys.argv = [name]
+        ignore_device_ids()  # which test_ddp_comm_hook gives, although it may run on CPUs
+        if ours:
+            fixture.install()
+        script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
+        if name == "test_ddp_comm_hook":
+            script.test_ddp_comm_hook = _unless_it_needs_cuda(script.test_ddp_comm_hook)
+        if name == "test_distributed_data_loop":
+            script.create_accelerator = _with_join(script.create_accelerator)
+        try:
+            script.main()
+        finally:
+            print(f"exchanged {fixture.exchanged}")
+
+    return run_ranks(P, program, SECONDS)
+
+
+def _unless_it_needs_cuda(test: Any) -> Any:
+    @functools.wraps(test)
+    def run(*arguments: object) -> None:
+        try:
+            test(*arguments)
+        except TypeError as error:
+            if "required CUDA" not in str(error):  # PyTorch's hook of bfloat16
+                raise
+
+    return run
+
+
+def _with_join(create: Any) -> Any:
+    """Let an Accelerator on CPUs join uneven inputs, which it does on GPUs only."""
+
+    @functools.wraps(create)
+    def created(*arguments: Any, **options: Any) -> Any:
+        accelerator = create(*arguments, **options)
+        accelerator.state.distributed_type = DistributedType.MULTI_GPU
+        return accelerator
+
+    return created

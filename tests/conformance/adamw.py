@@ -1,0 +1,423 @@
+"""`sparsecomm.torch.SparseAdamW` at density 1.0 in place of `torch.optim.AdamW`, in every configuration of `optim_db`.
+
+Of each configuration PyTorch's AdamW in float64 is the truth, by which PyTorch's in float32 and ours are measured:
+both get the same gradients, ours by rank, and PyTorch's the mean of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.torch import SparseAdamW
+from tests.conformance.outcomes import Outcome
+from tests.conformance.ranks import run_ranks
+
+SUITE = f"PyTorch {torch.__version__}, AdamW in `optim_db`"
+SECONDS = 3000
+REFUSED = ("amsgrad", "foreach", "fused", "capturable", "differentiable")
+SHAPES = {"weight": (10, 7), "bias": (7,), "number": (), "none": (0, 3), "deep": (3, 2, 2)}
+Tensors = dict[str, torch.Tensor]
+Case = Callable[[], "str | None"]
+
+
+def outcomes(*, quick: bool) -> Iterator[Outcome]:
+    """Run all cases on one rank, and on two."""
+    for P in (1, 2):
+        steps = 100 if quick else 3000
+
+        def program(rank: int, P: int = P, steps: int = steps) -> None:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", rank=rank, world_size=P)
+            for name, case in _cases(rank, P, steps, float64=P == 1 or not quick):
+                print(json.dumps(_run(name, case)), flush=True)
+                dist.barrier()
+            dist.destroy_process_group()
+
+        statuses, outputs = run_ranks(P, program, SECONDS)
+        suite = f"{SUITE}, P = {P}"
+        by_rank = [[json.loads(line) for line in output.splitlines() if line.startswith("[")] for output in outputs]
+        for row in zip(*by_rank, strict=False):
+            name, result, reason = next((its for its in row if its[1] == "failed"), row[0])
+            yield Outcome(suite, name, result, reason)
+        if any(status != 0 for status in statuses):
+            end = outputs[[status != 0 for status in statuses].index(True)]
+            yield Outcome(suite, "a rank has not ended well", "failed", f"{statuses}\n{end}")
+
+
+def _run(name: str, case: Case) -> list[str]:
+    try:
+        refused = case()
+    except (Exception, pytest.fail.Exception):
+        return [name, "failed", traceback.format_exc(limit=-3)]
+    return [name, "not applicable" if refused else "passed", refused or ""]
+
+
+def _cases(rank: int, P: int, steps: int, *, float64: bool) -> Iterator[tuple[str, Case]]:
+    from torch.testing._internal import common_optimizers as theirs
+
+    infos = {info.optim_cls: info for info in theirs.optim_db}
+    info = infos[torch.optim.AdamW]
+    seen: set[str] = set()
+    # Inputs of GPUs are options only, which need none.
+    for device in ("cpu", "mps", "cuda"):
+        for entry in theirs._get_optim_inputs_including_global_cliquey_kwargs(device, torch.float32, info):
+            options = {name: value for name, value in entry.kwargs.items() if value is not False}
+            if str(options) in seen:
+                continue
+            seen.add(str(options))
+            for dtype in (torch.float32, torch.float64) if float64 else (torch.float32,):
+                name = f"{options}, {dtype}"
+                yield name, lambda k=entry.kwargs, d=dtype: _configuration(k, d, rank, P, steps)
+    schedulers = [*info.scheduler_inputs, *infos[torch.optim.Adam].scheduler_inputs]
+    for i, made in enumerate(schedulers):
+        with_scheduler = f"scheduler input {i}"
+        yield with_scheduler, lambda made=made: _follows({"lr": 0.01}, torch.float32, rank, P, 40, schedulers=made)
+    for number, error in enumerate(info.optim_error_inputs_func("cpu", torch.float32)):
+        entry = error.optimizer_error_input
+        yield f"error input {number}: {entry.desc}", lambda entry=entry, e=error: _error(entry, e)
+    for check in (
+        param_groups,
+        tensor_lr,
+        tensor_lr_changed_in_place,
+        zero_gradients_are_no_step,
+        missing_gradients_are_no_step,
+        state_dict_round_trip,
+        state_dict_is_of_pytorch,
+        closure,
+        zero_grad,
+        step_hooks,
+        state_dict_hooks,
+        non_contiguous,
+        bfloat16_weights,
+        deepcopy,
+        add_param_group,
+    ):
+        yield check.__name__, lambda check=check: check(rank, P)
+
+
+# -- one training, twice -----------------------------------------------------------------------------------------------
+
+
+def weights(dtype: torch.dtype) -> Tensors:
+    """Return parameters of all sizes, also none."""
+    made = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=made).to(dtype).requires_grad_() for n, s in SHAPES.items()}
+
+
+def gradients(step: int, rank: int, dtype: torch.dtype) -> Tensors:
+    """Return gradients of sizes from 1e-10 to 100, some of them zeros, and some of them always."""
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    found = {}
+    for name, shape in SHAPES.items():
+        scale = torch.logspace(-10, 2, torch.Size(shape).numel()).reshape(shape)
+        gradient = torch.randn(shape, generator=made) * scale
+        gradient[torch.rand(shape, generator=made) < 0.2] = 0
+        if gradient.dim():
+            gradient[:1] = 0
+        found[name] = gradient.to(dtype)
+    return found
+
+
+def ours(named: Tensors, **options: Any) -> SparseAdamW:
+    """Return our optimizer, dense and exact."""
+    return SparseAdamW(list(named.items()), density=1.0, wire="packed", comm=dist.group.WORLD, **options)
+
+
+class Trainings:
+    """Ours, PyTorch's with the same type of weights, and PyTorch's in float64, all with the same gradients."""
+
+    def __init__(
+        self, rank: int, P: int, dtype: torch.dtype = torch.float32, groups: Any = None, **options: Any
+    ) -> None:
+        self.rank, self.P, self.dtype, self.step_number = rank, P, dtype, 0
+        self.named = [
+            weights(dtype),
+            weights(dtype),
+            {n: w.detach().double().requires_grad_() for n, w in weights(dtype).items()},
+        ]
+        divide = groups or (lambda named: [{"params": list(named.items())}])
+        first = SparseAdamW(
+            divide(self.named[0]), density=1.0, wire="packed", comm=dist.group.WORLD, **copy.deepcopy(options)
+        )
+        others = [torch.optim.AdamW(divide(named), foreach=False, **copy.deepcopy(options)) for named in self.named[1:]]
+        self.optimizers: list[Any] = [first, *others]
+
+    def step(self, without: Callable[[int, str], bool] = lambda rank, name: False, zeros: bool = False) -> None:
+        """Make a step; a rank has no gradient of what it is ``without``, which counts as zeros beside another's."""
+        of_ranks = [gradients(self.step_number, rank, self.dtype) for rank in range(self.P)]
+        for i, (named, optimizer) in enumerate(zip(self.named, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            for name, weight in named.items():
+                have = [r for r in range(self.P) if not without(r, name)]
+                given = [of_ranks[r][name] * (0 if zeros else 1) for r in have]
+                if i == 0 and self.rank in have:
+                    weight.grad = given[have.index(self.rank)]
+                elif i and have:
+                    weight.grad = torch.stack([g.to(weight.dtype) for g in given]).sum(0) / self.P
+            optimizer.step()
+        self.step_number += 1
+
+    def check(self) -> None:
+        """Check that ours is as near to the truth as PyTorch's with the same type, and moments as well."""
+        for name in SHAPES:
+            mine, theirs, truth = (named[name].detach().double() for named in self.named)
+            _check_near(name, mine, theirs, truth, self.dtype)
+            states = [o.state[named[name]] for o, named in zip(self.optimizers, self.named, strict=True)]
+            if not states[1]:
+                assert not states[0], f"{name}: state {states[0]} where AdamW has none"
+                continue
+            steps = states[0]["step"], states[1]["step"]
+            assert torch.is_tensor(steps[0]), f"step of {name} is {steps[0]!r}, not a tensor as in PyTorch"
+            assert steps[0].dtype == steps[1].dtype, f"step of {name}: {steps[0].dtype}, not {steps[1].dtype}"
+            assert steps[0] == steps[1], f"step of {name}: {steps[0]}, not {steps[1]}"
+            root = states[2]["exp_avg_sq"].sqrt()  # by which a mean is divided: the unit of its rounding
+            for field, unit in (("exp_avg", root), ("exp_avg_sq", root**2)):
+                mine, truth = states[0][field].double(), states[2][field]
+                limit = 64 * torch.finfo(self.dtype).eps * unit + torch.finfo(torch.float32).tiny
+                _check_within(f"{field} of {name}", mine, states[1][field].double(), truth, limit)
+
+
+def _check_near(name: str, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    if truth.numel():
+        limit = 4 * (theirs - truth).abs().max() + 8 * torch.finfo(dtype).eps * (1 + truth.abs())
+        _check_within(name, mine, theirs, truth, limit)
+
+
+def _check_within(
+    name: str, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor, limit: torch.Tensor
+) -> None:
+    far = ((mine - truth).abs() - limit).flatten()
+    if (far > 0).any():
+        at = far.argmax()
+        numbers = [tensor.flatten()[at].item() for tensor in (mine, theirs, truth)]
+        raise AssertionError("{}: {!r}, PyTorch {!r}, in float64 {!r}".format(name, *numbers))
+
+
+def _follows(options: dict[str, Any], dtype: torch.dtype, rank: int, P: int, steps: int, schedulers: Any = ()) -> None:
+    both = Trainings(rank, P, dtype, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rates = [[scheduler(optimizer) for scheduler in schedulers] for optimizer in both.optimizers]
+    for step in range(steps):
+        both.step()
+        for of_one in rates:
+            for scheduler in of_one:
+                if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                    scheduler.step(1.0)
+                else:
+                    scheduler.step()
+        if step in (0, 1, 9):
+            both.check()
+    both.check()
+    if schedulers:
+        used = [optimizer.param_groups[0]["lr"] for optimizer in both.optimizers]
+        assert used[0] == used[1], f"learning rates {used}"
+
+
+def _configuration(options: dict[str, Any], dtype: torch.dtype, rank: int, P: int, steps: int) -> str | None:
+    refused = [name for name in REFUSED if options.get(name)]
+    if not refused:
+        _follows({name: value for name, value in options.items() if name not in REFUSED}, dtype, rank, P, steps)
+        ours(weights(dtype), **options)  # with the flags, that are all False
+        return None
+    with pytest.raises(InvalidInputError) as error:
+        ours(weights(dtype), **options)
+    said = [name for name in refused if name in str(error.value)]
+    if isinstance(options.get("betas", [0])[0], torch.Tensor) and "betas" in str(error.value):
+        said.append("betas in tensors")  # which PyTorch takes with capturable=True only
+    assert said, f"the refusal names none of {refused}: {error.value}"
+    return f"refused by name: {said[0]}"
+
+
+def _error(entry: Any, error: Any) -> None:
+    given = weights(torch.float32)
+    params = list(given.items()) if entry.params is None else entry.params
+    try:
+        SparseAdamW(params, density=1.0, wire="packed", comm=dist.group.WORLD, **entry.kwargs)
+    except InvalidInputError:
+        return
+    raise AssertionError(f"taken, where PyTorch raises {error.error_type.__name__}: {error.error_regex}")
+
+
+# -- what else PyTorch's tests of optimizers look at -------------------------------------------------------------------
+
+
+def _two_groups(named: Tensors) -> list[dict[str, Any]]:
+    pairs = list(named.items())
+    return [
+        {"params": pairs[:2]},
+        {"params": pairs[2:], "lr": 0.01, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6},
+    ]
+
+
+def _train(both: Trainings, steps: int = 20) -> None:
+    for _ in range(steps):
+        both.step()
+    both.check()
+
+
+def param_groups(rank: int, P: int) -> None:
+    _train(Trainings(rank, P, groups=_two_groups, weight_decay=0.1))
+
+
+def tensor_lr(rank: int, P: int) -> None:
+    _train(Trainings(rank, P, lr=torch.tensor(0.001)))
+
+
+def tensor_lr_changed_in_place(rank: int, P: int) -> None:
+    both = Trainings(rank, P, lr=torch.tensor(0.01))
+    for _ in range(20):
+        both.step()
+        for optimizer in both.optimizers:
+            optimizer.param_groups[0]["lr"].mul_(0.9)
+    both.check()
+
+
+def zero_gradients_are_no_step(rank: int, P: int) -> None:
+    both = Trainings(rank, P, weight_decay=0.0)
+    before = {name: weight.detach().clone() for name, weight in both.named[0].items()}
+    for _ in range(3):
+        both.step(zeros=True)
+    both.check()
+    for name, weight in both.named[0].items():
+        torch.testing.assert_close(weight.detach(), before[name], rtol=0, atol=0)
+
+
+def missing_gradients_are_no_step(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    for without in (
+        lambda r, name: name == "bias",
+        lambda r, name: name == "weight" and r == P - 1,  # on some ranks only: zeros, if there is another
+        lambda r, name: name in ("bias", "deep"),
+        lambda r, name: False,
+    ):
+        both.step(without)
+        both.check()
+
+
+def state_dict_round_trip(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    _train(both, 5)
+    file = io.BytesIO()
+    torch.save(both.optimizers[0].state_dict(), file)
+    file.seek(0)
+    named = {name: weight.detach().clone().requires_grad_() for name, weight in both.named[0].items()}
+    other = ours(named)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    both.named[0], both.optimizers[0] = named, other
+    _train(both, 5)
+
+
+def state_dict_is_of_pytorch(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    _train(both, 5)
+    mine, theirs = (optimizer.state_dict() for optimizer in both.optimizers[:2])
+    assert mine.keys() >= theirs.keys()
+    for its, other in zip(mine["param_groups"], theirs["param_groups"], strict=True):
+        for key in ("lr", "betas", "eps", "weight_decay", "params"):
+            assert its[key] == other[key], f"{key} of a group: {its[key]}, not {other[key]}"
+    for i, state in theirs["state"].items():
+        assert mine["state"][i].keys() >= state.keys(), f"{mine['state'][i].keys()}, not {state.keys()}"
+
+
+def closure(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    losses = []
+    for named, optimizer in zip(both.named, both.optimizers, strict=True):
+
+        def loss(named: Tensors = named, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            total = sum((weight**2).sum() for weight in named.values())
+            total.backward()
+            return total
+
+        losses.append([float(optimizer.step(loss)) for _ in range(5)])
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-5, atol=0)
+    both.check()
+
+
+def zero_grad(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    both.step()
+    optimizer, named = both.optimizers[0], both.named[0]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(weight.grad is not None and not weight.grad.any() for weight in named.values())
+    optimizer.zero_grad()
+    assert all(weight.grad is None for weight in named.values())
+
+
+def step_hooks(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    seen: list[str] = []
+    optimizer = both.optimizers[0]
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    both.step()
+    for handle in handles:
+        handle.remove()
+    both.step()
+    assert seen == ["before", "after"], seen
+
+
+def state_dict_hooks(rank: int, P: int) -> None:
+    both = Trainings(rank, P)
+    both.step()
+    seen: list[str] = []
+    optimizer = both.optimizers[0]
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("after saving"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before loading"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert list(dict.fromkeys(seen)) == ["before saving", "after saving", "before loading", "after loading"], seen
+
+
+def non_contiguous(rank: int, P: int) -> None:
+    named = {"weight": torch.zeros(6, 4).t().requires_grad_()}
+    theirs = {"weight": torch.zeros(6, 4).t().requires_grad_()}
+    optimizers = [ours(named), torch.optim.AdamW(theirs.values(), foreach=False)]
+    made = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        gradient = torch.randn(6, 4, generator=made).t()
+        for its, optimizer in zip((named, theirs), optimizers, strict=True):
+            its["weight"].grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(named["weight"], theirs["weight"], rtol=1e-5, atol=1e-8)
+
+
+def bfloat16_weights(rank: int, P: int) -> None:
+    # PyTorch's moments are in bfloat16, and ours in float32: only AdamW in float64 is an oracle.
+    both = Trainings(rank, P, torch.bfloat16, lr=0.01)
+    for _ in range(20):
+        both.step()
+    for name in SHAPES:
+        mine, truth = both.named[0][name].detach().double(), both.named[2][name].detach()
+        torch.testing.assert_close(mine, truth, rtol=0.03, atol=0.03)
+
+
+def deepcopy(rank: int, P: int) -> str:
+    both = Trainings(rank, P)
+    both.step()
+    with pytest.raises(InvalidInputError, match="copied"):
+        copy.deepcopy(both.optimizers[0])
+    return "refused by name: a copy of an optimizer that exchanges"
+
+
+def add_param_group(rank: int, P: int) -> str:
+    both = Trainings(rank, P)
+    with pytest.raises(InvalidInputError, match="add_param_group"):
+        both.optimizers[0].add_param_group({"params": [("more", torch.zeros(3, requires_grad=True))]})
+    return "refused by name: add_param_group"

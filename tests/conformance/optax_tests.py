@@ -1,0 +1,105 @@
+"""Optax's own tests of AdamW, which its wheel ships, with `sparsecomm.jax.sparse_adamw` at density 1.0 in its place."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import unittest
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from tests.conformance.outcomes import Outcome
+from tests.conformance.ranks import run_ranks
+
+SECONDS = 3000
+SUITE = f"optax {version('optax')}, its tests of `adamw`"
+MODULES = (
+    "optax._src.alias_test",
+    "optax._src.float64_test",
+    "optax._src.sharding_test",
+    "optax.contrib._common_test",
+    "optax.tree_utils._state_utils_test",
+)
+# One of each kind, of those that take a second or less.
+QUICK = ("accept_extra_args", "explicit_dtype", "preserve_dtype", "inject_hyperparams")
+
+
+def outcomes(*, quick: bool) -> Iterator[Outcome]:
+    """Run the tests on one rank, and unless ``quick`` on two, which have the same gradients."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for P in (1,) if quick else (1, 2):
+        statuses, outputs = run_ranks(P, lambda rank, P=P: _program(rank, P, quick), SECONDS)
+        suite = f"{SUITE}, P = {P}"
+        by_rank = [[json.loads(line) for line in output.splitlines() if line.startswith('["')] for output in outputs]
+        for row in zip(*by_rank, strict=False):
+            name, result, reason = next((its for its in row if its[1] == "failed"), row[0])
+            yield Outcome(suite, name, result, reason)
+        if any(status != 0 for status in statuses):
+            yield Outcome(suite, "the ranks", "failed", f"ended: {statuses}\n" + "\n".join(outputs))
+
+
+def _program(rank: int, P: int, quick: bool) -> None:
+    import torch.distributed as dist  # whose processes are the ranks
+
+    dist.init_process_group("gloo", rank=rank, world_size=P)
+    _switch()
+    sys.argv = sys.argv[:1]
+    from absl import flags
+
+    flags.FLAGS(sys.argv)
+    for module in MODULES[:1] if quick else MODULES:
+        for suite in unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(module)):
+            for test in suite:  # type: ignore[union-attr]
+                method = test._testMethodName
+                parameters = getattr(test, "_test_params_reprs", {}).get(method, "")
+                name = f"{method} {parameters}".strip()
+                if "adamw" not in name.replace("nadamw", "").replace("free_adamw", "").replace("dadapt_adamw", ""):
+                    if "sharding" not in module and "inject_hyperparams" not in method:
+                        continue
+                    if parameters:
+                        continue
+                if not quick or any(word in method for word in QUICK):
+                    print(json.dumps(_run(test, name)), flush=True)
+    dist.destroy_process_group()
+
+
+def _run(test: Any, name: str) -> list[str]:
+    result = unittest.TestResult()
+    test.run(result)
+    if result.skipped:
+        return [name, "not applicable", result.skipped[0][1]]
+    problems = result.failures + result.errors
+    return [name, "failed", problems[0][1]] if problems else [name, "passed", ""]
+
+
+def _switch() -> None:
+    """Put ours in the place of `optax.adamw`, before the tests are imported."""
+    import optax
+    import torch.distributed as dist
+    from optax._src import alias
+
+    from sparsecomm.jax import sparse_adamw
+
+    def adamw(
+        learning_rate: Any,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        eps_root: float = 0.0,
+        mu_dtype: Any = None,
+        weight_decay: float = 1e-4,
+        mask: Any = None,
+        *,
+        nesterov: bool = False,
+    ) -> Any:
+        for name, on in (("eps_root", eps_root), ("mu_dtype", mu_dtype), ("nesterov", nesterov)):
+            if on not in (None, False, 0.0):
+                raise unittest.SkipTest(f"sparse_adamw has no {name}")
+        return sparse_adamw(
+            learning_rate, b1, b2, eps, weight_decay, mask, density=1.0, wire="packed", comm=dist.group.WORLD
+        )
+
+    optax.adamw = alias.adamw = adamw
