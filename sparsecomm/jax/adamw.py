@@ -17,7 +17,7 @@ from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
 from sparsecomm.jax.transform import check_parameters
 from sparsecomm.jax.trees import PyTree, allreduce_tree, init_residuals, tree_step
-from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients
+from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def sparse_adamw(
     comm: Comm = None,
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/40 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
@@ -69,7 +69,8 @@ def sparse_adamw(
 
     Args:
         learning_rate: a number, or a schedule of optax: a function of the step, from 0.
-        b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay.
+        b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay. Under
+            ``optax.inject_hyperparams`` pass ``static_args=("density", "dense_steps", "check_weights_every")``.
         density: the part of the entries that is sent, both ways, as in `sparsify`.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire: as in `sparsify`: values of 2 bits by default, exact ones for float64.
@@ -87,7 +88,8 @@ def sparse_adamw(
         import optax
     except ImportError as error:
         raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
-    AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
+    if not any(isinstance(each, jax.Array) for each in (learning_rate, b1, b2, eps, weight_decay)):
+        AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
     at = schedule_of(density, dense_steps, comm=comm)
     every = check_every(check_weights_every)
     options = Options("auto", "mean", wire)
@@ -103,7 +105,9 @@ def sparse_adamw(
         if every is not None:
             check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
         begun, step = _begun(updates, state, START * (1 - b2), comm=comm), state.step + 1
-        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / unit(jnp, v, v.dtype.type(eps)), updates, begun)
+        quotients = jax.tree.map(
+            lambda g, v: g.astype(v.dtype) / unit(jnp, v, jnp.asarray(eps, v.dtype)), updates, begun
+        )
         mine = _all_finite(quotients)
         sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
         means, residuals = tree_step(
@@ -115,12 +119,12 @@ def sparse_adamw(
         decays = jax.tree.map(lambda on: weight_decay * on, decayed or jax.tree.map(lambda _: True, params))
 
         def leaf(p: Any, mean: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any, decay: Any) -> tuple[Any, ...]:
-            real, hit = v.dtype.type, usable & (dense | (mean != 0))
+            hit = usable & (dense | (mean != 0))
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
             t, lr = step.astype(v.dtype), jnp.asarray(rate, v.dtype)
             rows = coefficients(jnp, waited, t, lr, (b1, b2), jnp.asarray(decay, v.dtype))
-            step_eps = real(eps) * jnp.sqrt(-jnp.expm1(t * np.log(b2) if b2 else -jnp.inf))
-            made = adamw_step(jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, real(eps), step_eps)
+            tiny = jnp.asarray(eps, v.dtype)
+            made = adamw_step(jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t))
             change, new_m, new_v, factor = made
             kept = jnp.where(usable, r * jnp.where(hit, factor, 1), old + jnp.where(mine, q, 0))
             return (
@@ -143,7 +147,7 @@ def sparse_adamw(
         )
         return changes, SparseAdamWState(jnp.where(usable, step, state.step), mu, nu, last, residuals)
 
-    return optax.GradientTransformation(init, update)
+    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
 def _is_dense(at: Density, step: jax.Array) -> bool | jax.Array:

@@ -48,7 +48,7 @@ from sparsecomm.reducer.state import is_count
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficients", "read_moments"]
+__all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficients", "read_moments", "step_eps"]
 
 _log = logging.getLogger("sparsecomm")
 
@@ -60,7 +60,7 @@ _MAX_WAIT = 1 << 14  # a weight that waited longer makes this many steps
 
 
 def coefficients(
-    xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[float, float], weight_decay: Any
+    xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[Any, Any], weight_decay: Any
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Return the six coefficients of `sparsecomm.backends.base.adamw_step`.
 
@@ -68,9 +68,9 @@ def coefficients(
         xp: the library of arrays: numpy or jax.numpy.
         waited: the steps since the last update, at least 1: an array.
         t: the tensor's step, at least 1. It corrects the bias of the moments.
-        lr, betas, weight_decay: as in `torch.optim.AdamW`; ``lr`` and ``weight_decay`` may be arrays.
+        lr, betas, weight_decay: as in `torch.optim.AdamW`; they may be arrays.
     """
-    first, second = (math.log(beta) if beta else -math.inf for beta in betas)
+    first, second = (_log_of(xp, beta) for beta in betas)
     correction = xp.sqrt(-xp.expm1(t * second)) / -xp.expm1(t * first)
     return (
         xp.exp(waited * first),
@@ -80,6 +80,15 @@ def coefficients(
         lr * waited * correction,
         xp.exp(waited * xp.log1p(-lr * weight_decay)),
     )
+
+
+def step_eps(xp: Any, eps: Any, beta2: Any, t: Any) -> Any:
+    """Return eps in step ``t`` for the root of a second moment whose bias is not corrected."""
+    return eps * xp.sqrt(-xp.expm1(t * _log_of(xp, beta2)))
+
+
+def _log_of(xp: Any, beta: Any) -> Any:
+    return xp.log(beta) if not isinstance(beta, (int, float)) else math.log(beta) if beta else -math.inf
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,6 @@ class AdamWRule:
         waited = np.maximum(np.arange(size, dtype=np.float64), 1)
         made = coefficients(np, waited, float(t), self.lr, self.betas, self.weight_decay)
         return np.stack(made, axis=1).astype(dtype)
-
-    def step_eps(self, t: int) -> float:
-        """Return eps for the root of a second moment whose bias is not corrected."""
-        return self.eps * math.sqrt(1 - self.betas[1] ** t)
 
 
 class LazyAdamW:
@@ -239,7 +244,18 @@ class LazyAdamW:
                     tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
                 residual = self._reducer.residual(name).reshape(-1)
                 weight = spec.tensor(weights[name], name, writable=True)
-                pending.append((spec, weight, residual, entries, tables[key], rule.eps, rule.step_eps(t), t))
+                pending.append(
+                    (
+                        spec,
+                        weight,
+                        residual,
+                        entries,
+                        tables[key],
+                        rule.eps,
+                        step_eps(np, rule.eps, rule.betas[1], t),
+                        t,
+                    )
+                )
             self._pending = pending
         while self._pending:
             spec, weight, *rest = self._pending[-1]

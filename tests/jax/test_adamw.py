@@ -120,6 +120,25 @@ def test_at_density_1_it_is_optax_adamw_of_the_mean(P: int, wrap: Any) -> None:
             np.testing.assert_allclose(params[name], array, rtol=3e-6, atol=3e-6)
 
 
+def test_hyperparameters_that_are_injected() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        inject = optax.inject_hyperparams(
+            sj.sparse_adamw, static_args=("comm", "density", "dense_steps", "check_weights_every")
+        )
+        params: Any = jax.tree.map(jnp.array, weights())
+        mine, theirs = inject(0.01, comm=ranks, density=1.0), optax.adamw(0.01)
+        states, found = [mine.init(params), theirs.init(params)], [params, params]
+        for step in range(5):
+            states[0].hyperparams["learning_rate"] = jnp.asarray(0.01)
+            for i, optimizer in enumerate((mine, theirs)):
+                grads = jax.tree.map(jnp.array, gradients(step, 0))
+                changes, states[i] = optimizer.update(grads, states[i], found[i])
+                found[i] = optax.apply_updates(found[i], changes)
+        close(found[0], found[1])
+
+    run(1, program)
+
+
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, when: int) -> None:
