@@ -270,7 +270,6 @@ def test_begins_when_there_is_a_gradient() -> None:
         before = copy.deepcopy(mine)
         optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks)
         assert not optimizer.step({}).usable
-        assert not optimizer.step({name: np.zeros_like(w) for name, w in mine.items()}).usable
         assert all(data.same_bits(w, before[name]) for name, w in mine.items())
         g = gradients(0, ranks.rank)
         assert optimizer.step({"matrix": g["matrix"] if ranks.rank else None}).usable  # of one rank, and one tensor

@@ -70,25 +70,24 @@ def coefficients(
         t: the tensor's step, at least 1. It corrects the bias of the moments.
         lr, betas, weight_decay: as in `torch.optim.AdamW`; they may be arrays.
     """
-    first, second = (_log_of(xp, beta) for beta in betas)
-    correction = xp.sqrt(-xp.expm1(t * second)) / -xp.expm1(t * first)
-    return (
-        xp.exp(waited * first),
-        -xp.expm1(waited * first) / waited,
-        xp.exp(waited * second),
-        -xp.expm1(waited * second) / waited,
-        lr * waited * correction,
-        xp.exp(waited * xp.log1p(-lr * weight_decay)),
-    )
+    (kept_mean, new_mean), (kept_squares, new_squares) = (_power(xp, 1 - beta, waited) for beta in betas)
+    correction = xp.sqrt(_power(xp, 1 - betas[1], t)[1]) / _power(xp, 1 - betas[0], t)[1]
+    decay, _ = _power(xp, lr * weight_decay, waited)
+    return kept_mean, new_mean / waited, kept_squares, new_squares / waited, lr * waited * correction, decay
 
 
 def step_eps(xp: Any, eps: Any, beta2: Any, t: Any) -> Any:
     """Return eps in step ``t`` for the root of a second moment whose bias is not corrected."""
-    return eps * xp.sqrt(-xp.expm1(t * _log_of(xp, beta2)))
+    return eps * xp.sqrt(_power(xp, 1 - beta2, t)[1])
 
 
-def _log_of(xp: Any, beta: Any) -> Any:
-    return xp.log(beta) if not isinstance(beta, (int, float)) else math.log(beta) if beta else -math.inf
+def _power(xp: Any, less: Any, exponent: Any) -> tuple[Any, Any]:
+    """Return (1 - less)^exponent, and what it is below 1."""
+    if xp is np:  # in float64, as `torch.optim.AdamW` does
+        kept = np.power(1 - less, exponent)
+        return kept, 1 - kept
+    log = xp.log1p(-less)
+    return xp.exp(exponent * log), -xp.expm1(exponent * log)
 
 
 @dataclass(frozen=True)
@@ -188,22 +187,22 @@ class LazyAdamW:
             scale: a factor of the gradients.
 
         Returns:
-            Whether there are moments now. There are none if a rank's gradient is not finite, or all are zeros.
+            Whether there are moments now. There are none if a rank's gradient is not finite, or no rank has any.
         """
         if self.moments:
             return True
         self._reducer.connect()  # on all ranks, also where there is no gradient
         names, sizes = list(self.specs), np.array([float(spec.size) for spec in self.specs.values()])
-        squares = np.zeros(len(names))
+        squares = np.zeros(len(names) + 1)  # and whether there is a gradient
         for i, name in enumerate(names):
             if gradients.get(name) is not None:
-                squares[i] = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
+                squares[i], squares[-1] = self._reducer.sum_of_squares(name, gradients[name]) * scale**2, 1
         options: dict[str, Any] = {"algorithm": "dense", "wire": "plain", "op": "mean", "label": "first second moments"}
-        total = sparse_allreduce(squares, 1.0, comm=self.comm, **options).to_dense()
-        if not np.isfinite(total).all() or not total.any():
+        *total, some = sparse_allreduce(squares, 1.0, comm=self.comm, **options).to_dense()
+        if not np.isfinite(total).all() or not some:
             return False
-        mean = total / np.maximum(sizes, 1)
-        mean[mean == 0] = total.sum() / sizes.sum()  # a tensor without a gradient so far
+        mean = np.array(total) / np.maximum(sizes, 1)
+        mean[mean == 0] = sum(total) / max(sizes.sum(), 1)  # a tensor without a gradient so far
         largest = [np.finfo(spec.accumulator.accumulator).max for spec in self.specs.values()]
         if (mean >= largest).any():
             return False

@@ -174,8 +174,8 @@ class Trainings:
             mine, theirs, truth = (named[name].detach().double() for named in self.named)
             _check_near(name, mine, theirs, truth, self.dtype)
             states = [o.state[named[name]] for o, named in zip(self.optimizers, self.named, strict=True)]
-            if not states[1]:
-                assert not states[0], f"{name}: state {states[0]} where AdamW has none"
+            if not states[1]:  # SparseAdamW makes the state of all parameters at once: for these it is of step 0
+                assert not states[0].get("step"), f"{name}: state {states[0]} where AdamW has none"
                 continue
             steps = states[0]["step"], states[1]["step"]
             assert torch.is_tensor(steps[0]), f"step of {name} is {steps[0]!r}, not a tensor as in PyTorch"
