@@ -61,7 +61,13 @@ def wires() -> list[list[str]]:
         nbytes = wire.bytes_per_entry(K, VectorType(N, np.dtype(np.int32), np.dtype(np.float32)))
         values = "exact" if wire.kind is EXACT else f"rounded to {wire.kind.name}"
         rows.append([f'`"{name}"`', f"{nbytes:.1f}".removesuffix(".0"), values])
-    rows.append(['`"auto"` (default)', "", "plain or packed, whichever costs less; in a training with the default algorithm, `packed_int2`"])
+    rows.append(
+        [
+            '`"auto"` (default)',
+            "",
+            "plain or packed, whichever costs less; in a training with the default algorithm, `packed_int2`",
+        ]
+    )
     return rows
 
 

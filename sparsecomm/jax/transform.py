@@ -51,7 +51,8 @@ def sparsify(
 ) -> optax.GradientTransformation:
     """Replace this rank's gradients by the sparse average of all ranks', with error feedback (Stich et al., 2018).
 
-    The first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. For a dense baseline, ``sparsify(1.0)``. All ranks then make the same updates,
+    The first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. The defaults are what our reports
+    recommend (docs/choosing.md). For a dense baseline, pass ``density=1.0``. All ranks then make the same updates,
     bit for bit. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
 
     Args:

@@ -271,8 +271,9 @@ def register(
         state = sparsecomm.torch.register(DistributedDataParallel(model))
 
     For SGD, with momentum or without. Leave the other arguments at their defaults, which are what our reports recommend
-    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then as without this line. Under Adam and its kin, which divide by the size of gradients, models train worse
-    with sparse means than with dense ones: for these there is `SparseAdamW`, without DDP.
+    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then as without this line. Adam and
+    its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
+    `SparseAdamW` for these, without DDP.
 
     Args:
         ddp: before its first backward pass.

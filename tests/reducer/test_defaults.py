@@ -43,7 +43,10 @@ def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
     for integration in ("accelerate", "lightning", "transformers"):  # whose imports take seconds
         text = (ROOT / "sparsecomm" / "integrations" / f"{integration}.py").read_text()
         assert "density: Schedule = DENSITY" in text
-    assert f'`density={DENSITY}`, `algorithm="{ALGORITHM}"` and `wire="{WIRE}"`' in (ROOT / "docs" / "choosing.md").read_text()
+    assert (
+        f'`density={DENSITY}`, `algorithm="{ALGORITHM}"` and `wire="{WIRE}"`'
+        in (ROOT / "docs" / "choosing.md").read_text()
+    )
 
 
 def gradients(dtype: str, rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
@@ -134,7 +137,7 @@ def test_dense_steps_come_before_a_schedule() -> None:
         then = [density(step) if callable(density) else density for step in range(5)]
         assert [schedule(step) for step in range(8)] == [1.0, 1.0, 1.0, *then]
     for wrong in (-1, 1.5, True, "two", None):
-        with pytest.raises(sc.InvalidInputError, match="dense_steps=.*: expected a whole number, at least 0"):
+        with pytest.raises(sc.InvalidInputError, match=r"dense_steps=.*: expected a whole number, at least 0"):
             sc.Reducer({"x": np.zeros(3, np.float32)}, dense_steps=wrong)  # type: ignore[arg-type]
     with pytest.raises(sc.InvalidInputError, match="density=2"):
         with_dense_steps(2.0, 3)

@@ -31,7 +31,8 @@ def lines_of(report: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "costs"), [({"algorithm": "fastest"}, MEASURED), ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, None)]
+    ("options", "costs"),
+    [({"algorithm": "fastest"}, MEASURED), ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, None)],
 )
 def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None) -> None:
     def program(ranks: simulated.SimulatedTransport) -> dict[str, str]:
