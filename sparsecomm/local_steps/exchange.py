@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class FragmentExchange:
         fragment, round: which it is, and in which round it is applied.
         means: by name: dense means, of a state; and what a late rank has pushed, which the means overwrite.
         sums: by name: the other means; zeros are not in it.
+        without_gradient: names of parameters that no rank has trained: nothing of them is exchanged or changed.
         late: this rank had not come, and the exchange was begun without its program.
         sent: by name: if late: what it had trained some time before, and contributes.
         nanoseconds: of a local step, by rank; empty: they are not known.
@@ -114,11 +115,12 @@ class FragmentExchange:
         means: Mapping[str, Array] | None,
         nanoseconds: tuple[int, ...] = (),
         sent: Mapping[str, Array] | None = None,
+        without_gradient: Iterable[str] = (),
     ) -> None:
         """Make one that has ended, as a state holds it.
 
         Args:
-            fragment, round_no, nanoseconds: see above.
+            fragment, round_no, nanoseconds, without_gradient: see above.
             means: ``None``: it does not count.
             sent: see above; ``None``: this rank was not late.
         """
@@ -126,6 +128,7 @@ class FragmentExchange:
         self.means: dict[str, Array] = dict(means or {})
         self.late, self.sent = sent is not None, dict(sent or {})
         self.nanoseconds, self.left_out = nanoseconds, ()
+        self.without_gradient = frozenset(without_gradient)
         self.ended, self.usable = True, means is not None
         self.error: BaseException | None = None
         self.before: dict[str, Array] = {}
@@ -183,12 +186,12 @@ class FragmentExchange:
         """Return whether the pseudo-gradient of a parameter is still to be pushed."""
         return self._reducer.step == self._step and not self._reducer.parts(name)
 
-    def push_difference(self, name: str, before: Array, after: object) -> None:
-        """Push the pseudo-gradient: a flat global parameter, less the local one."""
+    def push_difference(self, name: str, before: Array, after: object | None) -> None:
+        """Push the pseudo-gradient: a flat global parameter, less the local one. ``None``: this rank has none."""
         self._reducer.push_difference(name, before, after)
 
     def push(self, name: str, shape: tuple[int, ...]) -> None:
-        """Push what is in `means`; if there is nothing, zeros."""
+        """Push what is in `means`; if there is nothing, this rank has no pseudo-gradient."""
         mean = self.means.get(name)
         self._reducer.push(name, None if mean is None else mean.reshape(shape))
 
@@ -222,7 +225,7 @@ class FragmentExchange:
                 self._raised = error
         done, raised = self._reducer.last, self._raised
         if done is not None:
-            self.sums = done.left
+            self.sums, self.without_gradient = done.left, done.without_gradient
         if not self._tells_first and (done is None or not self._ranks.threaded):
             compared = self._wait_for_comparison()
         if self._end is not None and (failed := error_of(self._end[1])) is not None:

@@ -9,16 +9,20 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
+from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tensors.dtypes import BFLOAT16, DType
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
 __all__ = ["GlobalParameters"]
+
+_FIRST_PART, _LARGEST_PART = 1 << 12, 1 << 22  # elements that are compared at once
 
 
 class GlobalParameters:
@@ -87,6 +91,25 @@ class GlobalParameters:
         for name in names:
             self.specs[name].tensor(parameters[name], name, writable=self._writable)
 
+    def known(self, names: object = None) -> set[str]:
+        """Return these names of parameters as a set; ``None``: all of them.
+
+        Raises:
+            InvalidInputError: they are not all names of parameters.
+        """
+        given = self.specs if names is None else [names] if isinstance(names, str) else names
+        if not isinstance(given, Iterable):
+            raise InvalidInputError(f"names={shown(names)}: expected names of parameters, or None for all of them")
+        found = set()
+        for name in given:
+            if not isinstance(name, str) or name not in self.specs:
+                raise InvalidInputError(
+                    f"names: {shown(name)} is not one of the {len(self.specs)} parameters, {listed(self.specs)}"
+                    f"{did_you_mean(name, self.specs)}"
+                )
+            found.add(name)
+        return found
+
     # -- arithmetic: within `on_stream` -------------------------------------------------------------------------------
 
     @default_float_mode
@@ -94,6 +117,25 @@ class GlobalParameters:
         """Return global - local: a new flat array in the accumulator's type."""
         moved: Array = self._arrays[name] - self._backends.of(local.device).accumulate(local, None)
         return moved
+
+    @default_float_mode
+    def equals(self, name: str, local: interop.Tensor, values: Array | None = None) -> bool:
+        """Return whether a local parameter equals the global one, rounded to the local type, bit for bit.
+
+        Both are read only up to the part that holds the first difference.
+
+        Args:
+            name, local: the parameter.
+            values: compared in place of the global parameter: a flat array of its size and type.
+        """
+        expected = self._arrays[name] if values is None else values
+        found, begin, count = self._backends.of(local.device).memory_of(local), 0, _FIRST_PART
+        while begin < local.size:
+            part = slice(begin, begin + count)
+            if (found[part] != _rounded(expected[part], local.dtype)).any():
+                return False
+            begin, count = begin + count, min(8 * count, _LARGEST_PART)
+        return True
 
     @default_float_mode
     def mixed(self, name: str, local: interop.Tensor, alpha: float) -> Array:
@@ -123,15 +165,19 @@ class GlobalParameters:
     def shifted(self, name: str, local: interop.Tensor, before: Array, sent: Array | None) -> Array:
         """Return a local parameter from which as much is still to be sent as before an exchange, but for ``sent``.
 
+        If nothing is left to be sent, this is the global parameter.
+
         Args:
             name, local: the parameter.
             before: the global one, before the exchange changed it.
             sent: this rank's contribution; ``None``: nothing.
         """
-        moved = self._backends.of(local.device).accumulate(local, None)
-        moved += self._arrays[name] - before
+        if sent is None and self.equals(name, local, before):
+            return self._arrays[name]
+        unsent: Array = before - self._backends.of(local.device).accumulate(local, None)
         if sent is not None:
-            moved += sent
+            unsent -= sent
+        moved: Array = self._arrays[name] - unsent
         return moved
 
     def write(self, local: interop.Tensor, values: Array) -> None:
@@ -141,6 +187,10 @@ class GlobalParameters:
     def finite(self, local: interop.Tensor) -> bool:
         """Return whether a local parameter holds neither NaN nor infinity."""
         return self._backends.of(local.device).finite(local)
+
+    def checksum_of(self, local: interop.Tensor) -> int:
+        """Return a checksum of a local parameter, of 64 bits."""
+        return _checksum([self._backends.of(local.device).memory_of(local)])
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
         """Return a flat array like a global parameter, of these entries; ``None``: of zeros."""
@@ -177,11 +227,7 @@ class GlobalParameters:
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""
-        sums = [0, 1]
-        for name in self.on_streams(names):
-            data = to_host(self._arrays[name]).view(np.uint8).data
-            sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
-        return sums[0] << 32 | sums[1]
+        return _checksum(self._arrays[name] for name in self.on_streams(names))
 
     def on_stream_of(self, name: str) -> AbstractContextManager[object]:
         """Return a context for work on the current stream with a global parameter."""
@@ -192,3 +238,22 @@ class GlobalParameters:
         for name in names:
             with self.on_stream_of(name):
                 yield name
+
+
+def _rounded(values: Array, dtype: DType) -> Array:
+    """Return values of an accumulator rounded to nearest even to a type, of bfloat16 the bits."""
+    if dtype.itemsize > 2:
+        return values
+    if dtype is not BFLOAT16:
+        with np.errstate(over="ignore"):
+            return values.astype(dtype.view)
+    bits = values.view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+
+
+def _checksum(arrays: Iterable[Array]) -> int:
+    sums = [0, 1]
+    for array in arrays:
+        data = to_host(array).view(np.uint8).data
+        sums = [zlib.crc32(data, sums[0]), zlib.adler32(data, sums[1])]
+    return sums[0] << 32 | sums[1]

@@ -66,6 +66,12 @@ class LocalSteps:
     Residuals decay by 0.8 in a round, where SparseLoCo has 0.95: docs/reports/local-steps.md says why, and what else to
     choose.
 
+    **Parameters that are not trained.** A rank has no pseudo-gradient for a parameter whose values still equal, bit for
+    bit, those that the last exchange left. The parameter then counts as zeros on this rank, and this rank's residual of
+    it stays as it is. If no rank has trained a parameter, its exchange changes nothing: neither the parameter, nor
+    residuals, nor the outer optimizer's state. So a layer that you freeze stands still after the exchange that brings
+    its last training. The comparison reads a parameter only up to its first change, so it costs nothing that matters.
+
     **Schedule.** A round is ``sync_every`` local steps. Fragment i of F is synchronised after local step
     (i + 1) * sync_every // F of each round, each fragment once, in the same order on all ranks. With a delay of d its
     exchange begins d local steps before (in the first round, after the first step at the earliest), goes on beside the
@@ -81,7 +87,7 @@ class LocalSteps:
 
     **Deadline.** With ``deadline`` a rank is left out of an exchange if it does not come within so many times the time
     that the local steps since the last exchange are expected to take, while another rank waits for it. A thread takes
-    part in its place, with what its residuals hold; `left_out` and a warning say so. What it has trained is not lost:
+    part in its place and contributes nothing; `left_out` and a warning say so. What the rank has trained is not lost:
     when it comes, its parameters change as the global ones did, and what it has trained is in the next exchange that
     it comes to. If it is late again, what it had trained by then is in that one. Then it goes on from the place of the
     others: `round` may rise by several. So do what all ranks must do together, such as saving states, right after
@@ -111,7 +117,8 @@ class LocalSteps:
         parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. They
             are copied: the global parameters begin with them, and must be the same on all ranks, which compare
             checksums of them in the first exchange.
-        density: of what each rank selects; or a function of a fragment's exchange, counted from 0: as in `Reducer`.
+        density: share of the entries that each rank selects; or a function of a fragment's exchange, counted from 0: as
+            in `Reducer`. At 1.0 the mean is dense and exact, whatever ``algorithm`` and ``wire`` are: a dense baseline.
         sync_every: local steps of a round; with ``by_speed`` of a rank on average, and of each in the first round.
         by_speed: whether faster ranks take more local steps in a round than slower ones, see above.
         round_seconds: how long a round is to take, without its exchanges; the ranks then take local steps by speed.
@@ -223,6 +230,8 @@ class LocalSteps:
         # outer optimizer since.
         self._compared: set[int] = set()
         self._latest: FragmentExchange | None = None  # that was applied
+        # With an alpha: by name, a checksum of a local parameter as an exchange has left it.
+        self._mixed: dict[str, int] = {}
         self._replaced: list[str] = []  # names of parameters that were replaced, until `step` returns them
         self.left_out: tuple[int, ...] = ()
         # Where there is a deadline. Methods that the program calls and `keep_up` hold the lock.
@@ -372,6 +381,7 @@ class LocalSteps:
                         "round": exchange.round,
                         "nanoseconds": list(exchange.nanoseconds),
                         "means": self._globals.to_host(self._means(exchange)) if exchange.usable else None,
+                        "without_gradient": sorted(exchange.without_gradient),
                     }
                     for exchange in under_way
                 ],
@@ -384,6 +394,7 @@ class LocalSteps:
                     for exchange in under_way
                     if exchange.late
                 ],
+                "mixed": dict(self._mixed),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -418,16 +429,14 @@ class LocalSteps:
         Raises:
             InvalidInputError: `load_state_dict` would not take it.
         """
-        ranks = self._idle("load_state_dict")
-        if not all(exchange.ended for exchange in self._exchanges.values()):
-            raise InvalidInputError(f"rank {ranks.rank}: load_state_dict with an exchange under way; call finish first")
+        ranks = self._idle("load_state_dict", ended=True)
         shared, outer = self._globals, self._outer
         args = self.fragments, self._schedule, self._pacing.by_speed, outer is not None, ranks.rank, ranks.size
         found = states.prepare(state, shared.specs, *args)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
         exchanges = [
-            (i, round_no, means and shared.from_host(means), nanoseconds, sent and shared.from_host(sent))
-            for i, round_no, means, nanoseconds, sent in found["under_way"]
+            (i, round_no, means and shared.from_host(means), nanoseconds, sent and shared.from_host(sent), without)
+            for i, round_no, means, nanoseconds, sent, without in found["under_way"]
         ]
         parameters = shared.from_host(found["global_parameters"])
         found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
@@ -446,9 +455,27 @@ class LocalSteps:
             self._timer = StepTimer(self._timer.clock, found["step_seconds"])
             self._compared.update(range(len(self.fragments)))
             self._exchanges = {made[:2]: FragmentExchange(*made) for made in exchanges}
-            self._begun, self._behind = None, {}
+            self._begun, self._behind, self._mixed = None, {}, dict(found["mixed"])
 
         return Prepared(common, commit)
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Set residuals to zero: parts of pseudo-gradients that have not been sent are dropped. Call it on all ranks.
+
+        The parameters and the outer optimizer's state stay as they are.
+
+        Args:
+            names: names of the parameters; ``None``: all of them.
+
+        Raises:
+            InvalidInputError: there is no parameter of such a name, an exchange is under way, or `step` was
+                interrupted. Nothing has changed.
+        """
+        with self._lock:
+            wanted = self._globals.known(names)
+            self._idle("discard", ended=True)
+            for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
+                reducer.discard([name for name in fragment if name in wanted])
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
@@ -632,11 +659,14 @@ class LocalSteps:
             if all(exchange.late for exchange in mine):
                 for name in names:
                     with self._globals.on_stream(name, self._local(name, parameters)) as local:
-                        kept = self._globals.difference(name, local)
-                        for exchange in mine:
-                            if name in exchange.sent:
-                                kept -= exchange.sent[name]
-                        self._behind[name] = kept
+                        sent = [exchange.sent[name] for exchange in mine if name in exchange.sent]
+                        self._behind.pop(name, None)
+                        if sent or self._trained(name, local):
+                            kept = self._globals.difference(name, local)
+                            for each in sent:
+                                kept -= each
+                            if kept.any():
+                                self._behind[name] = kept
 
     def _passed(self) -> int:
         """Return how many steps of the schedule have passed, over all rounds."""
@@ -687,11 +717,23 @@ class LocalSteps:
             exchange = self._made(fragment, round_no)
         for name in filter(exchange.lacks, names):
             local = self._local(name, parameters)
-            with shared.on_stream(name, local):
-                exchange.push_difference(name, shared[name], local)
+            with shared.on_stream(name, local) as tensor:
+                exchange.push_difference(name, shared[name], local if self._trained(name, tensor) else None)
         exchange.compare()
         self._forget_behind(names)
         self._note(exchange)
+
+    def _trained(self, name: str, local: interop.Tensor) -> bool:
+        """Return whether this rank has changed a parameter since the last exchange; on the stream where it is ready.
+
+        A parameter without elements counts as trained, so that ranks need not tell each other that it was not.
+        """
+        if not local.size:
+            return True
+        if self._globals.equals(name, local):
+            return False
+        left = self._mixed.get(name)
+        return left is None or left != self._globals.checksum_of(local)
 
     def _made(self, fragment: int, round_no: int, sent: Mapping[str, Array] | None = None) -> FragmentExchange:
         """Return an exchange that has begun, of which nothing has been pushed; ``sent``: as there."""
@@ -725,8 +767,8 @@ class LocalSteps:
 
     def _means(self, exchange: FragmentExchange) -> dict[str, Array]:
         """Return the means as flat arrays."""
-        names = self._globals.on_streams(self.fragments[exchange.fragment])
-        return {name: self._mean(exchange, name) for name in names}
+        names = [name for name in self.fragments[exchange.fragment] if name not in exchange.without_gradient]
+        return {name: self._mean(exchange, name) for name in self._globals.on_streams(names)}
 
     def _mean(self, exchange: FragmentExchange, name: str) -> Array:
         """Return a mean as a flat array, on the stream of the global parameter."""
@@ -746,6 +788,7 @@ class LocalSteps:
         if not keeps:
             self._forget_behind(names)
         if exchange.usable:
+            names = [name for name in names if name not in exchange.without_gradient]
             self._step_outer(exchange, [name for name in names if name not in exchange.applied], parameters)
         else:
             names = [] if keeps else names
@@ -771,7 +814,16 @@ class LocalSteps:
                     else:
                         self._write(name, local, shared.mixed(name, local, alpha))
                     exchange.written.add(name)
+            if self._alpha:
+                self._note_mixed(name, parameters, mixed=bool(alpha) and not keeps)
         return names
+
+    def _note_mixed(self, name: str, parameters: Mapping[str, object], *, mixed: bool) -> None:
+        """Take note of a local parameter as an exchange has left it. ``mixed``: it is not the global one."""
+        self._mixed.pop(name, None)
+        if mixed:
+            with self._globals.on_stream(name, self._local(name, parameters)) as local:
+                self._mixed[name] = self._globals.checksum_of(local)
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""
@@ -817,7 +869,12 @@ class LocalSteps:
         self._comm = ranks = transport.of(self._comm)  # that of a transport is itself
         return ranks
 
-    def _idle(self, doing: str) -> transport.Transport:
+    def _idle(self, doing: str, *, ended: bool = False) -> transport.Transport:
+        """Return the transport, if no step was interrupted; ``ended``: nor is any exchange under way.
+
+        Raises:
+            InvalidInputError: one is.
+        """
         ranks = self._connect()
         self._timer.rest()
         if self._late:
@@ -830,4 +887,6 @@ class LocalSteps:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
             )
+        if ended and not all(exchange.ended for exchange in self._exchanges.values()):
+            raise InvalidInputError(f"rank {ranks.rank}: {doing} with an exchange under way; call finish first")
         return ranks

@@ -24,6 +24,10 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
+def _is_word(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 64
+
+
 def _is_seconds(value: object) -> bool:
     return 0 <= number(value) < math.inf
 
@@ -46,7 +50,7 @@ def _steps_of(found: dict[str, Any]) -> int:
 _LOCAL_STEPS = StateFormat(
     "LocalSteps",
     "begin from the global parameters",
-    ["reducers", "local_step", "passed", "step_seconds", "late"],
+    ["reducers", "local_step", "passed", "step_seconds", "late", "mixed"],
     {
         "sync_every": lambda value, _: is_count(value) and value > 0,
         "fragment_sync_delay": lambda value, found: is_count(value) and value < found["sync_every"],
@@ -62,6 +66,7 @@ _LOCAL_STEPS = StateFormat(
         "reducers": lambda value, found: _is_list(value) and len(value) == len(found["fragments"]),
         "exchanges": lambda value, _: _is_list(value),
         "late": lambda value, _: _is_list(value),
+        "mixed": lambda value, _: isinstance(value, dict) and all(map(_is_word, value.values())),
     },
     FORMAT,
 )
@@ -82,7 +87,8 @@ def prepare(
     Returns:
         Its parts, of which those of the outer optimizer and of the reducers are as they are in the state. Arrays are
         new and flat, and in the accumulator's type. ``under_way``: of each exchange fragment, round, means (``None``:
-        it does not count), nanoseconds of local steps, and what this rank has sent if it was late.
+        it does not count), nanoseconds of local steps, what this rank has sent if it was late, and the names of
+        parameters that no rank had trained. ``mixed``: checksums by name.
 
     Raises:
         InvalidInputError: it is no state, is damaged, or is one of others.
@@ -115,7 +121,7 @@ def prepare(
     taken = found["round"] * schedule.sync_every + found["passed"]
     with reading("late", "exchanges for which this rank was late"):
         late = {(each["fragment"], each["round"]): each["sent"] for each in found["late"]}
-    exchanges, under_way = [], []
+    under_way: list[tuple[Any, ...]] = []
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
         with reading(place, "an exchange that is under way"):
@@ -124,16 +130,18 @@ def prepare(
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
                 raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
             its_own = {name: specs[name] for name in fragments[fragment]}
+            without = tuple(sorted(set(map(str, each["without_gradient"]))))
             if means is not None:
-                means = read_arrays(means, its_own, f"{place}['means']", _OF)
+                exchanged = {name: spec for name, spec in its_own.items() if name not in without}
+                means = read_arrays(means, exchanged, f"{place}['means']", _OF)
             if sent := late.pop((fragment, round_no), None):
-                sent = read_arrays(sent, its_own, f"what was sent in {place}", _OF)
-            exchanges.append((int(fragment), int(round_no), means))
+                trained = {name: spec for name, spec in its_own.items() if name in sent}
+                sent = read_arrays(sent, trained, f"what was sent in {place}", _OF)
             times = tuple(map(int, each["nanoseconds"]))
             if len(times) not in (0, world_size):
                 raise InvalidInputError(f"state: {place} has {len(times)} times; expected one of each rank; {DAMAGED}")
-            under_way.append((*exchanges[-1], times, sent))
-    if late or len({fragment for fragment, _, _ in exchanges}) != len(exchanges):
+            under_way.append((int(fragment), int(round_no), means, times, sent, without))
+    if late or len({each[0] for each in under_way}) != len(under_way):
         raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
     return {
         **found,
@@ -144,7 +152,7 @@ def prepare(
         "passed": int(found["passed"]),
         "step_seconds": float(found["step_seconds"]),
         "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _OF),
-        "exchanges": [(*each, times) for each, (*_, times, _) in zip(exchanges, under_way, strict=True)],
+        "exchanges": [(*each[:4], each[-1]) for each in under_way],  # without `sent`, of this rank alone
         "under_way": under_way,
     }
 
@@ -180,7 +188,7 @@ def reshard(states: Iterable[Mapping[str, Any]], rank: int, size: int) -> dict[s
             )
         passed = max(state["passed"] for state in by_rank)
         common |= {"steps": [], "round_seconds": 0.0, "local_step": passed, "passed": passed, "step_seconds": 0.0}
-        common["late"] = []
+        common |= {"late": [], "mixed": {}}
         common["exchanges"] = [{**each, "nanoseconds": []} for each in common["exchanges"]]
         of_reducers = zip(*(state["reducers"] for state in by_rank), strict=True)
         return {**common, "reducers": [summed(inner, rank, size) for inner in of_reducers]}

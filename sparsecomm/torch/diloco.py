@@ -58,7 +58,9 @@ class DiLoCo:
     which hold the same ones. Leave the dimension that replicates out of FSDP's mesh: gradients are then means over the
     shards of this replica, and DiLoCo is what brings replicas together.
 
-    Frozen parameters and buffers, such as running means, are left alone.
+    Parameters that are frozen when DiLoCo is made, and buffers such as running means, are left alone. A parameter that
+    you freeze later, or that gets no gradient in a round on any rank, does not move in the exchanges that follow: see
+    `sparsecomm.LocalSteps`, which compares values and does not look at ``requires_grad``.
 
     Args:
         model: the same on all ranks: see `broadcast_parameters`. The first local step checks that it is.
@@ -67,7 +69,8 @@ class DiLoCo:
             momentum=0.9, nesterov=True)``. It is stepped here, with parameters of its own in its groups: the global
             ones, in float32 at least, of DTensors this rank's shards; so it must treat elements one by one, as SGD and
             Adam do. Its groups may be changed, by schedulers for example. ``None``: global = global - mean.
-        density: of what each rank selects, or a function of a fragment's exchange, counted from 0.
+        density: share of the entries that each rank selects, or a function of a fragment's exchange, counted from 0. At
+            1.0 this is dense DiLoCo with exact means, whatever ``algorithm`` and ``wire`` are.
         sync_every: local steps of a round; with ``by_speed`` of a rank on average.
         by_speed, round_seconds, deadline: for ranks that are not equally fast, and such that are late: as in
             `sparsecomm.LocalSteps`. Train until `round` says that it is enough, not for a number of steps.
@@ -217,6 +220,10 @@ class DiLoCo:
     def rest(self) -> None:
         """Let this rank be waited for until the next local step: see `sparsecomm.LocalSteps.rest`."""
         self._local_steps.rest()
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Drop what waits in residuals, of all parameters or of these names: see `sparsecomm.LocalSteps.discard`."""
+        self._local_steps.discard(names)
 
     def remove(self) -> None:
         """Exchange nothing any more: the inner optimizer is an optimizer, and the outer one has its parameters back.
