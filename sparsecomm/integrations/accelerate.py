@@ -1,56 +1,114 @@
-"""Hugging Face Accelerate: gradients that are exchanged sparsely, and checkpoints with what was not sent yet."""
+"""Hugging Face Accelerate: exchange gradients sparsely, and save residuals with its checkpoints."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import OPTIMIZER_NAME
 except ImportError as error:
     raise ImportError(
         f"sparsecomm.integrations.accelerate needs Accelerate ({error}): {pip_install('accelerate')}"
     ) from error
 
-from sparsecomm.integrations.attach import Attached, attach
+from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, ddp_of, ddps_in
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 
 __all__ = ["register"]
 
-_FOLDER = "sparsecomm"  # in that of a checkpoint
-
 
 def register(
     accelerator: Accelerator, model: object, optimizer: object, density: Schedule = DENSITY, **options: Any
 ) -> Attached:
-    """Let a training exchange gradients sparsely, and save with its checkpoints what each rank has not sent yet.
+    """Exchange a model's gradients sparsely, and save and load residuals with the accelerator's checkpoints.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         sparse = sparsecomm.integrations.accelerate.register(accelerator, model, optimizer)
 
-    With `sparsecomm.torch.SparseAdamW` the optimizer exchanges, and DDP leaves gradients as they are.
-    ``accelerator.save_state`` and ``load_state`` then save and load residuals as well: call them on all ranks.
+    `sparsecomm.torch.SparseAdamW` exchanges gradients itself; with any other optimizer a hook of DDP does. Call
+    ``accelerator.save_state`` and ``load_state`` on all ranks, as Accelerate asks. Residuals are in the folder
+    ``sparsecomm`` of each checkpoint.
 
     Args:
-        accelerator: it has prepared the model.
-        model, optimizer: as `prepare` has returned them; several optimizers as a list.
-        density, options: as in `sparsecomm.torch.register`; `SparseAdamW` has its own.
+        accelerator: the one that prepared the model.
+        model: as ``prepare`` returned it. Register each model of an accelerator.
+        optimizer: as ``prepare`` returned it; a list if the model has several.
+        density, options: as in `sparsecomm.torch.register`, with the accelerator's scaler by default. `SparseAdamW`
+            ignores them, since it has options of its own.
 
     Raises:
-        InvalidInputError: the model is not in DDP, or an argument cannot be used.
+        InvalidInputError: the model is not in DDP, or was registered already; the accelerator has not prepared the
+            model or an optimizer; or an argument cannot be used.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    sparse = attach(model, [getattr(each, "optimizer", each) for each in given], density, options)
+    plain: list[Any] = [getattr(each, "optimizer", each) for each in given]
+    ddp = ddp_of(model)
+    if _model_number(accelerator, ddp) is None:
+        raise InvalidInputError("model: this accelerator has not prepared it; pass the model that prepare() returned")
+    if any(_optimizer_number(accelerator, each) is None for each in plain):
+        raise InvalidInputError(
+            "optimizer: this accelerator has not prepared it, and would not save it; pass what prepare() returned"
+        )
+    sparse = attach(ddp, plain, density, {"scaler": accelerator.scaler, **options})
+    saved: dict[str, str] = {}  # the name of the folder that was saved last, with its checkpoint's id
 
-    def save_ours(models: list[Any], weights: list[Any], folder: str) -> None:
-        sparse.save(Path(folder) / _FOLDER)
+    def save_residuals(models: list[Any], weights: list[Any], folder: str) -> None:
+        if (number := _model_number(accelerator, ddp)) is not None:  # else free_memory() was called
+            ours, checkpoint = Path(folder, FOLDER, f"model_{number}"), f"{sparse.run}-{sparse.step}"
+            sparse.save(ours, checkpoint)
+            sparse.prune(ours, keep=2)  # the checkpoint that Accelerate is about to overwrite is still valid
+            saved.clear()
+            saved[ours.name] = checkpoint
 
-    def load_ours(models: list[Any], folder: str) -> None:
-        sparse.load(Path(folder) / _FOLDER)
+    def add_id(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        current = {name: each for name, each in saved.items() if each.endswith(f"-{sparse.step}")}
+        return {**state, KEY: {**state.get(KEY, {}), **current}} if current else state
 
-    accelerator.register_save_state_pre_hook(save_ours)
-    accelerator.register_load_state_pre_hook(load_ours)
+    def load_residuals(models: list[Any], folder: str) -> None:
+        if (number := _model_number(accelerator, ddp)) is not None:
+            saved.clear()
+            ours = Path(folder, FOLDER, f"model_{number}")
+            file = _optimizer_number(accelerator, plain[0]) if plain else None
+            ids = {} if file is None else _ids(Path(folder, f"{OPTIMIZER_NAME}{f'_{file}' if file else ''}.bin"))
+            sparse.load(ours, ids.get(ours.name), folder)
+
+    for each in plain:
+        each.register_state_dict_post_hook(add_id)
+    accelerator.register_save_state_pre_hook(save_residuals)
+    accelerator.register_load_state_pre_hook(load_residuals)
     return sparse
+
+
+def _ids(optimizer_file: Path) -> dict[str, Any]:
+    """Return the ids in an optimizer's file, by the name of the model's folder."""
+    try:
+        state = torch.load(optimizer_file, map_location="cpu", weights_only=True, mmap=True)  # which reads no tensors
+    except (OSError, RuntimeError, pickle.UnpicklingError):
+        return {}  # Accelerate loads the same file, and says what is wrong
+    found = state.get(KEY) if isinstance(state, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+# Accelerate saves models and optimizers by position, and has no public method that tells it.
+
+
+def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int | None:
+    for number, model in enumerate(accelerator._models):  # as they were before prepare() wrapped them, or after
+        if model is ddp.module or any(ddp is each for each in ddps_in(model)):
+            return number
+    return None
+
+
+def _optimizer_number(accelerator: Accelerator, optimizer: object) -> int | None:
+    found = (number for number, each in enumerate(accelerator._optimizers) if each.optimizer is optimizer)
+    return next(found, None)

@@ -1,84 +1,222 @@
-"""What the frameworks have in common: a model in DDP, and optimizers that may exchange gradients themselves."""
+"""What the integrations share: find the DDP model, exchange its gradients sparsely, and save residuals."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
-from sparsecomm.torch import SparseAdamW, SparseOptimizer, keep_local, load, register, save
+from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, load, register, save
+from sparsecomm.transport import of
 
-__all__ = ["Attached", "attach"]
+__all__ = ["FOLDER", "KEY", "Attached", "attach", "ddp_of", "ddps_in"]
+
+FOLDER = "sparsecomm"  # inside a framework's checkpoint folder
+KEY = "sparsecomm_checkpoint"  # in a framework's checkpoint: the id under which its residuals were saved
 
 _log = logging.getLogger("sparsecomm")
 
 
 class Attached:
-    """A training whose gradients are exchanged sparsely.
+    """The sparse exchange of one model's gradients.
+
+    Residuals are saved under an id that the framework's checkpoint holds as well, so that they are loaded with that
+    checkpoint only.
 
     Attributes:
-        objects: by name, what each rank has to save.
-        reducers: with counters, buckets and residuals.
+        ddp: the model.
+        optimizers: those that exchange gradients themselves; none where a hook of DDP exchanges them.
+        objects: the objects with a state that each rank saves, by name.
+        reducers: one for each of the objects, with counters, buckets and residuals.
     """
 
-    def __init__(self, objects: dict[str, Any], reducers: tuple[Reducer, ...]) -> None:
-        self.objects, self.reducers = objects, reducers
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: list[SparseAdamW],
+        objects: dict[str, Any],
+        reducers: tuple[Reducer, ...],
+    ) -> None:
+        self.ddp, self.optimizers, self.objects, self.reducers = ddp, optimizers, objects, reducers
+        self._run: str | None = None
 
     @property
     def step(self) -> int:
-        """How many steps have been made."""
+        """The number of steps made."""
         return max(reducer.step for reducer in self.reducers)
 
-    def save(self, folder: Path) -> None:
-        """Save what each rank has not sent yet. Collective."""
-        save(folder, self.step, self.objects)
+    @property
+    def run(self) -> str:
+        """A random name for the steps since the training began or resumed. The first use is collective."""
+        if self._run is None:
+            drawn = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device="cpu")
+            broadcast_parameters({"run": drawn})
+            self._run = bytes(drawn.tolist()).hex()
+        return self._run
 
-    def load(self, folder: Path) -> None:
-        """Load it again, on any number of ranks. Collective. Where there is nothing, say so, and begin without."""
-        if load(folder, self.objects) is None:
+    def begin_run(self) -> None:
+        """Draw a new name at the next use of `run`."""
+        self._run = None
+
+    def release(self) -> None:
+        """End the exchange of the optimizers, so that others can be made for the same parameters."""
+        for optimizer in self.optimizers:
+            optimizer.remove()
+
+    def save(self, folder: Path, checkpoint: str) -> None:
+        """Save each rank's residuals in ``folder / checkpoint``, where ``checkpoint`` is the id. Collective."""
+        save(folder / checkpoint, self.step, self.objects)
+
+    def load(self, folder: Path, checkpoint: object, source: object) -> None:
+        """Load the residuals of a checkpoint, on any number of ranks. Collective.
+
+        Where there are none, warn and begin with empty residuals.
+
+        Args:
+            folder: as in `save`; it may differ between ranks.
+            checkpoint: the id in the framework's checkpoint; ``None``: it has none.
+            source: the framework's checkpoint, for the warning.
+
+        Raises:
+            InvalidInputError: the residuals cannot be read, or do not fit the model.
+        """
+        known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
+        found = load(folder / (str(checkpoint) if known else "none"), self.objects)
+        self.begin_run()
+        if found is not None:
+            return
+        for reducer in self.reducers:
+            reducer.discard()
+        if of(None).rank:
+            return
+        if known:
             _log.warning(
-                "%s has no residuals that all ranks see: what was not sent before it was saved is lost", folder
+                "%s: the residuals of this checkpoint are not in %s on all ranks, so the gradient entries that were "
+                "not sent before it was saved are lost; copy that folder together with the checkpoint",
+                source,
+                folder,
+            )
+        else:
+            _log.warning(
+                "%s: this checkpoint was saved without residuals; training begins with empty ones. If it is of a "
+                "sparse training, the gradient entries that were not sent before it was saved are lost",
+                source,
+            )
+
+    def prune(self, folder: Path, keep: int) -> None:
+        """Remove this rank's residuals of all but the newest ``keep`` checkpoints that were saved in ``folder``."""
+        ranks = of(None)
+        files: dict[Path, list[Path]] = {}
+        for path in folder.glob("*/step*-rank*-of*.pt"):
+            rank = re.match(r"step\d+-rank(\d+)-", path.name)
+            if rank and int(rank[1]) % ranks.size == ranks.rank:  # also those of a larger number of ranks
+                files.setdefault(path.parent, []).append(path)
+        newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
+        for each in newest_first[keep:]:
+            for path in files[each]:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks' files are still there
+                each.rmdir()
+
+
+def attach(
+    model: object,
+    optimizers: Iterable[object],
+    density: Any,
+    options: Mapping[str, Any],
+    before: Attached | None = None,
+) -> Attached:
+    """Exchange a model's gradients sparsely: by its optimizers if they are `SparseAdamW`, otherwise by a hook of DDP.
+
+    Args:
+        model: in DDP, which may be compiled, or inside another module.
+        optimizers: of the model, without a framework's wrappers.
+        density, options: as in `sparsecomm.torch.register`; ignored where optimizers exchange.
+        before: what was returned for an earlier training; it is used again if the model is still the same.
+
+    Raises:
+        InvalidInputError: the model is not in DDP, or has a hook already; or only some optimizers exchange gradients.
+    """
+    ddp, given = ddp_of(model), list(optimizers)
+    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseAdamW)]
+    _check(ddp, given, sparse)
+    again = before is not None and before.ddp is ddp
+    if before is not None and again and list(map(id, before.optimizers)) == list(map(id, sparse)):
+        return before
+    if not sparse:
+        state = register(ddp, density, **options)
+        return Attached(ddp, [], {"hook": state}, (state.reducer,))
+    if not (before is not None and again and before.optimizers):
+        keep_local(ddp)
+    apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
+    return Attached(ddp, sparse, apart, tuple(optimizer.reducer for optimizer in sparse))
+
+
+def ddp_of(model: object) -> DistributedDataParallel:
+    """Return the DDP model in a model that is compiled, or wrapped by another module.
+
+    Raises:
+        InvalidInputError: there is none, or there are several.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
+    found = ddps_in(model)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidInputError(
+            f"model: {type(model).__name__} contains {len(found)} DistributedDataParallel models; register each of them"
+        )
+    what = f"model: {type(model).__name__} is not wrapped in DistributedDataParallel"
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise InvalidInputError(f"{what}; pass the model that the framework has wrapped, and do not use FSDP")
+    raise InvalidInputError(
+        f"{what}, because this process is alone; start several with torchrun --nproc_per_node, or one with "
+        "torchrun --nproc_per_node 1, which sends nothing"
+    )
+
+
+def ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the DDP models in a model."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # as torch.compile names it
+        model = inner
+    return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+
+
+def _check(ddp: DistributedDataParallel, given: list[object], sparse: list[SparseAdamW]) -> None:
+    """Check that each gradient is exchanged once."""
+    if wrapped := [each for each in given if isinstance(each, SparseOptimizer) and each not in sparse]:
+        raise InvalidInputError(
+            f"optimizer: {type(wrapped[0]).__name__} is a DistributedOptimizer, and DistributedDataParallel would "
+            "overwrite its gradients; pass the optimizer that it wraps, and a hook will exchange gradients"
+        )
+    if not sparse:
+        return
+    if others := [type(optimizer).__name__ for optimizer in given if optimizer not in sparse]:
+        raise InvalidInputError(
+            f"optimizer: {type(sparse[0]).__name__} exchanges gradients itself and {others[0]} does not; use one kind "
+            "for all parameters of a model"
+        )
+    exchanged = {id(p) for optimizer in sparse for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in exchanged and name not in ddp.parameters_to_ignore:
+            raise InvalidInputError(
+                f"optimizer: no SparseAdamW has {name}, so its gradient would not be exchanged; pass all optimizers "
+                "of the model as a list, or freeze the parameter"
             )
 
 
-def attach(ddp: object, optimizers: Iterable[object], density: Any, options: dict[str, Any]) -> Attached:
-    """Let a training exchange gradients sparsely: by its optimizers, if these do, or by a hook.
-
-    Args:
-        ddp: the model, in DDP.
-        optimizers: of the training, not wrapped.
-        density, options: as in `sparsecomm.torch.register`; not looked at where optimizers exchange.
-
-    Raises:
-        InvalidInputError: the model is not in DDP, or has a hook already; or only some of the optimizers exchange.
-    """
-    given = list(optimizers)
-    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseAdamW)]
-    if wrapped := [each for each in given if isinstance(each, SparseOptimizer) and each not in sparse]:
-        raise InvalidInputError(
-            f"{type(wrapped[0]).__name__} is a DistributedOptimizer, and the model in DistributedDataParallel, which "
-            "would write to gradients after it; expected the optimizer that it wraps, and a hook exchanges gradients"
-        )
-    if sparse and len(sparse) < len(given):
-        others = [type(optimizer).__name__ for optimizer in given if optimizer not in sparse]
-        raise InvalidInputError(
-            f"{type(sparse[0]).__name__} exchanges gradients, and {others[0]} does not; expected one kind of optimizers"
-        )
-    if not isinstance(ddp, DistributedDataParallel) and isinstance(ddp, torch.nn.Module):
-        raise InvalidInputError(
-            f"the model is {type(ddp).__name__}, and not in DistributedDataParallel: this is one process alone; start "
-            "several, by torchrun --nproc_per_node, or one by torchrun --nproc_per_node 1, which sends nothing"
-        )
-    assert isinstance(ddp, DistributedDataParallel)
-    if not sparse:
-        state = register(ddp, density, **options)
-        return Attached({"hook": state}, (state.reducer,))
-    keep_local(ddp)
-    apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
-    return Attached(apart, tuple(optimizer.reducer for optimizer in sparse))
+def _modified(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0

@@ -1,20 +1,23 @@
-"""The Trainer of Hugging Face's Transformers: gradients that are exchanged sparsely, in one line."""
+"""The Trainer of Hugging Face Transformers: exchange gradients sparsely, and save residuals with its checkpoints."""
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
     raise ImportError(
         f"sparsecomm.integrations.transformers needs Transformers ({error}): {pip_install('transformers[torch]')}"
     ) from error
 
-from sparsecomm.integrations.attach import Attached, attach
+from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.torch import SparseOptimizer
@@ -23,54 +26,93 @@ __all__ = ["SparseCallback", "register"]
 
 
 def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> SparseCallback:
-    """Let a Trainer exchange gradients sparsely, and save with its checkpoints what each rank has not sent yet.
+    """Exchange gradients sparsely, and save and load residuals with the Trainer's checkpoints.
 
         adamw = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
         trainer = Trainer(model, arguments, train_dataset=data, optimizers=(adamw, None))
         sparsecomm.integrations.transformers.register(trainer)
         trainer.train()
 
-    With `SparseAdamW`, as here, the optimizer exchanges. With others a hook does, whose ``density`` and ``options`` are
-    those of `sparsecomm.torch.register`. Then pass ``max_grad_norm=0`` to `TrainingArguments`, which would clip what
-    was summed up, and ``clip=1.0`` here.
+    `SparseAdamW`, as here or made in ``create_optimizer``, exchanges gradients itself. With any other optimizer a hook
+    of DDP does. Then pass ``max_grad_norm=0`` to `TrainingArguments`, which would clip the averaged gradient, and
+    ``clip=1.0`` here. Residuals are in the folder ``sparsecomm`` of each checkpoint, unless ``save_only_model`` leaves
+    the optimizer out as well.
 
     Args:
         trainer: before ``train()``.
-        density, options: as in `sparsecomm.torch.register`; `SparseAdamW` has its own.
+        density, options: as in `sparsecomm.torch.register`, with the Trainer's scaler by default. `SparseAdamW` ignores
+            them, since it has options of its own.
 
     Returns:
         The callback; its ``sparse.reducers`` have counters once the training has begun.
+
+    Raises:
+        InvalidInputError: the Trainer was registered already.
     """
+    if any(isinstance(each, SparseCallback) for each in trainer.callback_handler.callbacks):
+        raise InvalidInputError("trainer: it was registered already; register each Trainer once")
     callback = SparseCallback(trainer, density, options)
     trainer.add_callback(callback)
     return callback
 
 
 class SparseCallback(TrainerCallback):
-    """What `register` adds to a Trainer.
+    """The callback that `register` adds to a Trainer.
+
+    It wraps two methods of the Trainer: ``train``, which knows the checkpoint to resume from, and ``create_optimizer``,
+    after which the Trainer loads the optimizer's state.
 
     Attributes:
-        sparse: from the beginning of the training on.
+        sparse: the exchange; ``None`` before the training begins.
     """
 
-    sparse: Attached
+    sparse: Attached | None = None
 
     def __init__(self, trainer: Trainer, density: Schedule, options: dict[str, Any]) -> None:
         self._trainer, self._density, self._options = trainer, density, options
-        if isinstance(trainer.optimizer, SparseOptimizer):  # its state is loaded before the training begins
-            trainer.optimizer.residuals_apart()
+        self._resumed: Path | None = None  # the checkpoint that train() resumes from
+        train, create_optimizer = trainer.train, trainer.create_optimizer
+
+        @wraps(train)
+        def train_from(resume_from_checkpoint: Any = None, *args: Any, **others: Any) -> Any:
+            if resume_from_checkpoint is True:
+                last: str | None = get_last_checkpoint(str(trainer.args.output_dir))  # type: ignore[no-untyped-call]
+                resume_from_checkpoint = last or True  # which the Trainer refuses
+            resumes = not isinstance(resume_from_checkpoint, bool) and resume_from_checkpoint is not None
+            self._resumed = Path(resume_from_checkpoint) if resumes else None
+            return train(resume_from_checkpoint, *args, **others)
+
+        @wraps(create_optimizer)
+        def create_apart(*args: Any, **others: Any) -> Any:
+            if trainer.optimizer is None and self.sparse is not None:
+                self.sparse.release()  # another optimizer is about to be made for the same model
+            created = create_optimizer(*args, **others)
+            if isinstance(optimizer := self._optimizer(), SparseOptimizer):
+                optimizer.residuals_apart()
+            return created
+
+        vars(trainer).update(train=train_from, create_optimizer=create_apart)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        """Attach to the model, which is in DDP now; go on from a checkpoint if the Trainer does."""
+        """Attach to the model, which is in DDP now, and load residuals if the Trainer resumes."""
         trainer = self._trainer
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.sparse = attach(trainer.model_wrapped, [optimizer], self._density, self._options)
-        if state.global_step:
-            self.sparse.load(self._folder(args, state))
+        options = {"scaler": getattr(trainer.accelerator, "scaler", None), **self._options}
+        self.sparse = attach(trainer.model_wrapped, [self._optimizer()], self._density, options, self.sparse)
+        if self._resumed is not None:
+            saved = f"{state.stateful_callbacks.get(KEY)}-{state.global_step}"
+            self.sparse.load(self._resumed / FOLDER, saved if KEY in state.stateful_callbacks else None, self._resumed)
+        self.sparse.begin_run()
+        state.stateful_callbacks[KEY] = self.sparse.run  # the Trainer saves it with the number of the step
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        """Save what this rank has not sent yet, in the folder of the Trainer's checkpoint."""
-        self.sparse.save(self._folder(args, state))
+        """Save this rank's residuals in the folder of the Trainer's checkpoint."""
+        trainer = self._trainer
+        if self.sparse is not None and not args.save_only_model:
+            run_folder = trainer._get_output_dir(getattr(trainer, "_trial", None))  # of one trial of a search
+            folder = Path(run_folder, f"checkpoint-{state.global_step}", FOLDER)
+            self.sparse.save(folder, f"{self.sparse.run}-{state.global_step}")
+            self.sparse.prune(folder, keep=1)
 
-    def _folder(self, args: TrainingArguments, state: Any) -> Path:
-        return Path(str(args.output_dir), f"checkpoint-{state.global_step}", "sparsecomm")
+    def _optimizer(self) -> object:
+        """Return the Trainer's optimizer, without Accelerate's wrapper."""
+        return getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)

@@ -50,26 +50,35 @@ def test_an_optimizer_that_exchanges_needs_no_hook(ddp: DistributedDataParallel)
     assert attached.step == attached.reducers[0].step == 3
 
 
-def test_what_was_not_sent_is_saved(
+def test_residuals_are_loaded_by_id_only(
     ddp: DistributedDataParallel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attached = attach(ddp, [torch.optim.SGD(ddp.module.parameters(), lr=0.1)], 0.1, {"dense_below": 0})
     ddp(torch.arange(20.0).reshape(1, 20)).sum().backward()
     kept = attached.reducers[0].residual("weight").copy()
     assert kept.any()
-    attached.save(tmp_path / "a")
+    names = [f"{attached.run}-{number}" for number in range(3)]
+    for name in names:
+        attached.save(tmp_path, name)
     ddp(torch.ones(1, 20)).sum().backward()
-    attached.load(tmp_path / "a")
+    attached.load(tmp_path, names[2], "a.ckpt")
+    assert not caplog.messages
     assert attached.step == 1
     assert (attached.reducers[0].residual("weight") == kept).all()
-    with caplog.at_level("WARNING", "sparsecomm"):
-        attached.load(tmp_path / "b")
-    assert "has no residuals that all ranks see" in caplog.text
+    assert not names[0].startswith(attached.run)  # steps may be made again
+    attached.prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == names[2:]
+    unknown = "was saved without residuals; training begins with empty ones"
+    for wrong, words in ((names[0], "copy that folder"), (None, unknown), (f"../{tmp_path.name}/{names[2]}", unknown)):
+        caplog.clear()
+        attached.load(tmp_path, wrong, "b.ckpt")
+        assert words in caplog.text
+        assert not attached.reducers[0].residual("weight").any()
 
 
 def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
     both = [SparseAdamW([("weight", ddp.module.weight)]), torch.optim.SGD([ddp.module.bias], lr=0.1)]
-    with pytest.raises(sc.InvalidInputError, match="SparseAdamW exchanges gradients, and SGD does not"):
+    with pytest.raises(sc.InvalidInputError, match="SparseAdamW exchanges gradients itself and SGD does not"):
         attach(ddp, both, 0.01, {})
     both[0].remove()
 
@@ -77,14 +86,14 @@ def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
 def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
     sgd = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, ddp.module.named_parameters())
-    with pytest.raises(sc.InvalidInputError, match="expected the optimizer that it wraps, and a hook exchanges"):
+    with pytest.raises(sc.InvalidInputError, match="pass the optimizer that it wraps, and a hook will exchange"):
         attach(ddp, [optimizer], 0.01, {})
     optimizer.remove()
 
 
 def test_a_process_alone_is_told_how_to_start() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(sc.InvalidInputError, match="this is one process alone; start several, by torchrun"):
+    with pytest.raises(sc.InvalidInputError, match="because this process is alone; start several with torchrun"):
         attach(model, [torch.optim.SGD(model.parameters())], 0.01, {})
 
 

@@ -1,0 +1,305 @@
+"""Cases of Accelerate, on each rank, against trainings that were not interrupted, or dense ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration, TorchDynamoPlugin
+from torch import nn
+
+from sparsecomm.integrations.accelerate import register
+from sparsecomm.torch import SparseAdamW
+from tests.integrations.cases import (
+    batch,
+    case,
+    main,
+    module,
+    move,
+    on_rank_0,
+    one_warning,
+    refused,
+    residuals,
+    same,
+    warned,
+    weights,
+)  # fmt: skip
+
+KINDS = ["sgd", "adamw"]
+
+
+class Training:
+    """Models of one accelerator, each trained in turn by optimizers of its own."""
+
+    def __init__(self, kind: str, models: int = 1, density: float | None = 0.05, **accelerator: Any) -> None:
+        """Prepare it. ``density``: ``None`` leaves gradients to DDP, and does not register."""
+        AcceleratorState._reset_state()  # of all accelerators of this process
+        GradientState._reset_state()
+        self.accelerator = Accelerator(cpu=True, **accelerator)
+        self.prepare(kind, models, density)
+
+    def prepare(self, kind: str, models: int, density: float | None) -> None:
+        made = [module() for _ in range(models)]
+        self.lists = [optimizers(kind, model, density) for model in made]
+        prepared = self.accelerator.prepare(*made, *chain(*self.lists))
+        self.models, rest = list(prepared[:models]), list(prepared[models:])
+        self.lists = [[rest.pop(0) for _ in each] for each in self.lists]
+        self.sparse: list[Any] = [None] * models
+        for number in reversed(range(models)) if density is not None else ():  # in another order than prepare()
+            self.sparse[number] = register(
+                self.accelerator, self.models[number], self.lists[number], density, **options(kind)
+            )
+
+    def train(self, *steps: int) -> torch.Tensor:
+        for step in steps:
+            loss = sum((10.0**number * model(batch(step)).square().mean() for number, model in enumerate(self.models)))
+            self.accelerator.backward(loss)
+            for each in chain(*self.lists):
+                each.step()
+                each.zero_grad()
+        return self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([weights(model) for model in self.models])
+
+
+def options(kind: str) -> dict[str, Any]:
+    return {} if kind.startswith("adamw") else {"momentum": 0.9, "dense_below": 0}
+
+
+def optimizers(kind: str, model: nn.Module, density: float | None) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model; of ``two``, each has some of the parameters."""
+    named = list(model.named_parameters())
+    parts = [named[:2], named[2:]] if kind.endswith("two") else [named]
+    if kind.startswith("adamw"):
+        return [
+            SparseAdamW(part, lr=0.01, density=density) if density else torch.optim.AdamW(dict(part).values(), lr=0.01)
+            for part in parts
+        ]
+    return [torch.optim.SGD([p for _, p in part], lr=0.05) for part in parts]
+
+
+@case(kind=[*KINDS, "sgd two", "adamw two"], models=[1, 2])
+def resumes(folder: Path, kind: str, models: int) -> None:
+    """Each model gets its own residuals, wherever the checkpoint is now."""
+    first = Training(kind, models)
+    first.train(0, 1)
+    first.accelerator.save_state(str(folder / "a"))
+    saved = [residuals(each) for each in first.sparse]
+    first.train(2)
+    first.accelerator.save_state(str(folder / "a"))  # over the last one
+    kept = [residuals(each) for each in first.sparse]
+    assert not same(saved[0], kept[0])
+    expected = first.train(3, 4)
+    on_rank_0(move, folder / "a", folder / "elsewhere/b")
+    again = Training(kind, models)
+    with warned() as messages:
+        again.accelerator.load_state(str(folder / "elsewhere/b"))
+    assert not messages
+    assert all(map(same, kept, map(residuals, again.sparse)))
+    assert torch.equal(again.train(3, 4), expected)
+    again.accelerator.save_state(str(folder / "elsewhere/b"))
+    dist.barrier()
+    assert {len(os.listdir(each)) for each in (folder / "elsewhere/b/sparsecomm").iterdir()} == {2}
+
+
+@case(kind=KINDS)
+def another_checkpoint(folder: Path, kind: str) -> None:
+    """Residuals of a checkpoint that was overwritten are not loaded, and those in memory are dropped."""
+    first = Training(kind)
+    first.train(0, 1)
+    first.accelerator.save_state(str(folder))
+    dense = Training("sgd", density=None) if kind == "sgd" else Training("adamw")
+    dense.train(0)
+    ours = folder / "sparsecomm"
+    if kind == "sgd":
+        dense.accelerator.save_state(str(folder))
+        words = "was saved without residuals"
+    else:
+        dense.accelerator.save_state(str(folder / "other"))
+        on_rank_0(shutil.copy, folder / "other/optimizer.bin", folder / "optimizer.bin")
+        words = f"the residuals of this checkpoint are not in {ours / 'model_0'}"
+    assert ours.is_dir()
+    first.train(2)
+    assert any(values.any() for values in residuals(first.sparse[0]).values())
+    with warned() as messages:
+        first.accelerator.load_state(str(folder))
+    one_warning(messages, words)
+    assert not any(values.any() for values in residuals(first.sparse[0]).values())
+    first.train(3)
+
+
+@case(kind=KINDS)
+def names_its_folders_itself(folder: Path, kind: str) -> None:
+    """With a limit of one checkpoint, residuals of older ones are removed with them."""
+    settings = {"project_dir": str(folder), "automatic_checkpoint_naming": True, "total_limit": 1}
+    first = Training(kind, project_config=ProjectConfiguration(**settings))
+    for step in range(3):
+        first.train(step)
+        first.accelerator.save_state()
+    expected = first.train(3)
+    assert os.listdir(folder / "checkpoints") == ["checkpoint_2"]
+    again = Training(kind, project_config=ProjectConfiguration(**settings))
+    again.accelerator.load_state()
+    assert torch.equal(again.train(3), expected)
+
+
+@case(kind=KINDS)
+def free_memory_and_prepare_anew(folder: Path, kind: str) -> None:
+    """A model that was freed is not saved any more, also where it is still referred to."""
+    training = Training(kind)
+    training.train(0)
+    old, models = training.sparse[0], training.models
+    training.accelerator.free_memory()
+    training.prepare(kind, 1, 0.05)
+    training.train(0, 1)
+    training.accelerator.save_state(str(folder))
+    kept, expected = residuals(training.sparse[0]), training.train(2)
+    assert os.listdir(folder / "sparsecomm") == ["model_0"]
+    assert old.step == 1
+    assert models
+    again = Training(kind)
+    again.accelerator.load_state(str(folder))
+    assert same(kept, residuals(again.sparse[0]))
+    assert torch.equal(again.train(2), expected)
+
+
+@case(kind=KINDS)
+def prepare_twice(folder: Path, kind: str) -> None:
+    training = Training(kind)
+    model, optimizer = training.accelerator.prepare(training.models[0], training.lists[0][0])
+    assert model is training.models[0]
+    with refused("a communication hook is registered already"):
+        register(training.accelerator, model, optimizer)
+    training.train(0, 1)
+    training.accelerator.save_state(str(folder))
+    assert os.listdir(folder / "sparsecomm") == ["model_0"]
+
+
+@case(kind=KINDS, how=["whole", "regions"])
+def compiled(folder: Path, kind: str, how: str) -> None:
+    expected = Training(kind).train(0, 1, 2)
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=how == "regions")
+    training = Training(kind, dynamo_plugin=plugin)
+    assert torch.allclose(training.train(0, 1, 2), expected, rtol=1e-4, atol=1e-6)
+    training.accelerator.save_state(str(folder))
+    kept = residuals(training.sparse[0])
+    training.train(3)
+    training.accelerator.load_state(str(folder))
+    assert same(kept, residuals(training.sparse[0]))
+
+
+@case(kind=KINDS)
+def wrapped(folder: Path, kind: str) -> None:
+    """The model that prepare() returned is inside another module; two of them in one are refused."""
+    expected = Training(kind).train(0, 1)
+    training = Training(kind, density=None)
+    made = optimizers(kind, training.models[0].module, 0.05)
+    made = [training.accelerator.prepare(each) for each in made]
+    around = nn.Sequential(training.models[0], nn.Flatten())
+    register(training.accelerator, around, made, 0.05, **options(kind))
+    training.models, training.lists = [around], [made]
+    assert torch.equal(training.train(0, 1), expected)
+    two = Training(kind, 2, density=None)
+    with refused("contains 2 DistributedDataParallel models; register each of them"):
+        register(two.accelerator, nn.ModuleList(two.models), two.lists[0])
+
+
+@case(kind=["sgd"], precision=["no", "bf16"], passes=[1, 2])
+def as_dense(folder: Path, kind: str, precision: str, passes: int) -> None:
+    """At density 1.0 it is what DDP does, also with accumulation by the framework."""
+    ends = []
+    for density in (None, 1.0):
+        training = Training(kind, 2, density, mixed_precision=precision, gradient_accumulation_steps=passes)
+        begun = training.weights()
+        for each in chain(*training.lists):
+            for group in each.param_groups:
+                group["momentum"] = 0.9 if density is None else 0.0
+        for step in range(4):
+            with training.accelerator.accumulate(*training.models):
+                training.train(step)
+        ends.append(training.weights())
+        if density:
+            assert [each.step for each in training.sparse] == [4 // passes] * 2
+    assert not torch.equal(begun, ends[0])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
+
+
+@case(kind=["sgd"])
+def the_scaler_of_the_accelerator(folder: Path, kind: str) -> None:
+    """It is passed on: an overflow on one rank lets all skip the step."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer = accelerator.prepare(model := module(), torch.optim.SGD(model.parameters(), lr=0.05))
+    register(accelerator, model, optimizer, 0.05)
+    for step in range(3):
+        before = weights(model)
+        loss = model(batch(step)).square().mean()
+        accelerator.backward(loss * (torch.inf if step == 1 and dist.get_rank() else 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(weights(model), before) == (step == 1)
+        assert accelerator.scaler.get_scale() == (4.0 if step == 0 else 2.0)
+
+
+@case()
+def what_is_refused(folder: Path) -> None:
+    training, other = Training("sgd", density=None), Training("sgd", density=None)
+    model, optimizer = training.models[0], training.lists[0][0]
+    with refused("model: this accelerator has not prepared it"):
+        register(training.accelerator, other.models[0], optimizer)
+    with refused("optimizer: this accelerator has not prepared it, and would not save it"):
+        register(training.accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with refused("is not wrapped in DistributedDataParallel; pass the model that the framework has wrapped"):
+        register(training.accelerator, module(), optimizer)
+    some = training.accelerator.prepare(SparseAdamW(list(model.module.named_parameters())[:2]))
+    with refused("no SparseAdamW has 2.weight, so its gradient would not be exchanged"):
+        register(training.accelerator, model, some)
+
+
+@case(kind=KINDS)
+def on_another_number_of_ranks(folder: Path, kind: str) -> None:
+    """A program on two ranks has saved; on three, the sum of residuals is what it was."""
+    saved_by = folder.parent / f"sum-{kind}.pt"
+    training = Training(kind)
+    if dist.get_world_size() == 2:
+        training.train(0, 1)
+        training.accelerator.save_state(str(folder))
+    else:
+        training.accelerator.load_state(str(folder))
+    total = {name: torch.from_numpy(values) for name, values in residuals(training.sparse[0]).items()}
+    for values in total.values():
+        dist.all_reduce(values)
+    if dist.get_world_size() == 2:
+        on_rank_0(torch.save, total, saved_by)
+    else:
+        expected = torch.load(saved_by)
+        assert all(torch.allclose(total[name], expected[name], atol=1e-6) for name in expected)
+        assert any(values.any() for values in total.values())
+        training.train(2, 3)
+
+
+@case(kind=KINDS)
+def each_rank_has_a_folder_of_its_own(folder: Path, kind: str) -> None:
+    """As on nodes without a shared file system, where one rank of each saves the model."""
+    if os.environ["LOCAL_WORLD_SIZE"] == "1":
+        own = folder / os.environ["RANK"]
+        config = ProjectConfiguration(save_on_each_node=True)
+        first = Training(kind, project_config=config)
+        first.train(0, 1)
+        first.accelerator.save_state(str(own))
+        expected = first.train(2)
+        again = Training(kind, project_config=config)
+        again.accelerator.load_state(str(own))
+        assert torch.equal(again.train(2), expected)
+
+
+if __name__ == "__main__":
+    main()

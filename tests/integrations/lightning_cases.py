@@ -1,0 +1,254 @@
+"""Cases of Lightning, on each rank, against trainings that were not interrupted, or dense ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning
+import torch
+import torch.distributed as dist
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, TensorDataset
+
+from sparsecomm.integrations.lightning import SparseDDPStrategy
+from sparsecomm.torch import SparseAdamW
+from tests.integrations.cases import case, main, module, move, on_rank_0, one_warning, residuals, rows, warned, weights
+
+KINDS = ["sgd", "adamw"]
+
+
+class Net(lightning.LightningModule):
+    def __init__(self, kind: str, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.kind, self.momentum, self.lr = module(), kind, momentum, 0.01
+        self.automatic_optimization = kind != "pair"
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "pair":
+            halves = [list(each.named_parameters(prefix=name)) for name, each in self.net.named_children()]
+            return [SparseAdamW(half, lr=self.lr, density=0.05) for half in halves if half]
+        if self.kind == "adamw":
+            return SparseAdamW(self.named_parameters(), lr=self.lr, density=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
+
+
+class Shelf(DirFileSystem):
+    """A remote file system, as far as this library can tell: a folder of this machine under addresses of its own."""
+
+    protocol = "shelf"
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(os.environ["SHELF"], LocalFileSystem())
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("shelf://").strip("/")
+
+
+fsspec.register_implementation("shelf", Shelf)
+
+
+def made(epochs: int, kind: str = "sgd", *callbacks: Any, density: float | None = 0.05, **settings: Any) -> Any:
+    options = {"momentum": 0.9, "dense_below": 0} if kind == "sgd" else {}
+    gloo = {"process_group_backend": "gloo"}
+    return lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]), logger=False,
+        strategy=DDPStrategy(**gloo) if density is None else SparseDDPStrategy(density, options, **gloo),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+        **{"enable_checkpointing": bool(callbacks), **settings},
+    )  # fmt: skip
+
+
+def data(count: int = 16) -> Any:
+    return DataLoader(TensorDataset(rows(count)), batch_size=4)  # two batches for each of two ranks
+
+
+def trained(*arguments: Any, start: Any = None, **settings: Any) -> torch.Tensor:
+    kind = arguments[1] if len(arguments) > 1 else "sgd"
+    net = Net(kind)
+    made(*arguments, **settings).fit(net, data(), ckpt_path=start)
+    return weights(net)
+
+
+def keep(folder: Any, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{epoch}", **{"save_top_k": -1, **options})
+
+
+@case(kind=[*KINDS, "pair"], last=[True, "link"])
+def resumes(folder: Path, kind: str, last: Any) -> None:
+    """With the residuals of the checkpoint, by its name, by a link to it, and in another place."""
+    expected, longer = trained(3, kind, keep(folder, save_last=last)), trained(4, kind)
+    assert torch.equal(trained(3, kind, start=folder / "epoch=0.ckpt"), expected)
+    assert torch.equal(trained(4, kind, start=folder / "last.ckpt"), longer)
+    assert torch.equal(trained(4, kind, keep(folder, save_last=last), start="last"), longer)
+    on_rank_0(shutil.copy, folder / "epoch=0.ckpt", folder / "copy.ckpt")  # without its residuals, in the same folder
+    assert torch.equal(trained(3, kind, start=folder / "copy.ckpt"), expected)
+    on_rank_0(move, folder / "epoch=0.ckpt", folder / "moved/to.ckpt")
+    with warned() as messages:
+        assert not torch.equal(trained(3, kind, start=folder / "moved/to.ckpt"), expected)
+    one_warning(messages, f"the residuals of this checkpoint are not in {folder / 'moved/to.ckpt.ranks'} on all ranks")
+    on_rank_0(move, folder / "epoch=0.ckpt.ranks", folder / "moved/to.ckpt.ranks")
+    assert torch.equal(trained(3, kind, start=folder / "moved/to.ckpt"), expected)
+
+
+@case(kind=KINDS)
+def a_remote_address(folder: Path, kind: str) -> None:
+    """Residuals are beside the checkpoint there, and are removed with it."""
+    on_rank_0(folder.mkdir)
+    os.environ["SHELF"] = str(folder)
+    Shelf.clear_instance_cache()
+    expected = trained(3, kind, keep("shelf://run", save_top_k=1, save_last=True))
+    assert torch.equal(trained(3, kind, keep("shelf://other"), start="shelf://run/last.ckpt"), expected)
+    dist.barrier()
+    assert sorted(os.listdir(folder / "run")) == ["epoch=2.ckpt", "epoch=2.ckpt.ranks", "last.ckpt", "last.ckpt.ranks"]
+    assert [len(os.listdir(each)) for each in (folder / "run").glob("*.ranks")] == [1, 1]
+    longer = trained(4, kind)
+    assert torch.equal(trained(4, kind, start="shelf://run/epoch=2.ckpt"), longer)
+    on_rank_0(shutil.rmtree, folder / "run/epoch=2.ckpt.ranks")
+    on_rank_0(shutil.rmtree, folder / "run/last.ckpt.ranks")
+    with warned() as messages:
+        trained(4, kind, start="shelf://run/epoch=2.ckpt")
+    assert any("the residuals of this checkpoint are not in" in each for each in messages) == (dist.get_rank() == 0)
+
+
+@case(kind=["sgd"])
+def old_checkpoints_are_removed(folder: Path, kind: str) -> None:
+    trained(3, kind, keep(folder, save_top_k=1))
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["epoch=2.ckpt", "epoch=2.ckpt.ranks"]
+
+
+@case(kind=KINDS)
+def fit_twice(folder: Path, kind: str) -> None:
+    """A second fit begins as Lightning's does, with a new optimizer, and says what is lost."""
+    net, trainer = Net(kind), made(1, kind)
+    trainer.fit(net, data())
+    first = trainer.strategy.sparse
+    trainer.save_checkpoint(folder / "a.ckpt")
+    kept = residuals(first)
+    trainer.fit_loop.max_epochs = 2
+    with warned() as messages:
+        trainer.fit(net, data())
+    one_warning(messages, "fit() makes new optimizers, and begins with empty residuals")
+    assert trainer.strategy.sparse.step == 2
+    weights(net)
+    with warned() as messages:
+        trainer.fit(net, data(), ckpt_path=folder / "a.ckpt")
+    assert not messages
+    assert trainer.strategy.sparse.step == 4
+    assert torch.equal(weights(net), trained(2, kind))
+    assert any(values.any() for values in kept.values())
+    other = made(1, kind)  # of the same model
+    other.fit(net, data())
+    assert other.strategy.sparse.step == 2
+    weights(net)
+
+
+@case(kind=KINDS)
+def lr_find(folder: Path, kind: str) -> None:
+    """It leaves nothing behind: not in weights, and not in residuals."""
+    net, trainer = Net(kind), made(2, kind, default_root_dir=str(folder))
+    with warned() as messages:
+        Tuner(trainer).lr_find(net, data(), num_training=6, update_attr=False, max_lr=0.1)
+        trainer.fit(net, data())
+    assert not messages
+    assert torch.equal(weights(net), trained(2, kind))
+    dist.barrier()
+    assert not list(folder.glob(".lr_find*"))
+
+
+@case(kind=KINDS)
+def other_stages(folder: Path, kind: str) -> None:
+    """``fit`` after ``validate``, ``test`` with the best checkpoint, and a checkpoint at any path after them."""
+    net, trainer = Net(kind), made(2, kind, keep(folder, save_top_k=1, monitor="loss", mode="max"))
+    trainer.validate(net, data(), verbose=False)
+    trainer.fit(net, data(), data())
+    expected, kept = weights(net), residuals(trainer.strategy.sparse)
+    trainer.test(net, data(), ckpt_path="best", verbose=False)
+    trainer.test(net, data(), verbose=False)
+    assert all((kept[name] == values).all() for name, values in residuals(trainer.strategy.sparse).items())
+    trainer.save_checkpoint(folder / "any/path")
+    again = Net(kind)
+    made(3, kind).fit(again, data(), ckpt_path=folder / "epoch=0.ckpt")
+    assert torch.equal(weights(again), trained(3, kind))
+    assert not torch.equal(weights(again), expected)
+    with warned() as messages:
+        trained(3, kind, start=folder / "any/path")
+    assert not messages
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    assert not (folder / "weights.ckpt.ranks").exists()
+
+
+@case(kind=["sgd"])
+def a_dense_checkpoint(folder: Path, kind: str) -> None:
+    trained(1, kind, keep(folder), density=None)
+    with warned() as messages:
+        trained(2, kind, start=folder / "epoch=0.ckpt")
+    one_warning(messages, "was saved without residuals")
+
+
+@case(settings=[{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+def as_dense(folder: Path, settings: dict[str, Any]) -> None:
+    ends = []
+    for density in (None, 1.0):
+        net = Net("sgd", 0.0 if density else 0.9)
+        trainer = made(2, density=density, **settings)
+        trainer.fit(net, data())
+        ends.append(weights(net))
+    assert trainer.strategy.sparse.step == 4 // settings.get("accumulate_grad_batches", 1)
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-5)
+
+
+@case(kind=["adamw"])
+def compiled(folder: Path, kind: str) -> None:
+    net = torch.compile(Net(kind), backend="eager")
+    made(2, kind, keep(folder)).fit(net, data())
+    assert torch.allclose(weights(net), trained(2, kind), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(trained(2, kind, start=folder / "epoch=0.ckpt"), weights(net), rtol=1e-4, atol=1e-6)
+
+
+@case(kind=KINDS)
+def on_another_number_of_ranks(folder: Path, kind: str) -> None:
+    """A program on two ranks has saved; on three, the sum of residuals is what it was."""
+    net, saved_by, size = Net(kind), folder.parent / f"sum-{kind}.pt", int(os.environ["WORLD_SIZE"])
+    trainer = made(1, kind)
+    trainer.fit(net, data(), ckpt_path=None if size == 2 else folder / "a.ckpt")
+    if size == 2:
+        trainer.save_checkpoint(folder / "a.ckpt")
+    total = {name: torch.from_numpy(values) for name, values in residuals(trainer.strategy.sparse).items()}
+    for values in total.values():
+        dist.all_reduce(values)
+    if size == 2:
+        on_rank_0(torch.save, total, saved_by)
+    else:
+        expected = torch.load(saved_by)
+        assert all(torch.allclose(total[name], expected[name], atol=1e-6) for name in expected)
+        assert any(values.any() for values in total.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Training and checkpoints in each framework: the cases of a program, which all run in the same processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import Run, forks  # noqa: F401
+
+IMPORTS = ("pytest", "torch.distributed", "sparsecomm.torch", "lightning.pytorch", "transformers.trainer", "accelerate")
+PROGRAM = "from tests.integrations.{}_cases import main; main()"
+
+pytest.importorskip("torch.distributed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "trainer"])
+def test_cases(name: str, tmp_path: Path, forks: Run) -> None:  # noqa: F811
+    """On two ranks; then on three, which resume from what two have saved; then as if each rank were on its own node."""
+    for package in {"trainer": ["transformers", "accelerate"]}.get(name, [name]):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    runs = (
+        (2, "", {}),
+        (3, "another_number", {}),
+        (2, "folder_of_its_own", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+    )
+    for ranks, some, variables in runs:
+        status, said = forks("-c", PROGRAM.format(name), tmp_path, some, ranks=ranks, **variables)
+        assert status == 0, said
+        assert said.count(": passed ") % ranks == 0
