@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.plan import Plan
@@ -329,6 +331,13 @@ class Bucket:
         self._residual *= factor
         if self._velocity is not None:
             self._velocity *= factor
+
+    @default_float_mode
+    def drop_nonfinite(self) -> None:
+        """Set NaN and infinities in the residual and the velocity to zero."""
+        for kept in (self._residual, self._velocity):
+            if kept is not None:
+                kept[~np.isfinite(kept)] = 0  # CuPy's for its arrays
 
     def _add_deferred(self) -> None:
         for spec in self.tensors:

@@ -19,7 +19,7 @@ NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 
 def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
-    """Return the specs of named tensors, by name, in their order.
+    """Return the specs of named tensors, by name, in their order. A `TensorSpec` stands for a tensor.
 
     Raises:
         InvalidInputError: names are no texts or not unique, a tensor cannot be used, or there is none.
@@ -28,6 +28,9 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
     for name, tensor in interop.named(tensors):
         if name in found:
             raise InvalidInputError(f"tensors: the name {name!r} is there twice; expected each once")
+        if isinstance(tensor, TensorSpec):
+            found[name] = tensor
+            continue
         t = interop.tensor(tensor, name)
         found[name] = TensorSpec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
     if not found:

@@ -34,6 +34,8 @@ class Step:
             other ranks apply them.
         without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Nothing of them was
             exchanged: leave their parameters, and the optimizer's state, as they are.
+        nonfinite: a sum of few entries has a NaN or an infinity (without ``skip_nonfinite``), the same on all ranks.
+            NaN and infinities that were left in residuals and velocities are zeros now: they do not come back.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Step:
     usable: bool = True
     left: Mapping[str, SparseVector] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
+    nonfinite: bool = False
 
 
 class OpenStep:
@@ -164,14 +167,20 @@ class OpenStep:
         errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
         self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size and name not in summed)
-        usable = all(call.finite for _, call in self._calls)
-        if self.unsummed and self._settings.skip_nonfinite:  # no call has changed a residual yet, so none counts
+        finite, skips = all(call.finite for _, call in self._calls), self._settings.skip_nonfinite
+        usable = finite or not skips
+        if self.unsummed and skips:  # no call has changed a residual yet, so none counts
             self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size)
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
+        if not finite and not skips:
+            for bucket in self._group.now.buckets:
+                with bucket.on_stream(None):
+                    bucket.drop_nonfinite()
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
-        return errors[0][0] if errors else None, Step(self.number, self.density, usable, left, without)
+        step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
+        return errors[0][0] if errors else None, step
 
     def abandon(self) -> None:
         """Leave the step as if its calls that were not made had failed."""
@@ -188,8 +197,9 @@ class _BucketCall(SumCall):
 
     Attributes:
         names: of the bucket's tensors.
-        finite: whether the result is finite; the same on all ranks, since the result is. True unless steps that are not
-            finite are skipped. The call then leaves the gradient as it is, for `settle`.
+        finite: whether the result is finite; the same on all ranks, since the result is. Of a whole sum that is not
+            looked at unless such steps are skipped, since nothing of it stays in the residual. If they are skipped, the
+            call leaves the gradient as it is, for `settle`.
         left: results of tensors that have no ``out``, by name.
         without_gradient: names for which no rank has a gradient.
 
@@ -275,9 +285,10 @@ class _BucketCall(SumCall):
     def _write_sums(self, result: SparseVector) -> None:
         """Write the result to where the tensors' sums go."""
         start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
-        if self._skip:
+        if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
             self.finite = backend.finite(backend.as_tensor(values, values.shape))
+        if self._skip:
             self._result = result
         else:
             self._mask(result)

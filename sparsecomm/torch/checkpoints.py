@@ -161,7 +161,8 @@ class Stateful:
         found = {key: size for key, size in sizes.items() if re.fullmatch(self._key(r"\d+", r"\d+"), key)}
         if not found:
             raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
-        return {key: torch.empty(found[key], dtype=torch.uint8) for key in ([own] if own in found else found)}
+        keys = [own] if own in found else list(found)
+        return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object, from what `state_dict` has made room for. Collective."""

@@ -15,8 +15,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State
-from sparsecomm.torch.parameters import NamedParameters, Parameters, queue_callback
-from sparsecomm.torch.shards import gradient_of
+from sparsecomm.torch.parameters import NamedParameters, Parameters, is_zero, queue_callback
+from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Exchange(Parameters):
         self._hooks: list[RemovableHandle] = []
         self._passed = 0  # backward passes since the last exchange
         self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
+        self._made: dict[str, torch.Tensor] = {}  # memory for means of parameters without a gradient on this rank
         self.attached, self.exchanging = False, True
         self.exchanged = self.divided = False
 
@@ -101,16 +102,45 @@ class Exchange(Parameters):
     def synchronize(self) -> Step:
         """Replace all gradients by means. Collective; raises what `Reducer.wait` does.
 
+        A parameter that is frozen, or has no gradient on this rank, gets the mean if another rank has a gradient for
+        it; otherwise ``p.grad`` stays as it is.
+
         After an interrupt it may be called again, and goes on.
         """
         self.check_whole()
+        seen: set[int] = set()
         for name, parameter in self.named.items():
             if not self.reducer.parts(name):
-                gradient = gradient_of(parameter)
+                gradient = self._own_memory(parameter, seen) if parameter.requires_grad else None
                 if gradient is None:
-                    parameter.grad = gradient = torch.zeros_like(parameter)
-                self.push(name, gradient)
+                    self._made[name] = made = torch.empty_like(parameter)
+                    self.push_nothing(name, made)
+                elif gradient.layout is torch.strided and is_zero(local(gradient)):
+                    self.push_nothing(name, gradient)
+                else:
+                    self.push(name, gradient)
         return self.wait()
+
+    def _own_memory(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
+        """Return the gradient of a parameter, which is replaced by a copy if the mean cannot be written to it.
+
+        Programs set gradients whose elements share memory (`torch.autograd.grad` of a sum returns such), or give two
+        parameters the same one.
+
+        Args:
+            seen: addresses of gradients, to which this one is added.
+        """
+        gradient = gradient_of(parameter)
+        if gradient is None or gradient.layout is not torch.strided:
+            return gradient
+        shard = local(gradient)
+        shared = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
+        if shared or (shard.numel() and shard.data_ptr() in seen):
+            copied = torch.zeros_like(parameter)
+            local(copied).copy_(shard)
+            parameter.grad = gradient = copied
+        seen.add(local(gradient).data_ptr())
+        return gradient
 
     def check_whole(self) -> None:
         """Check that no step was divided.
@@ -127,7 +157,7 @@ class Exchange(Parameters):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks, in the next backward pass. What the last step had of means counts as exchanged."""
         rebuilt = super().rebuild(comm, joining=joining)
-        self._pass, self._passed = None, 0
+        self._pass, self._passed, self._made = None, 0, {}
         self.exchanged = self.exchanged or bool(self.reducer.unsummed)
         return rebuilt
 
@@ -178,7 +208,12 @@ class Exchange(Parameters):
             self._pass, self._passed = None, self._passed + 1
 
     def _end_step(self, last: Step | None) -> None:
+        made, self._made = self._made, {}
         super()._end_step(last)
+        skipped = self.reducer.unsummed if last is None else last.without_gradient
+        for name, gradient in made.items():
+            if name not in skipped and local(gradient).numel():
+                self.named[name].grad = gradient
         self._pass, self._passed, self.exchanged = None, 0, last is not None
 
 

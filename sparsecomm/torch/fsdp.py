@@ -35,8 +35,12 @@ def register_fsdp(model: nn.Module, density: Schedule = DENSITY, **options: Unpa
     Call this after `fully_shard`, before the first forward pass. All replicas must begin with the same weights: see
     `broadcast_parameters`, with the same ``comm``. Parameters that are not sharded by FSDP are left alone, as by FSDP.
 
-    A parameter that this rank did not use counts as zeros. Passes within ``state.no_sync()``, and such that
-    ``set_requires_gradient_sync(False)`` leaves out, only add up.
+    A parameter that is frozen, or that no replica used, does not move, and what waits in its residual stays there. If
+    only some replicas used it, it counts as zeros on the others, and all get the mean.
+
+    Passes within ``state.no_sync()``, and passes that ``set_requires_gradient_sync(False)`` leaves out, only add up.
+    Run passes under ``state.no_sync()`` if you throw their gradients away by ``zero_grad()``, or call
+    ``state.discard()`` afterwards; otherwise these gradients enter the residuals and are applied later.
 
     Args:
         model: one whose modules `torch.distributed.fsdp.fully_shard` has wrapped, at least one of them.

@@ -2,6 +2,7 @@
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,15 @@ from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
-from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters, Scaler, queue_callback
+from sparsecomm.torch.parameters import (
+    ExchangeOptions,
+    NamedParameters,
+    Parameters,
+    Scaler,
+    in_backward_pass,
+    is_zero,
+    queue_callback,
+)
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -31,8 +40,17 @@ class SparseState:
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
 
-    A parameter that no rank used in a step counts as zeros; if its residual holds something that is sent, it gets a
-    gradient all the same.
+    A gradient that is all zeros on a rank counts as none: DDP gives the hook zeros for parameters that the rank did not
+    use. What waits in its residual stays there. A parameter that only some ranks used gets the mean, with zeros from
+    the others; one that no rank used, or that is frozen, does not move.
+
+    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
+    passes under ``ddp.no_sync()``, or call `discard` afterwards.
+
+    DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and the others divide by the
+    number of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
+
+    Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does.
 
     This state has buckets of its own, which it fills in the reverse order of the parameters. So DDP may rebuild its
     buckets, as it does after the first iteration, and a run that goes on from a checkpoint does what it would have
@@ -108,6 +126,17 @@ class SparseState:
         self._begin()
         return rebuilt
 
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Drop gradients that wait in residuals and were not applied yet. Call it on all ranks, between steps.
+
+        Args:
+            names: of the parameters; ``None``: all.
+
+        Raises:
+            InvalidInputError: a step is under way, or there is no parameter of such a name.
+        """
+        self._bound.discard(names)
+
     @property
     def reducer(self) -> Reducer:
         """The reducer, with its counters, buckets and residuals."""
@@ -159,9 +188,12 @@ class SparseState:
         future = _future_of(bucket.buffer())
         self._futures.append((future, bucket.buffer()))
         try:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradients = bucket.gradients()
+            absent = _zeros_among(gradients)
+            for parameter, gradient, none in zip(bucket.parameters(), gradients, absent, strict=True):
                 gradient = _as_laid_out(gradient, parameter)
-                parameters.push(parameters.name_of(parameter), gradient)
+                push = parameters.push_nothing if none or not parameter.requires_grad else parameters.push
+                push(parameters.name_of(parameter), gradient)
                 self._means.append((parameter, gradient))
             if bucket.is_last():
                 parameters.wait()
@@ -171,25 +203,31 @@ class SparseState:
         if not bucket.is_last():
             return future
         self._end(None)
-        # DDP queues a callback when this returns, and writes gradients in it: those for the unused come after that.
+        if not in_backward_pass():  # DDP's join() calls this on a rank that has no more batches, with zeros
+            self._means, self._in_pass = [], False
+            return future
+        # DDP queues a callback when this returns, and writes gradients in it: those that it leaves out come after that.
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
-        queue_callback(partial(queue_callback, partial(self._keep_unused, before)))
+        queue_callback(partial(queue_callback, partial(self._end_pass, before)))
         return future
 
-    def _keep_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Give parameters that no rank has used their means: DDP skips them, though residuals or a NaN may be sent.
+    def _end_pass(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
+        """Write the means that DDP leaves out: of parameters that no rank used in this pass, but in one before it.
+
+        Their gradients were still there, so they were exchanged again, and part of them now waits in residuals.
 
         Args:
             before: the gradients before DDP wrote to those of the others, with their versions.
         """
-        means, self._means = self._means, []
+        means, self._means, self._in_pass = self._means, [], False
+        last, name_of = self.reducer.last, self._bound.name_of
         for (parameter, mean), (gradient, version) in zip(means, before, strict=True):
+            if last is None or name_of(parameter) in last.without_gradient or not parameter.requires_grad:
+                continue
             if parameter.grad is None:
-                if mean.any():
-                    parameter.grad = mean.clone()
+                parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
-        self._in_pass = False
 
     def _end(self, error: BaseException | None) -> None:
         """Complete the futures of all buckets of this backward pass."""
@@ -199,6 +237,13 @@ class SparseState:
                 future.set_exception(error)  # type: ignore[arg-type] # so it is declared
             else:
                 future.set_result(buffer)
+
+
+def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
+    """Return which gradients are all zeros. On a GPU it waits for them once."""
+    if all(gradient.is_cpu for gradient in gradients):
+        return [is_zero(gradient) for gradient in gradients]
+    return (torch.stack([gradient.any() for gradient in gradients]) == 0).tolist()
 
 
 def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -226,6 +271,11 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
 
 
 def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if not in_backward_pass():
+        raise InvalidInputError(
+            "join() of a DistributedDataParallel model after keep_local(): a rank that has no more batches would miss "
+            "the exchanges of the optimizer; train on the same number of batches on all ranks"
+        )
     future = _future_of(bucket.buffer())
     future.set_result(bucket.buffer())
     return future
@@ -235,7 +285,8 @@ def keep_local(ddp: DistributedDataParallel) -> None:
     """Let DDP leave gradients as each rank has made them, where a framework wraps a model for which it is not needed.
 
     For `SparseAdamW` and `DiLoCo`, which exchange what they have to. Not for `DistributedOptimizer`: after each
-    backward pass DDP writes to ``p.grad``, where that has its means; `register` does what it does.
+    backward pass DDP writes to ``p.grad``, where that has its means; `register` does what it does. DDP's ``join()`` is
+    not supported.
 
     Args:
         ddp: before its first backward pass.
@@ -262,6 +313,13 @@ def _check_free(ddp: DistributedDataParallel) -> None:
         )
 
 
+def _reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the names and parameters of a model, without those that DDP was told to ignore."""
+    ignored = ddp.parameters_to_ignore
+    # DDP looks for ".weight" where a parameter is the model's own.
+    return [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
+
+
 @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
 def register(
     ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
@@ -274,6 +332,9 @@ def register(
     (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then as without this line. Adam and
     its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
     `SparseAdamW` for these, without DDP.
+
+    Parameters that DDP ignores are left alone. For gradients that are thrown away, and for ``join()``, see
+    `SparseState`.
 
     Args:
         ddp: before its first backward pass.
@@ -289,6 +350,6 @@ def register(
     _check_free(ddp)
     if options.get("comm") is None:
         options["comm"] = ddp.process_group
-    state = SparseState(ddp.module.named_parameters(), density, **options)
+    state = SparseState(_reduced_parameters(ddp), density, **options)
     ddp.register_comm_hook(state, sparse_hook)
     return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -19,7 +19,14 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange
-from sparsecomm.torch.optimizer_state import comparable, is_void, snapshot
+from sparsecomm.torch.optimizer_state import (
+    comparable,
+    follows_gradient,
+    in_order_of,
+    is_void,
+    names_in_order,
+    snapshot,
+)
 from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters
 from sparsecomm.transport import Comm
 
@@ -29,8 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer", "SparseOptimizer"]
 
 KEY = "sparsecomm"  # in state_dict
-# Others of this kind have betas.
-_ADAPTIVE = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+NAMES = "parameter_names"  # in state_dict, in the order in which the optimizer numbers its parameters
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
@@ -65,8 +71,12 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
 
     Exchange ends with ``remove()``, or when this optimizer and the one that was given are both gone.
 
-    After a backward pass every parameter has a gradient, on every rank; where there was none it counts as zeros.
-    ``synchronize()`` does the same for gradients that did not come from ``backward()``, and `step` calls it if need be.
+    A parameter that is frozen, or for which no rank has a gradient, does not move, and what waits in its residual stays
+    there. If only some ranks have a gradient, it counts as zeros on the others, and all get the mean. ``synchronize()``
+    exchanges gradients that did not come from ``backward()``, and `step` calls it if need be.
+
+    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
+    passes under ``optimizer.no_sync()``, or call ``optimizer.discard()`` afterwards.
 
     Args:
         optimizer: of these parameters, and perhaps of others, which are left alone.
@@ -79,8 +89,8 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``no_sync()``, ``remove()`` and ``reducer``; its ``state_dict()`` has
-        this rank's residuals in it, under "sparsecomm".
+        The optimizer, with ``synchronize()``, ``no_sync()``, ``discard()``, ``remove()`` and ``reducer``; its
+        ``state_dict()`` has this rank's residuals in it, under "sparsecomm".
 
     Raises:
         InvalidInputError: an argument cannot be used; momentum is asked for twice.
@@ -119,13 +129,13 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
 
 
 def _warn_of_adam(optimizer: torch.optim.Optimizer, density: Schedule) -> None:
-    """Warn where an optimizer would be misled by sparse means."""
-    adaptive = isinstance(optimizer, _ADAPTIVE) or any("betas" in group for group in optimizer.param_groups)
-    if adaptive and not (isinstance(density, float) and density == 1.0):
+    """Warn if sparse means mislead an optimizer: its steps are not proportional to the gradient."""
+    if not (isinstance(density, float) and density == 1.0) and not follows_gradient(optimizer):
         warnings.warn(
-            f"{type(optimizer).__name__} divides gradients by the size of those before them. Sparse means come seldom, "
-            "and are large then, so that models train worse than with dense ones. Use sparsecomm.torch.SparseAdamW in "
-            "its place, or local steps (sparsecomm.torch.DiLoCo). If it is meant, at densities near 1, ignore this",
+            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
+            "entries of sparse means are rare and large, so models train worse than with dense means. Use "
+            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
+            "densities near 1",
             stacklevel=3,
         )
 
@@ -165,6 +175,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
         return self._exchange.rebuild(comm, joining=joining)
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Drop gradients that wait in residuals and were not applied yet. Call it on all ranks, between steps.
+
+        Args:
+            names: of the parameters; ``None``: all.
+
+        Raises:
+            InvalidInputError: a step is under way, or there is no parameter of such a name.
+        """
+        self._exchange.discard(names)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
@@ -213,12 +234,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart."""
-        own: StateDict = super().state_dict()
+        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart.
+
+        The names of the parameters are in it, so that the state can be loaded if the model declares its layers in
+        another order.
+        """
+        own: StateDict = {**super().state_dict(), NAMES: names_in_order(self, self._exchange.names)}
         return own if self._apart else {**own, KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Go on from what `state_dict` returned on this rank. Collective: all ranks load, or none.
+
+        The state of each parameter is found by its name; by its position, if the state has no names.
 
         The optimizer loads its own part before the ranks compare what they have; if one refuses, it is given back what
         it had. The settings of its groups and the state of the named parameters must be alike on all ranks. Where
@@ -231,7 +258,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         exchange, load = self._exchange, super().load_state_dict
         if self._apart:
-            load(self._own(state_dict))
+            load(self._own(self._by_name(state_dict)))
             exchange.adopt()
             return
 
@@ -246,7 +273,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             kept = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
-                load(self._own(rest))
+                load(self._own(self._by_name(rest)))
                 own = comparable(self, exchange.named)
             return Prepared({**kept.common, "optimizer": own}, kept.commit)
 
@@ -255,6 +282,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _own(self, state_dict: State) -> StateDict:
         """Return the optimizer's own part of a state, for it to keep: torch's ``load_state_dict`` does not copy."""
         return copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY})
+
+    def _by_name(self, state_dict: State) -> StateDict:
+        """Return a state with its parameters in the order of this optimizer's."""
+        rest = dict(state_dict)
+        saved = rest.pop(NAMES, None)
+        return rest if saved is None else in_order_of(self, names_in_order(self, self._exchange.names), rest, saved)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

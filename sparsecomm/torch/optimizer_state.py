@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from sparsecomm.checks import shown
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.torch.shards import local
 
-__all__ = ["comparable", "is_void", "mapped", "snapshot", "try_step"]
+__all__ = [
+    "comparable",
+    "follows_gradient",
+    "in_order_of",
+    "is_void",
+    "mapped",
+    "names_in_order",
+    "snapshot",
+    "try_step",
+]
 
 
 def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
@@ -50,6 +63,50 @@ def is_void(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
     """
     gradients = (local(p.grad) for p in parameters if p.grad is not None)
     return not any(group.get("lr", 1) for group in optimizer.param_groups) and not any(g.any() for g in gradients)
+
+
+def names_in_order(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the names of an optimizer's parameters in the order in which its state numbers them.
+
+    Args:
+        names: by ``id(parameter)``. A parameter without a name gets an empty one.
+    """
+    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any], saved: Any) -> Any:
+    """Return an optimizer's state with its parameters in another order: that of ``optimizer``.
+
+    `torch.optim.Optimizer.load_state_dict` goes by position alone.
+
+    Args:
+        optimizer: which is to load the state.
+        names: of its parameters, as `names_in_order` returns them.
+        state: what ``state_dict`` of such an optimizer returned.
+        saved: the names of its parameters then.
+
+    Raises:
+        InvalidInputError: a group of the state has other parameters than the group of the optimizer.
+    """
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        return state  # the optimizer refuses it
+    groups, begin = [], 0
+    for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+        end = begin + len(ours["params"])
+        wanted, keys = names[begin:end], theirs["params"]
+        found = [saved[key] for key in keys]
+        if sorted(wanted) != sorted(found):
+            lacks, has = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+            raise InvalidInputError(
+                f"state_dict: parameter group {number} lacks {shown(lacks)} and has {shown(has)} besides; expected the "
+                "parameters of the optimizer's group of the same number"
+            )
+        places: dict[str, list[Any]] = {}
+        for name, key in zip(found, keys, strict=True):
+            places.setdefault(name, []).append(key)
+        groups.append({**theirs, "params": [places[name].pop(0) for name in wanted]})
+        begin = end
+    return {**state, "param_groups": groups}
 
 
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
@@ -105,6 +162,35 @@ def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor
     groups, states = copy.deepcopy((optimizer.param_groups, optimizer.state), memo)
     vars(tried).update({**kept, **hooks, "param_groups": groups, "state": states})
     tried.step()
+
+
+def follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's steps are proportional to its gradients, as those of SGD with momentum are.
+
+    It makes steps of one weight with a new optimizer of the same class and settings. Where that raises, settings that
+    are called "betas" tell.
+    """
+    try:
+        once, twice = (_last_step(optimizer, gradient) for gradient in (1.0, 2.0))
+    except Exception:
+        return not any("betas" in group for group in optimizer.param_groups)
+    return math.isclose(twice, 2 * once, rel_tol=0.01)
+
+
+def _last_step(optimizer: torch.optim.Optimizer, gradient: float) -> float:
+    """Return how far a new optimizer moves a weight in the last of several steps with the same gradient."""
+    like = local(optimizer.param_groups[0]["params"][0])
+    weight = torch.nn.Parameter(like.new_zeros([1] * like.ndim, dtype=torch.float32))
+    known = inspect.signature(type(optimizer)).parameters
+    settings = {**optimizer.defaults, "weight_decay": 0.0}
+    if settings.get("lr") is not None:  # schedules may begin at 0
+        settings["lr"] = 1.0
+    tried = type(optimizer)([weight], **{name: value for name, value in settings.items() if name in known})
+    for _ in range(8):  # RAdam's first steps are proportional to the gradient
+        before = weight.item()
+        weight.grad = torch.full_like(weight, gradient)
+        tried.step()
+    return weight.item() - before
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:

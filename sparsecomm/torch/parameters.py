@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -14,11 +15,13 @@ from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded, local
 from sparsecomm.transport import Comm, Transport
@@ -26,9 +29,22 @@ from sparsecomm.transport import Comm, Transport
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ExchangeOptions", "NamedParameters", "Parameters", "TrainedParameters", "parameters_of", "queue_callback"]
+__all__ = [
+    "ExchangeOptions",
+    "NamedParameters",
+    "Parameters",
+    "TrainedParameters",
+    "in_backward_pass",
+    "is_zero",
+    "parameters_of",
+    "queue_callback",
+    "unwrapped_names",
+]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
+
+# The attributes in which wrappers hold the module that they wrap: parts of the names of its parameters.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Scaler(Protocol):
@@ -147,10 +163,11 @@ class Parameters(TrainedParameters):
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._density, self._options, self._scaler = density, options, scaler
         self._scale: float | None = None  # of the loss, in what the reducer keeps
-        self._skip_nonfinite = scaler is not None
+        self._skip_nonfinite, self._warned = scaler is not None, False
         self._reducer: Reducer | None = None
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # where means go, and contiguous memory for them
-        Reducer({"x": torch.zeros(1)}, density, **options)  # wrong options are refused here, not later
+        # Wrong options are refused here, not in the first step. The parameters may not be on their device yet.
+        Reducer({name: _spec_on_host(name, parameter) for name, parameter in self.named.items()}, density, **options)
 
     @property
     def reducer(self) -> Reducer:
@@ -175,6 +192,11 @@ class Parameters(TrainedParameters):
             return f"{len(self.named)} parameters, density={self._density!r}, no step yet"
         return repr(self._reducer)
 
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of all parameters, also of frozen ones, by ``id(parameter)``."""
+        return self._names | {id(parameter): name for name, parameter in self._frozen.items()}
+
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter.
 
@@ -198,8 +220,9 @@ class Parameters(TrainedParameters):
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidInputError(
-                    f"{name} was frozen when its optimizer was wrapped, so its gradient is not exchanged, and now it "
-                    "requires one; call remove(), and wrap the optimizer anew after each change of what is trained"
+                    f"{name} was frozen when the optimizer or the model was wrapped, so its gradient is not exchanged, "
+                    "but it requires a gradient now; wrap anew after unfreezing (call remove() of the old wrapper), "
+                    "or wrap before you freeze"
                 )
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -211,19 +234,56 @@ class Parameters(TrainedParameters):
             gradient: of the parameter's shape and of any strides, a DTensor if the parameter is.
 
         Raises:
-            InvalidInputError: the gradient is a sparse tensor, or was pushed already.
+            InvalidInputError: the gradient is a sparse tensor, or was pushed already, or a parameter that was frozen
+                when this was made requires a gradient now.
             WeightMismatchError: this is the first gradient of a step in which weights are checked, and they differ.
         """
         target = self._gradient(name, gradient)
-        reducer = self.reducer
-        if not reducer.pending:
-            self._check_weights()
-            self._follow_scale()
-            self._outs = {}
+        reducer = self._open_step()
         mean = target.contiguous()  # itself, if it is so
         if not reducer.parts(name):  # else it is refused
             self._outs[name] = target, mean
         reducer.push(name, mean)
+
+    def push_nothing(self, name: str, out: torch.Tensor) -> None:
+        """Say that this rank has no gradient for a parameter in this step. What waits in its residual stays there.
+
+        Args:
+            out: as the gradient of `push`. The mean is written to it if another rank has a gradient.
+
+        Raises:
+            InvalidInputError, WeightMismatchError: as `push`.
+        """
+        target = self._gradient(name, out)
+        reducer = self._open_step()
+        mean = target if target.is_contiguous() else torch.zeros_like(target, memory_format=torch.contiguous_format)
+        if not reducer.parts(name):
+            self._outs[name] = target, mean
+        reducer.push(name, None, mean)
+
+    def _open_step(self) -> Reducer:
+        """Return the reducer. Check what is due, and follow the loss scale, before the first gradient of a step."""
+        reducer = self.reducer
+        if not reducer.pending:
+            self.check_frozen()
+            self._check_weights()
+            self._follow_scale()
+            self._outs = {}
+        return reducer
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Drop what waits in residuals (and velocities) and was not applied yet: see `Reducer.discard`.
+
+        Call it on all ranks, between steps.
+
+        Args:
+            names: of the parameters; ``None``: all.
+
+        Raises:
+            InvalidInputError: a step is under way, or there is no parameter of such a name.
+        """
+        if self.used:
+            self.reducer.discard(names)
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a gradient.
@@ -246,14 +306,25 @@ class Parameters(TrainedParameters):
         reducer = self.reducer
         number = reducer.step
         try:
-            return reducer.wait()
+            done = reducer.wait()
         finally:
             if reducer.step != number:
                 self._end_step(reducer.last)
+        if done.nonfinite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"gradients of step {done.number} were not finite on some rank; such entries were dropped from the "
+                "residuals. If you use a torch.amp.GradScaler, pass it as scaler=: residuals then follow the loss "
+                "scale, and no gradient of a skipped step is lost",
+                stacklevel=2,
+            )
+        return done
 
     def _end_step(self, last: Step | None) -> None:
         """Put the means of a step where they belong, when it has ended; ``None``: it has failed."""
-        for target, mean in self._outs.values():
+        for name, (target, mean) in self._outs.items():
+            if last is not None and name in last.without_gradient:  # it stays as it was
+                continue
             if last is not None and not last.usable:  # one scaler may watch several optimizers: each must see it
                 mean.view(-1)[:1] = torch.nan
             if mean is not target:
@@ -292,7 +363,8 @@ class Parameters(TrainedParameters):
         rebuilt = self.reducer.rebuild(ranks, joining=joining)
         self._outs = {}
         for name in self.reducer.unsummed:
-            self.named[name].grad = torch.zeros_like(self.named[name])
+            if self.named[name].requires_grad:
+                self.named[name].grad = torch.zeros_like(self.named[name])
         return rebuilt
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -339,10 +411,27 @@ def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
     return list(model.named_parameters())
 
 
+def unwrapped_names(names: Iterable[str]) -> list[str]:
+    """Return the names of parameters as the model has them without its wrappers.
+
+    Removes the parts that `torch.compile`, activation checkpointing and FSDP add to a name, wherever they are, and
+    "module.", which DistributedDataParallel adds, at the beginning of all names.
+    """
+    found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
+    while found and all(name.startswith("module.") for name in found):
+        found = [name.removeprefix("module.") for name in found]
+    return found
+
+
+def _spec_on_host(name: str, parameter: torch.Tensor) -> TensorSpec:
+    accumulator = FLOAT64 if parameter.dtype is torch.float64 else FLOAT32
+    return TensorSpec(name, tuple(parameter.shape), accumulator, interop.CPU)
+
+
 def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     pairs = interop.named(named, "named_parameters")
-    while pairs and all(name.startswith("module.") for name, _ in pairs):
-        pairs = [(name.removeprefix("module."), parameter) for name, parameter in pairs]
+    names = unwrapped_names(name for name, _ in pairs)
+    pairs = [(name, parameter) for name, (_, parameter) in zip(names, pairs, strict=True)]
     first: dict[int, tuple[str, object]] = {}  # names of each parameter, which may have several
     for name, parameter in pairs:
         first.setdefault(id(parameter), (name, parameter))
@@ -358,6 +447,27 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
     if not trained:
         raise InvalidInputError("named_parameters: none requires a gradient; expected one at least")
     return trained, frozen
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Return whether all elements are zeros. Of other gradients it reads few elements, as a rule.
+
+    On a GPU it waits for the gradient.
+    """
+    if not gradient.is_cpu or not gradient.is_contiguous():
+        return not gradient.any()
+    flat = gradient.view(-1)
+    begin, length = 0, 16
+    while begin < flat.numel():
+        if flat[begin : begin + length].any():
+            return False
+        begin, length = begin + length, 8 * length
+    return True
+
+
+def in_backward_pass() -> bool:
+    """Return whether this thread is in a backward pass, in which callbacks can be queued."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

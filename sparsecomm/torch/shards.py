@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -99,7 +100,7 @@ def compare(ranks: Transport, texts: Iterable[str], otherwise: str) -> None:
         CollectiveMismatchError: they have not; the message begins with ``otherwise``.
     """
     try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
-        sparse_allreduce(torch.zeros(1), 1, comm=ranks, algorithm="dense", label="\n".join(texts))
+        sparse_allreduce(np.zeros(1, np.float32), 1, comm=ranks, algorithm="dense", label="\n".join(texts))
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(f"{otherwise}. {error}") from error
 

@@ -52,6 +52,7 @@ needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs Py
     ("P", "names"),
     [
         (3, OF_ANY_SIZE),
+        (2, ("training_dense",)),
         (4, ("training_tensor_parallel",)),
         pytest.param(4, ("training_shards",), marks=needs_fsdp),
         exhaustive(1, OF_ANY_SIZE),

@@ -48,7 +48,7 @@ def gradients_that_did_not_come_from_backward() -> None:
         training.update()
         training.compare(gradients_by_rank(step))
     training.optimizer.zero_grad()
-    training.update()  # without a backward pass: what waits goes on
+    training.update()  # without a backward pass: what waits stays
     training.compare([{}] * P)
 
 

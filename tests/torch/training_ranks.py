@@ -80,15 +80,21 @@ class Chosen(nn.Module):
 
 
 def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Gradients:
-    """Whole numbers, of which sums are exact."""
+    """Whole numbers, of which sums are exact. None is all zeros, which the hook takes for no gradient."""
     random = torch.Generator().manual_seed(1000 * step + rank)
-    return {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
+    found = {name: torch.randint(-4, 5, shape, generator=random).float() for name, shape in shapes.items()}
+    for gradient in found.values():
+        if not gradient.any():
+            gradient.view(-1)[:1] = 1
+    return found
 
 
-def gradients_by_rank(step: int, without: Mapping[int, str] | None = None) -> list[Gradients]:
+def gradients_by_rank(
+    step: int, without: Mapping[int, str] | None = None, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> list[Gradients]:
     """Of all ranks; ``without``: the names that a rank does not use, letters in a text."""
-    unused = without or {}
-    return [{n: g for n, g in gradients(step, rank).items() if n not in unused.get(rank, "")} for rank in range(P)]
+    unused, ranks = without or {}, range(P)
+    return [{n: g for n, g in gradients(step, rank, shapes).items() if n not in unused.get(rank, "")} for rank in ranks]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -198,24 +204,26 @@ class Oracle:
         return (flat if flat.dtype == torch.float64 else flat.float()).numpy().copy()
 
     def exchange(self, by_rank: list[Gradients]) -> None:
-        """Make gradients of the mean."""
+        """Make gradients of the mean. What waits on a rank without a gradient stays; without any there is no mean."""
         for name, parameter in self.named.items():
-            for rank, given in enumerate(by_rank):
-                if name in given:
-                    self.residuals[rank][name] += self._accumulated(given[name])
-            n = parameter.numel()
-            if n == 0:
+            n, with_gradient = parameter.numel(), [name in given for given in by_rank]
+            if n == 0 or not any(with_gradient):
+                parameter.grad = None
                 continue
+            for given, kept in zip(by_rank, self.residuals, strict=True):
+                if name in given:
+                    kept[name] += self._accumulated(given[name])
             k = max(1, round(DENSITY * n))
-            chosen = [reference.topk(kept[name], k) for kept in self.residuals]
-            total = reference.dense(
-                reference.allreduce("allgather", [r[name] for r in self.residuals], k, range(self.ranks)), n
-            )
-            for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
+            residuals = [kept for kept, has in zip(self.residuals, with_gradient, strict=True) if has]
+            zeros = self._accumulated(parameter) * 0
+            given = [kept[name] if has else zeros for kept, has in zip(self.residuals, with_gradient, strict=True)]
+            chosen = [reference.topk(kept[name], k) for kept in residuals]
+            total = reference.dense(reference.allreduce("allgather", given, k, range(self.ranks)), n)
+            for kept, (indices, values) in zip(residuals, chosen, strict=True):
                 kept[name][indices] -= values
             if self.algorithm == "split":
                 winners = reference.dense(reference.topk(total, k), n)
-                for kept, (indices, values) in zip(self.residuals, chosen, strict=True):
+                for kept, (indices, values) in zip(residuals, chosen, strict=True):
                     back = winners[indices] == 0
                     kept[name][indices[back]] = values[back]
                 total = winners

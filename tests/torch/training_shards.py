@@ -74,8 +74,10 @@ def shards_by_replica(by_rank: list[Gradients]) -> list[Gradients]:
         means = {
             name: sum(by_rank[first + s].get(name, torch.zeros(shape)) for s in range(SHARDS)) / SHARDS
             for name, shape in SHAPES.items()
+            if any(name in by_rank[first + s] for s in range(SHARDS))
         }
-        found.append({f"{part}_{name}": shard_of(means[name]) for part, names in PARTS.items() for name in names})
+        of_part = {name: part for part, names in PARTS.items() for name in names}
+        found.append({f"{of_part[name]}_{name}": shard_of(mean) for name, mean in means.items()})
     return found
 
 

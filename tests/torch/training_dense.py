@@ -1,0 +1,259 @@
+"""At density 1.0 every way to train does what dense sums do, also without some gradients: see `test_training.py`.
+
+On two ranks, where means are exact. `DistributedDataParallel` itself is one of the ways: the oracle is right about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsecomm as sc
+from sparsecomm.torch import DistributedOptimizer, keep_local, register, register_fsdp
+from sparsecomm.torch.shards import local
+from tests.thinning import covering_array
+from tests.torch.training_ranks import ODD, RANK, SMALL, Chosen, P, case, flat, gradients_by_rank, same_everywhere
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+MESH = init_device_mesh("cpu", (P, 1), mesh_dim_names=("replicate", "shard"))
+SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 24), "d": (290,), "e": (1,)}
+SPARSE = {"density": 0.05, "dense_below": 0, "scope": "tensor"}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.25)
+
+
+class Way:
+    """A training in one of the ways, with what has its reducer."""
+
+    def __init__(self, way: str, model: nn.Module, **options: Any) -> None:
+        self.model, self.run, self.exchange = model, model, None
+        options = {"density": 1.0, **options}
+        kind, _, of_ddp = way.partition(" ")
+        if kind == "fsdp":
+            fully_shard(model, mesh=MESH["shard"])
+            self.exchange = register_fsdp(model, comm=MESH["replicate"].get_group(), **options)
+        self.optimizer: Any = sgd(model.parameters())
+        if kind == "optimizer":
+            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, model.named_parameters(), **options)
+        if kind in ("ddp", "register"):
+            settings = dict.fromkeys(of_ddp.split(), True)
+            if "static_graph" not in settings:
+                settings["find_unused_parameters"] = True
+            self.run = DistributedDataParallel(model, bucket_cap_mb=SMALL, **settings)
+            if kind == "register":
+                self.exchange = register(self.run, **options)
+
+    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        trained = {n: g for n, g in by_rank[RANK].items() if getattr(self.model, n).requires_grad}
+        self.run(trained).backward()
+        self.optimizer.step()
+
+    def end(self) -> None:
+        if hasattr(self.exchange, "remove"):
+            self.exchange.remove()
+
+
+class Dense:
+    """The oracle: one process that has the gradients of all ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, sgd(model.parameters())
+
+    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+        for name, p in self.model.named_parameters():
+            used = [given.get(name) if p.requires_grad else None for given in by_rank]
+            if any(g is not None for g in used):
+                before = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = sum(before + (0 if g is None else g) for g in used) / len(used)
+        self.optimizer.step()
+
+
+WAYS = [
+    "ddp",
+    "register",
+    "register gradient_as_bucket_view",
+    "optimizer",
+    *(["fsdp"] if VERSION >= (2, 9) else []),  # as in `test_training.py`
+]
+EVERYWHERE: Callable[[str], dict[int, str]] = partial(dict.fromkeys, range(P))
+# By step, which parameters each rank does not use.
+UNUSED: dict[str, list[dict[int, str]]] = {
+    "nothing": [{}] * 4,
+    "on one rank": [{}, {ODD: "ad"}, {0: "e", ODD: "b"}, {}, {0: "abcd"}],
+    "on all": [{}, EVERYWHERE("ad"), EVERYWHERE("bcde"), {}, {0: "ac", ODD: "ab"}],
+    "from the start": [EVERYWHERE("a"), {**EVERYWHERE("a"), ODD: "ae"}, {}, {}],
+}
+# By step, which parameters are frozen before it.
+FROZEN: dict[str, dict[int, str]] = {
+    "nothing": {},
+    "from the start": {-1: "ac"},
+    "in the middle": {2: "ab"},
+    "and unfrozen": {1: "ad", 3: ""},
+}
+
+
+def freeze(model: nn.Module, names: str) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in names)
+
+
+def compare(way: Way, dense: Dense, at: Any) -> None:
+    for (name, p), q in zip(way.model.named_parameters(), dense.model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), (*at, name)
+        assert p.grad is None or torch.equal(local(p.grad), q.grad), (*at, name)
+        assert torch.equal(local(p), q), (*at, name)
+
+
+@case
+def weights_are_those_of_dense_sums() -> None:
+    """Bit for bit, whether gradients are set to None, to zeros, or left as they are; momentum and weight decay act."""
+    cases = [(unused, "nothing") for unused in UNUSED] + [("nothing", frozen) for frozen in list(FROZEN)[1:]]
+    rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # all have passed; every pair of values is enough
+    for kind, (unused, frozen), zero in map(rows.__getitem__, covering_array(rows, 2)):
+        dense, model = Dense(Chosen(SHAPES)), Chosen(SHAPES)
+        for each in (dense.model, model):
+            freeze(each, FROZEN[frozen].get(-1, ""))
+        way = Way(kind, model)
+        for step, without in enumerate(UNUSED[unused]):
+            for each in (dense, way):
+                if step in FROZEN[frozen]:
+                    freeze(each.model, FROZEN[frozen][step])
+                if zero != "never":
+                    each.optimizer.zero_grad(set_to_none=zero == "none")
+                each.step(gradients_by_rank(step, without, SHAPES))
+            compare(way, dense, (kind, unused, frozen, zero, step))
+        way.end()
+
+
+@case
+def a_static_graph() -> None:
+    """One rank never uses a parameter, and no rank another one."""
+    for kind in ("ddp static_graph", "register static_graph", "register static_graph gradient_as_bucket_view"):
+        dense, way = Dense(Chosen(SHAPES)), Way(kind, Chosen(SHAPES))
+        for step in range(4):
+            for each in (dense, way):
+                each.optimizer.zero_grad()
+                each.step(gradients_by_rank(step, {0: "a", ODD: "ab"}, SHAPES))
+            compare(way, dense, (kind, step))
+
+
+@case
+def what_waits_for_a_parameter_without_gradient_stays() -> None:
+    """Until it trains again, or is dropped. Weights do not move."""
+    for kind, frozen in product(WAYS[1:], (False, True)):
+        way = Way(kind, Chosen(SHAPES), **SPARSE)
+        reducer = way.exchange.reducer
+        for step in range(2):
+            way.step(gradients_by_rank(step, shapes=SHAPES))
+        way.optimizer.zero_grad()
+        if frozen:
+            freeze(way.model, "ad")
+        kept = {name: reducer.residual(name).copy() for name in "ad"}
+        before = {name: local(getattr(way.model, name)).clone() for name in "ad"}
+        for step in range(2, 4):
+            way.step(gradients_by_rank(step, EVERYWHERE("ad"), SHAPES))
+        for name in "ad":
+            assert kept[name].any(), (kind, name)
+            assert (reducer.residual(name) == kept[name]).all(), (kind, name)
+            assert torch.equal(local(getattr(way.model, name)), before[name]), (kind, name)
+        way.exchange.discard("a")
+        assert not reducer.residual("a").any()
+        assert (reducer.residual("d") == kept["d"]).all()
+        with pytest.raises(sc.InvalidInputError, match="x"):
+            way.exchange.discard(["x"])
+        freeze(way.model, "")
+        way.step(gradients_by_rank(4, shapes=SHAPES))
+        assert (reducer.residual("d") != kept["d"]).any()
+        way.exchange.discard()
+        assert not any(reducer.residual(name).any() for name in SHAPES)
+        way.end()
+
+
+@case
+def a_gradient_scaler_that_was_not_passed() -> None:
+    """One overflow on one rank: one step is skipped, and a warning names the argument."""
+    for kind in WAYS[1:]:
+        way, scaler = Way(kind, Chosen(SHAPES), **SPARSE), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            way.optimizer.zero_grad()
+            by_rank = gradients_by_rank(step, shapes=SHAPES)
+            if step == 1:
+                for gradient in by_rank[ODD].values():
+                    gradient.fill_(torch.inf)
+                by_rank[ODD]["a"][0] = torch.nan
+            loss = scaler.scale(way.run(by_rank[RANK]))
+            if step == 1:
+                with pytest.warns(UserWarning, match=r"step 1 were not finite.*scaler="):
+                    loss.backward()
+            else:
+                loss.backward()
+            scaler.step(way.optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512, kind
+        same_everywhere(way.model) if kind != "fsdp" else None
+        way.end()
+
+
+@case
+def join_with_uneven_batches() -> None:
+    """As under dense sums, in two epochs, and with parameters that some steps do not use."""
+    dense, way = Way("ddp", Chosen(SHAPES)), Way("register", Chosen(SHAPES))
+    for epoch in range(2):
+        for each in (dense, way):
+            with each.run.join():
+                for step in range(2 + 2 * (epoch == RANK)):
+                    each.optimizer.zero_grad()
+                    each.step(gradients_by_rank(step, EVERYWHERE("a" if step % 2 else "b"), SHAPES))
+        assert (flat(way.model) == flat(dense.model)).all(), epoch
+        same_everywhere(way.model)
+
+
+@case
+def join_is_refused_where_gradients_stay_local() -> None:
+    ddp = DistributedDataParallel(Chosen(SHAPES))
+    keep_local(ddp)
+    with pytest.raises(sc.InvalidInputError, match=r"join\(\).*same number of batches"):
+        ddp._match_all_reduce_for_bwd_pass()  # what join does on a rank that has no more batches
+
+
+@case
+def parameters_that_ddp_ignores() -> None:
+    """They are each rank's own, and stay so."""
+    model = nn.ModuleDict({"shared": nn.Linear(30, 30), "own": nn.Linear(30, 30)})
+    nn.init.constant_(model["own"].weight, RANK)
+    nn.init.constant_(model["shared"].weight, 1.0)
+    nn.init.zeros_(model["shared"].bias)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own.weight", "own.bias"])
+    model.forward = lambda x: model["own"](model["shared"](x))  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(model)
+    state = register(ddp, 0.1, check_weights_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 30), 1.0 + RANK)).sum().backward()
+        optimizer.step()
+    assert sorted(state.reducer.names) == ["shared.bias", "shared.weight"]
+
+
+@case
+def gradients_that_share_memory() -> None:
+    """As torch.autograd.grad returns them: expanded, or one for two parameters."""
+    a, b, c = (nn.Parameter(torch.zeros(40, 50)) for _ in range(3))
+    plain = torch.optim.SGD([a, b, c], lr=1.0)
+    optimizer = DistributedOptimizer(plain, [("a", a), ("b", b), ("c", c)], 1.0)
+    a.grad = torch.tensor(RANK + 1.0).expand(40, 50)
+    b.grad = c.grad = torch.full((40, 50), RANK + 2.0)
+    optimizer.step()
+    for p, mean in ((a, P / 2 + 0.5), (b, P / 2 + 1.5), (c, P / 2 + 1.5)):
+        assert torch.equal(p, torch.full((40, 50), -mean))
