@@ -18,6 +18,7 @@ from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
+from sparsecomm.torch.optimizer_state import is_void
 from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
@@ -197,6 +198,8 @@ class SparseAdamW(SparseOptimizer, _State):
             with torch.enable_grad():
                 loss = closure()
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        if not exchange.exchanged and is_void(self, exchange.named.values()) and exchange.show_zeros():
+            return loss
         exchange.exchange(1.0 if scale is None else 1 / float(scale), drop=overflow is not None and bool(overflow))
         exchange.apply()
         return loss

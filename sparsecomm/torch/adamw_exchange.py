@@ -80,7 +80,7 @@ class AdamWExchange(Exchange):
                     self.adamw.push(name, gradient, self._rules()[name], scale)
             self.wait()
         else:
-            self._show_zeros()
+            self.show_zeros()
             self._pass, self._passed, self.exchanged = None, 0, True
             self._tell_scaler()
 
@@ -177,14 +177,18 @@ class AdamWExchange(Exchange):
         for name in self.adamw.moments:
             self.optimizer.state[self.named[name]]["step"] = _step(self.adamw.steps[name])
 
-    def _show_zeros(self) -> None:
+    def show_zeros(self) -> bool:
         """Give the optimizer a state before there are moments, into which a saved one may be loaded.
 
-        `torch.distributed.checkpoint` makes a step of zeros for that.
+        `torch.distributed.checkpoint` makes a step of zeros, at a rate of 0, for that.
+
+        Returns:
+            Whether there are no moments.
         """
-        if not self.optimizer.state:
+        if not self.adamw.moments and not self.optimizer.state:
             for spec in self.adamw.specs.values():
                 self._zeros(spec)
+        return not self.adamw.moments
 
     def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
         """Replace the optimizer's state by a saved one, by parameter. That of `torch.optim.AdamW` will do, too.
