@@ -2,8 +2,9 @@
 
     python examples/lightning_ddp.py
 
-A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
-What switches sparsecomm on stands below ``# sparsecomm:``. With ``--adamw`` the optimizer is `SparseAdamW`.
+This trains a small network on scikit-learn's digits. It saves a checkpoint after each epoch, and resumes from the last
+one when you call it again. Comments with ``# sparsecomm:`` mark the lines that the library needs. ``--adamw`` trains by
+`SparseAdamW`.
 """
 
 from __future__ import annotations

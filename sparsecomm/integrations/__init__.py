@@ -1,8 +1,8 @@
-"""sparsecomm in frameworks that make the training loop: a module for each, which needs that framework.
+"""Integrations with frameworks that own the training loop. Each module requires its framework.
 
 - `sparsecomm.integrations.lightning`: a strategy.
 - `sparsecomm.integrations.accelerate`, `sparsecomm.integrations.transformers`: ``register``, in one line.
 
-Under `SparseAdamW` gradients are exchanged by the optimizer, and else by `sparsecomm.torch.register`. Residuals are
-saved with the framework's checkpoints, each rank's own, and loaded with them, also by another number of ranks.
+`SparseAdamW` exchanges gradients itself; for other optimizers `sparsecomm.torch.register` does. Each rank's residuals are
+saved and loaded with the framework's checkpoints, on any number of ranks.
 """

@@ -110,5 +110,7 @@ def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int
 
 
 def _optimizer_number(accelerator: Accelerator, optimizer: object) -> int | None:
-    found = (number for number, each in enumerate(accelerator._optimizers) if each.optimizer is optimizer)
+    found = (
+        number for number, each in enumerate(accelerator._optimizers) if getattr(each, "optimizer", each) is optimizer
+    )
     return next(found, None)
