@@ -15,6 +15,13 @@
 was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been
 used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accumulates, pass ``clip=``.
 
+**No gradient means no step.** A parameter that is frozen, or that no rank used, does not move, as in PyTorch. What waits
+in its residual stays there until it trains again, or until ``discard()`` drops it. A parameter that only some ranks used
+counts as zeros on the others.
+
+**Gradients that you throw away** by ``zero_grad()`` (GANs, skipped batches) enter the residuals. Run such passes under
+``no_sync()``, or call ``discard()``.
+
 **The same weights** on all ranks are a condition, which the first step checks (`sparsecomm.check_weights`); with
 ``check_weights_every`` more steps do.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState  # noqa: E402
-from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
+from sparsecomm.torch.optimizer_state import follows_gradient, snapshot, try_step  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.reducer.programs import run  # noqa: E402
 
@@ -213,3 +214,99 @@ def test_a_step_is_tried_on_a_copy() -> None:
     with pytest.raises(RuntimeError):
         try_step(optimizer, parameters)
     np.testing.assert_array_equal(parameters[1].grad, torch.full_like(parameters[1], 2.0))
+
+
+def in_order(names: str, grouped: bool, kind: str, ranks: Any) -> tuple[Any, Any]:
+    """A model whose parameters of these names come in this order, and its optimizer. "f" is frozen, "x" not named."""
+    model = {name: torch.nn.Parameter(torch.zeros(40)) for name in names}
+    model["f"].requires_grad_(False)
+    known = list(model.values())
+    groups = [{"params": known[:2], "lr": 0.25}, {"params": known[2:]}] if grouped else known
+    optimizer = OPTIMIZERS[kind](groups)
+    named = [(name, p) for name, p in model.items() if name != "x"]
+    return model, DistributedOptimizer(optimizer, named, 0.5, comm=ranks, dense_below=0)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_state_follows_names(kind: str, apart: bool, grouped: bool) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        (model, optimizer), (other, its) = (in_order(names, grouped, kind, ranks) for names in ("abcfx", "bafxc"))
+        if apart:
+            optimizer.residuals_apart(), its.residuals_apart()
+        for step in range(3):
+            for i, name in enumerate("abcx"):
+                model[name].grad = torch.full((40,), 1.0 + i + step + (ranks.rank if name != "x" else 0))
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        its.load_state_dict(state)
+        for name in model:
+            assert bits(its.state.get(other[name])) == bits(optimizer.state.get(model[name])), name
+        assert its.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        theirs = in_order("abcdf", grouped, kind, ranks)[1]
+        if apart:
+            theirs.residuals_apart()
+        with pytest.raises(sc.InvalidInputError, match=r"lack|lacks"):
+            theirs.load_state_dict(state)
+        del state["parameter_names"]  # as it was saved before there were names: by position
+        again = in_order("abcfx", grouped, kind, ranks)
+        if apart:
+            again[1].residuals_apart()
+        again[1].load_state_dict(state)
+        assert bits(again[1].state[again[0]["a"]]) == bits(optimizer.state[model["a"]])
+
+    run(2, program)
+
+
+def test_a_parameter_of_another_group_is_refused() -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        state = in_order("abcfx", True, "SGD", ranks)[1].state_dict()
+        with pytest.raises(sc.InvalidInputError, match=r"parameter group 0 lacks \['c'\] and has \['b'\]"):
+            in_order("acbfx", True, "SGD", ranks)[1].load_state_dict(state)
+
+    run(2, program)
+
+
+# -- which optimizers sparse means mislead -----------------------------------------------------------------------------
+
+
+class Unusual(torch.optim.SGD):
+    """Cannot be made from its settings: whether it has betas tells."""
+
+    def __init__(self, parameters: Any, group: object) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+KINDS = [
+    kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+]
+PROPORTIONAL = {"SGD", "ASGD", "LBFGS"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not torch.optim.Optimizer])
+def test_a_warning_for_steps_that_do_not_grow_with_the_gradient(kind: Any) -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for density in (0.1, 1.0):
+            DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters(), density).remove()
+    said = [w for w in found if f"{kind.__name__} divides gradients" in str(w.message)]
+    assert len(said) == (kind.__name__ not in PROPORTIONAL)
+    assert all(w.filename == __file__ for w in said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_counts_as_proportional(dtype: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 3, dtype=dtype))
+    for settings in (
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+        {"lr": torch.tensor(0.0)},
+    ):
+        assert follows_gradient(torch.optim.SGD([weight], **{"lr": 0.1, **settings}))
+    unusual = Unusual([weight], object())
+    assert follows_gradient(unusual)
+    unusual.param_groups[0]["betas"] = (0.9, 0.99)
+    assert not follows_gradient(unusual)
+    assert weight.grad is None

@@ -72,7 +72,8 @@ def trained(
     if way == "hook" or ddp:
         run = DistributedDataParallel(run, **settings)
     if way == "hook":
-        register(run, **OPTIONS)
+        state = register(run, **OPTIONS)
+        assert state.reducer.names == [name for name, _ in named]
     elif ddp:
         keep_local(run)
     run = after(run)

@@ -1,0 +1,122 @@
+"""Named parameters, as programs have them: compiled, wrapped, under other defaults of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+
+import sparsecomm as sc  # noqa: E402
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState, broadcast_parameters  # noqa: E402
+from sparsecomm.torch.parameters import is_zero, unwrapped_names  # noqa: E402
+from sparsecomm.transport import simulated  # noqa: E402
+from tests.reducer.programs import run  # noqa: E402
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 4))
+
+
+def sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+MAKERS: dict[str, Callable[[Any, Any], Any]] = {
+    "hook": lambda m, comm: SparseState(m.named_parameters(), 0.5, comm=comm),
+    "optimizer": lambda m, comm: DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=comm),
+    "DiLoCo": lambda m, comm: DiLoCo(m, sgd(m), sync_every=2, comm=comm),
+}
+
+
+class Compiled(torch.nn.Module):
+    """Has the names that torch.compile gives; `training_compiled.py` has models that it made."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+
+def wrapped(how: str) -> Any:
+    made = model()
+    if how == "compiled":
+        return Compiled(made)
+    made[0] = Compiled(made[0]) if how == "block" else checkpoint_wrapper(made[0])
+    return made
+
+
+@pytest.mark.parametrize("how", ["compiled", "block", "checkpointed"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_wrappers_leave_names_and_states_alone(maker: str, how: str) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        plain, other = (MAKERS[maker](m, ranks) for m in (model(), wrapped(how)))
+        for one, two in ((plain, other), (other, plain)):
+            two.load_state_dict(one.state_dict())
+        reducers = (each.reducers[0] if maker == "DiLoCo" else each.reducer for each in (plain, other))
+        assert [reducer.names for reducer in reducers] == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
+
+    run(2, program)
+
+
+def test_names_without_wrappers() -> None:
+    for names, expected in (
+        (["module._orig_mod.a", "module._orig_mod.b"], ["a", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.b"], ["a", "b"]),
+        (["a._checkpoint_wrapped_module.w", "b._fsdp_wrapped_module._orig_mod.w"], ["a.w", "b.w"]),
+        (["module.a", "head.module.b"], ["module.a", "head.module.b"]),  # the model's own
+        (["module.module.a"], ["a"]),
+        ([], []),
+    ):
+        assert unwrapped_names(names) == expected
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def use(ranks: simulated.SimulatedTransport, m: Any) -> None:
+    broadcast_parameters(m.state_dict(), comm=ranks)
+    for maker in MAKERS.values():
+        maker(m, ranks)
+        for p in m.parameters():
+            p.grad = None
+    optimizer = DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=ranks, wire="packed_int8")
+    m[0].weight.grad = torch.full_like(m[0].weight, 1.0)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_another_default_dtype(float64_by_default: None) -> None:
+    run(2, lambda ranks: use(ranks, model().float()))
+
+
+def test_another_default_device() -> None:
+    models = [model() for _ in range(2)]
+    with torch.device("meta"):
+        run(2, lambda ranks: use(ranks, models[ranks.rank]))
+
+
+def test_a_wire_that_does_not_fit_the_parameters_is_refused_at_once() -> None:
+    with pytest.raises(sc.InvalidInputError, match="packed_int8"):
+        SparseState(model().double().named_parameters(), 0.1, wire="packed_int8")
+
+
+def test_zeros() -> None:
+    zeros = torch.zeros(3000)
+    assert is_zero(zeros)
+    assert is_zero(-zeros)
+    assert is_zero(zeros[:0])
+    for place in (0, 15, 16, 143, 144, 2999):
+        for value in (1e-45, torch.nan, -torch.inf):
+            x = zeros.clone()
+            x[place] = value
+            for shaped in (x, x.view(30, 100).t(), x.to(torch.float64)):
+                assert not is_zero(shaped)
