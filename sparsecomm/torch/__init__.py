@@ -15,9 +15,9 @@
 was not sent waits in residuals, by parameter. ``zero_grad`` does not touch them: it clears gradients that have been
 used. Clipping ``p.grad`` after ``backward()`` clips the mean; to clip what accumulates, pass ``clip=``.
 
-**No gradient means no step.** A parameter that is frozen, or that no rank used, does not move, as in PyTorch. What waits
-in its residual stays there until it trains again, or until ``discard()`` drops it. A parameter that only some ranks used
-counts as zeros on the others.
+**No gradient means no step.** A parameter that is frozen, or that no rank used, does not move, as in PyTorch. Its
+residual is kept until it trains again, or until ``discard()`` drops it. A parameter that only some ranks used counts as
+zeros on the others.
 
 **Gradients that you throw away** by ``zero_grad()`` (GANs, skipped batches) enter the residuals. Run such passes under
 ``no_sync()``, or call ``discard()``.
