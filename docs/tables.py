@@ -200,8 +200,11 @@ def slow_links_losses() -> list[list[str]] | str:
     return [["pseudo-gradients", *(f"H = {H}" for H in every)], *rows] if rows else ""
 
 
-def adamw() -> list[list[str]]:
-    """Return the trainings of examples/adamw_rules.py: of each way, with its settings, those at its best rate."""
+def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:
+    """Return the trainings of examples/adamw_rules.py at the best rate: its value, and the outcomes by seed.
+
+    Keys are the model, beta2, P, the way and its settings. Rates with fewer seeds only served to find the best.
+    """
     usual = {"optimizer": "adamw", "warmup": 0.02, "cap": 0}
     matter = {
         "whole": ("density", "bits", "choose"),
@@ -210,27 +213,66 @@ def adamw() -> list[list[str]]:
         "gradients": ("density", "bits"),
         "updates": ("density", "bits"),
     }
-    groups: dict[tuple[str, int, str, str], dict[float, dict[int, dict[str, float]]]] = {}
+    groups: dict[tuple[str, float, int, str, str], dict[float, dict[int, dict[str, float]]]] = {}
     for line in (RESULTS / "adamw.jsonl").read_text().splitlines():
         rule, outcome = (json.loads(line)[key] for key in ("rule", "outcome"))
         if rule["optimizer"] == "sgd" or rule["steps"]:  # is in another table, or was to find a rate
             continue
-        told = [f"{name}={rule[name]}" for name in matter.get(rule["way"], ())]
-        told += [f"{name}={rule[name]}" for name, value in usual.items() if rule.get(name, value) != value]
-        by_rate = groups.setdefault((rule["model"], rule["ranks"], rule["way"], ", ".join(told)), {})
-        by_rate.setdefault(rule["rate"], {})[rule["seed"]] = outcome
-    best = {key: min(by_rate.items(), key=lambda item: item[1][0]["loss"]) for key, by_rate in groups.items()}
-    dense = {(model, told): by_seed for (model, _, way, told), (_, by_seed) in best.items() if way == "dense"}
-    rows = [["model", "P", "way", "settings", "rate", "nats", "above dense", "bytes per weight", "ring / it"]]
-    for key, (rate, by_seed) in sorted(best.items(), key=lambda item: (*item[0][:2], item[1][1][0]["loss"])):
-        model, P, way, told = key
-        losses = [outcome["loss"] for outcome in by_seed.values()]
+        settings = [f"{name}={rule[name]}" for name in matter.get(rule["way"], ())]
+        settings += [f"{name}={rule[name]}" for name, value in usual.items() if rule.get(name, value) != value]
+        key = rule["model"], rule.get("beta2", 0.95), rule["ranks"], rule["way"], ", ".join(settings)
+        groups.setdefault(key, {}).setdefault(rule["rate"], {})[rule["seed"]] = outcome
+
+    def order(by_seed: dict[int, dict[str, float]]) -> tuple[int, float]:
+        return -len(by_seed), sum(outcome["loss"] for outcome in by_seed.values())
+
+    return {key: min(by_rate.items(), key=lambda item: order(item[1])) for key, by_rate in groups.items()}
+
+
+def _adamw_rows(*, betas: bool) -> list[list[str]]:
+    """Return rows of trainings: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
+    best = _adamw_trainings()
+    dense = {(model, b2, told): found for (model, b2, _, way, told), (_, found) in best.items() if way == "dense"}
+    compared = {(model, beta2) for model, beta2, _, way, _ in best if way == "sparse_adamw"}
+    rows = []
+    for (model, beta2, P, way, told), (rate, found) in best.items():
+        if betas and (way not in ("dense", "sparse_adamw") or "lion" in told or (model, beta2) not in compared):
+            continue
+        if not betas and (model, beta2, P) != ("transformer", 0.95, 8):
+            continue
+        losses = [outcome["loss"] for outcome in found.values()]
         spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
-        theirs = dense[model, "optimizer=lion" if "optimizer=lion" in told else ""]
-        above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in by_seed.items()])
-        row = [model, str(P), f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
-        row += [f"{above:+.3f}" if way != "dense" else "", number_text(by_seed[0]["bytes"])]
-        rows.append([*row, f"{by_seed[0]['ring']:.0f}"])
+        theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in told else ""]
+        above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items()])
+        outcome = next(iter(found.values()))
+        row = [f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
+        row += [f"{above:+.3f}" if way != "dense" else "", number_text(outcome["bytes"]), f"{outcome['ring']:.0f}"]
+        first = (model, f"{beta2:g}", str(P)) if betas else ()
+        order = (model, beta2, way != "dense", -outcome["bytes"], P) if betas else (np.mean(losses),)
+        rows.append((order, [*first, *row]))
+    head = ["model", "beta2", "P"] * betas + ["way", "settings", "rate", "nats", "above dense"]
+    return [[*head, "bytes per weight", "ring / it"], *(row for _, row in sorted(rows, key=lambda each: each[0]))]
+
+
+def gpt2() -> list[list[str]]:
+    """Return the trainings of bench/gpt2.py: dense and SparseAdamW side by side, each at its best rate."""
+    groups: dict[tuple[int, float, str], dict[float, dict[int, dict[str, float]]]] = {}
+    for line in (RESULTS / "gpt2.jsonl").read_text().splitlines():
+        setting, outcome = (json.loads(line)[key] for key in ("setting", "outcome"))
+        way = setting["way"]
+        settings = f"density={setting['density']}, wire={setting['wire']}" if way == "sparse" else ""
+        key = setting["steps"], setting["beta2"], settings
+        groups.setdefault(key, {}).setdefault(setting["rate"], {})[setting["seed"]] = outcome
+    rows = [["steps", "beta2", "settings", "rate", "seeds", "held out", "training", "above dense", "ring / it"]]
+    for (steps, beta2, settings), by_rate in sorted(groups.items()):
+        for rate, found in sorted(by_rate.items()):
+            theirs = groups[steps, beta2, ""].get(rate, {})
+            losses, training = ([o[name] for o in found.values()] for name in ("loss", "training_loss"))
+            above = [outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items() if seed in theirs]
+            row = [str(steps), f"{beta2:g}", settings or "dense", f"{rate:g}", str(len(found))]
+            row += [f"{np.mean(losses):.3f}", f"{np.mean(training):.3f}"]
+            row += [f"{np.mean(above):+.3f}" if settings and above else ""]
+            rows.append([*row, f"{4 / next(iter(found.values()))['bytes']:.0f}"])
     return rows
 
 
@@ -290,13 +332,15 @@ def _cell(text: str) -> str:
 
 
 TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
-    "adamw": adamw,
+    "adamw": partial(_adamw_rows, betas=False),
+    "adamw_betas": partial(_adamw_rows, betas=True),
     "algorithms": algorithms,
     **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
     "few_bits": few_bits,
+    "gpt2": gpt2,
     **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
     **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},

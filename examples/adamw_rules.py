@@ -67,6 +67,7 @@ class Rule:
         warmup: of all steps, at the beginning, in which everything is sent in 4 bits; of "onebit" in 32.
         rank: of PowerSGD's matrices.
         steps: 0 for the model's own number.
+        beta2: of AdamW, by which second moments decay.
     """
 
     model: str = "transformer"
@@ -82,6 +83,7 @@ class Rule:
     rank: int = 4
     seed: int = 0
     steps: int = 0
+    beta2: float = 0.95
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
@@ -136,9 +138,9 @@ def index_bits(density: float) -> float:
 class Optimizer:
     """AdamW, Lion or SGD with momentum, which makes several steps at some weights, by a mean gradient."""
 
-    def __init__(self, kind: str, n: int) -> None:
+    def __init__(self, kind: str, n: int, beta2: float = 0.95) -> None:
         self.kind, self.t = kind, 0
-        self.b1, self.b2 = (0.9, 0.95) if kind == "adamw" else (0.9, 0.99)
+        self.b1, self.b2 = 0.9, beta2 if kind == "adamw" else 0.99
         self.m, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
 
     def update(self, g: Vector, where: Any = slice(None), steps: Any = _ONE) -> Vector:
@@ -179,14 +181,15 @@ class Way:
 
     def __init__(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
         self.rule, self.shapes, self.n = rule, shapes, sum(map(math.prod, shapes))
-        self.optimizer = Optimizer(rule.optimizer, self.n)
+        self.optimizer = Optimizer(rule.optimizer, self.n, rule.beta2)
         self.nbytes = 0.0
         self.step: Callable[[Vector, int, bool], Vector] = getattr(self, f"_{rule.way}")
         self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
         self.age = np.zeros(self.n, np.float32)
         self.total = np.zeros(self.n, np.float32)  # what owners have, and have not sent
         self.moment = np.zeros_like(self.residual if rule.choose == "moment" else self.residual[:0])
-        self.own = [Optimizer(rule.optimizer, self.n) for _ in self.residual] if rule.way == "updates" else []
+        own = self.residual if rule.way == "updates" else ()
+        self.own = [Optimizer(rule.optimizer, self.n, rule.beta2) for _ in own]
         self.right: dict[int, Vector] = {}  # of PowerSGD, by parameter
 
     def _sent(self, count: float, bits: float) -> None:
@@ -353,7 +356,7 @@ def train_by_library(rule: Rule) -> dict[str, Any]:
         weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
         optimizer = sc.SparseAdamW(
             weights,
-            betas=(0.9, 0.95),
+            betas=(0.9, rule.beta2),
             weight_decay={name: 0.1 for name, weight in weights.items() if weight.ndim > 1},
             density=rule.density,
             wire=_WIRES[rule.bits],

@@ -7,6 +7,7 @@
   standard library, PSF licence). Its topics repeat one another; each paragraph is taken once. A tenth is held out.
 - "transformer": a decoder on the same text, for AdamW.
 - "transformer-2m": a larger one, on the sources of Python's standard library, of which files are held out.
+- "transformer-10m": a larger one, on the words of the same sources.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -73,11 +75,13 @@ class Task:
 
 def evaluate(model: nn.Module, samples: Samples) -> tuple[float, float]:
     """Return the mean cross-entropy in nats, and the share of right answers in percent."""
+    loss, right = 0.0, 0
     with torch.no_grad():
-        scores = model(samples.inputs).flatten(0, -2)
-        targets = samples.targets.flatten()
-        right = (scores.argmax(1) == targets).double().mean()
-        return float(functional.cross_entropy(scores, targets)), 100 * float(right)
+        for inputs, targets in zip(samples.inputs.split(256), samples.targets.split(256), strict=True):
+            scores, expected = model(inputs).flatten(0, -2), targets.flatten()
+            loss += float(functional.cross_entropy(scores, expected, reduction="sum"))
+            right += int((scores.argmax(1) == expected).sum())
+    return loss / samples.targets.numel(), 100 * right / samples.targets.numel()
 
 
 # -- digits -----------------------------------------------------------------------------------------------------------
@@ -151,13 +155,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder over characters."""
+    """A decoder over characters or words; tied: the embeddings are the weights of the scores, too."""
 
-    def __init__(self, size: int, width: int, blocks: int, heads: int) -> None:
+    def __init__(self, size: int, width: int, blocks: int, heads: int, *, tied: bool = False) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(size, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(blocks)])
         self.last, self.scores = nn.LayerNorm(width), nn.Linear(width, size)
+        if tied:
+            self.scores.weight = self.embedding.weight
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.4 / math.sqrt(width))
@@ -185,7 +191,10 @@ def characters() -> tuple[Samples, Samples]:
 
 def _encoded(everything: str) -> Samples:
     numbers = {character: number for number, character in enumerate(sorted(set(everything)))}
-    encoded = torch.tensor([numbers[character] for character in everything])
+    return _rows(torch.tensor([numbers[character] for character in everything]))
+
+
+def _rows(encoded: Tensor) -> Samples:
     rows = encoded[: (len(encoded) - 1) // LENGTH * LENGTH].reshape(-1, LENGTH)
     return Samples(rows, encoded[1:][: rows.numel()].reshape(-1, LENGTH))
 
@@ -211,6 +220,26 @@ def source_characters() -> tuple[Samples, Samples]:
     training, held_out = sources()
     samples = _encoded(training + held_out)
     ends = len(training) // LENGTH
+    number = torch.arange(len(samples))
+    return samples.take(number < ends), samples.take((number > ends) & (number % 5 == 0))
+
+
+WORDS = 4096  # in the vocabulary; rarer words are spelled
+
+
+@cache
+def source_words() -> tuple[Samples, Samples]:
+    """Return the same sources as words, digits, signs, and line ends with their indentation."""
+    texts = [re.findall(r"[A-Za-z_]+|\n *| +|.", each) for each in sources()]
+    characters = sorted(set("".join(sources())))
+    counts = Counter(word for word in texts[0] if len(word) > 1)
+    words = sorted(counts, key=lambda word: (-counts[word], word))[: WORDS - len(characters)]
+    numbers = {word: number for number, word in enumerate(characters + words)}
+    spelled = ([word] if word in numbers else word for each in texts for word in each)
+    encoded = torch.tensor([numbers[part] for parts in spelled for part in parts])
+    held_out = sum(1 if word in numbers else len(word) for word in texts[1])
+    samples = _rows(encoded)
+    ends = (len(encoded) - held_out) // LENGTH
     number = torch.arange(len(samples))
     return samples.take(number < ends), samples.take((number > ends) & (number % 5 == 0))
 
@@ -262,6 +291,18 @@ TRANSFORMERS = {  # under AdamW
         batch=32,
         steps=3000,
         rate=0.002,
+        clip=1.0,
+        masking=False,
+        some=128,
+        score="loss",
+    ),
+    "transformer-10m": Task(
+        title="transformer of 12M weights on words of Python sources",
+        build=lambda: Transformer(WORDS, 512, 3, 8, tied=True),
+        data=source_words,
+        batch=4,
+        steps=2000,
+        rate=0.001,
         clip=1.0,
         masking=False,
         some=128,

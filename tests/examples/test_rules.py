@@ -164,6 +164,28 @@ print("alike")
     assert ran(forks, program) == "alike\n"
 
 
+def test_the_dense_rule_is_adamw_of_torch(forks: Run) -> None:
+    program = """
+import numpy as np
+import torch
+from adamw_rules import Optimizer
+
+rng = np.random.default_rng(0)
+for beta2 in (0.95, 0.99, 0.999):
+    ours, weight = Optimizer("adamw", 50, beta2), torch.zeros(50, dtype=torch.float64, requires_grad=True)
+    theirs = torch.optim.AdamW([weight], lr=1.0, betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
+    total = np.zeros(50)
+    for step in range(1, 201):
+        g = (rng.standard_normal(50) * 10.0 ** rng.integers(-6, 3)).astype(np.float32)
+        ours.t, weight.grad = step, torch.from_numpy(g.astype(np.float64))
+        theirs.step()
+        total -= ours.update(g)
+        np.testing.assert_allclose(total, weight.detach().numpy(), rtol=1e-3, atol=1e-3)
+print("alike")
+"""
+    assert ran(forks, program) == "alike\n"
+
+
 def test_few_bits_keep_the_sign_and_about_the_size(forks: Run) -> None:
     program = """
 import numpy as np
