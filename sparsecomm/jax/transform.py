@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from sparsecomm import api
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.calls.weights import check_every
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.jax import staged
 from sparsecomm.jax.exchange import Comm, Density, schedule_of
-from sparsecomm.jax.trees import PyTree, TreeScope, init_residuals, tree_step
+from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.sparse import Array
@@ -29,7 +30,7 @@ class SparsifyState(NamedTuple):
     """The state that `sparsify` keeps from step to step.
 
     Attributes:
-        step: how many steps were made; int32, of no dimension.
+        step: how many steps were made, without those that were skipped; int32, of no dimension.
         residuals: what this rank has not sent yet, as `init_residuals` makes it. It differs between ranks.
     """
 
@@ -54,6 +55,11 @@ def sparsify(
     The first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. The defaults are what our reports
     recommend (docs/choosing.md). For a dense baseline, pass ``density=1.0``. All ranks then make the same updates,
     bit for bit. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
+
+    If a gradient is NaN or infinite on some rank, the step is skipped on all ranks: ``update`` returns zeros and does
+    not count the step. Finite gradients of that step stay in the residuals of their ranks; the others are dropped.
+    Links that follow see zeros, so momentum and weight decay still act. Do not wrap ``sparsify`` itself in
+    ``optax.apply_if_finite``, which would skip the exchange on some ranks only.
 
     Args:
         density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
@@ -87,12 +93,26 @@ def sparsify(
         return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
+        if not isinstance(state, SparsifyState) or state.residuals is None:
+            raise InvalidInputError(
+                f"state: got {type(state).__name__}; expected the SparsifyState that init or update returned"
+            )
         if params is not None and every is not None:
             check_parameters({"params": params}, state.step, every, comm=comm)
+        grads, before = checked(updates, state.residuals, "grads", "residuals", comm=comm)
+        finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in grads]))
+        structure: Any = jax.tree.structure(updates)
+        sent = jax.tree.unflatten(structure, [jnp.where(finite, g, jnp.full_like(g, jnp.nan)) for g in grads])
         averaged, residuals = tree_step(
-            updates, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm, training=True
+            sent, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm, training=True
         )
-        return averaged, SparsifyState(state.step + 1, residuals)
+        usable = ~jnp.any(jnp.stack([jnp.isnan(mean).any() for mean in jax.tree.leaves(averaged)]))  # on all ranks
+        kept = [
+            jnp.where(usable, new, jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype))
+            for g, old, new in zip(grads, before, jax.tree.leaves(residuals), strict=True)
+        ]
+        means = jax.tree.map(lambda mean: jnp.where(usable, mean, 0), averaged)
+        return means, SparsifyState(state.step + usable, jax.tree.unflatten(structure, kept))
 
     return optax.GradientTransformation(init, update)
 

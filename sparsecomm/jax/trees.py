@@ -23,7 +23,16 @@ from sparsecomm.tensors.interop import CPU
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SCOPES", "PyTree", "TreeScope", "allreduce_tree", "init_residuals", "sparse_allreduce", "tree_step"]
+__all__ = [
+    "SCOPES",
+    "PyTree",
+    "TreeScope",
+    "allreduce_tree",
+    "checked",
+    "init_residuals",
+    "sparse_allreduce",
+    "tree_step",
+]
 
 TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 SCOPES: tuple[TreeScope, ...] = get_args(TreeScope)
@@ -63,7 +72,7 @@ def sparse_allreduce(
             nothing was written, and the residual is what it was. Under jit JAX raises `jax.errors.JaxRuntimeError`,
             whose text ends with the type and the text of the error.
     """
-    leaves, residuals = _checked(x, residual, "x", "residual", tree=False, comm=comm)
+    leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), comm=comm)
     results, kept = exchange.run(leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
@@ -82,6 +91,10 @@ def allreduce_tree(
     **options: Unpack[CallOptions],
 ) -> PyTree:
     """Average, or sum, a tree of gradients over all ranks. Collective: every rank calls it, with the same tree.
+
+    A gradient that is NaN or infinite on one rank makes some of the result NaN or infinite on all ranks, and may leave
+    such values in the new residuals. Then skip the step on all ranks and keep the residuals that you passed in, as
+    `sparsify` does.
 
     Args:
         grads: a pytree of arrays as `sparse_allreduce` takes them; types may differ.
@@ -116,9 +129,17 @@ def init_residuals(tree: PyTree) -> PyTree:
     """Return zeros in the shapes of a tree: float64 for leaves in float64, float32 for all others.
 
     Args:
-        tree: the parameters, or their gradients.
+        tree: the parameters, or their gradients: arrays as `sparse_allreduce` takes them, or `jax.ShapeDtypeStruct`.
+
+    Raises:
+        InvalidInputError: a leaf is not such an array; the message names it.
     """
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype)), tree)
+
+    def zeros(path: Any, leaf: Any) -> jax.Array:
+        _check_leaf(leaf, "tree" + jax.tree_util.keystr(path), jax.ShapeDtypeStruct)
+        return jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(zeros, tree)
 
 
 def tree_step(
@@ -142,7 +163,7 @@ def tree_step(
     Returns:
         The tree of results and that of new residuals, which is ``None`` where there were none.
     """
-    leaves, kept = _checked(grads, residuals, "grads", "residuals", comm=comm)
+    leaves, kept = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
@@ -151,7 +172,7 @@ def tree_step(
 
 
 @arguments.naming_rank
-def _checked(
+def checked(
     grads: PyTree, residuals: PyTree, name: str, beside: str, *, tree: bool = True, comm: Comm
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the leaves of both trees, as JAX arrays; ``tree=False``: they are arrays themselves.
@@ -186,14 +207,24 @@ def _checked(
     return leaves, kept
 
 
-def _array(leaf: object, name: str) -> jax.Array:
-    if not isinstance(leaf, (jax.Array, np.ndarray)):
-        raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
-    if leaf.dtype.name not in DTYPES:
-        raise InvalidInputError(
-            f"{name}: got elements of type {leaf.dtype}; expected one of {', '.join(DTYPES)}; convert it"
-        )
+def _array(leaf: Any, name: str) -> jax.Array:
+    _check_leaf(leaf, name)
     return jnp.asarray(leaf)
+
+
+def _check_leaf(leaf: Any, name: str, *others: type) -> None:
+    """Check that a leaf is an array of a float type; ``others``: other types that it may have.
+
+    Raises:
+        InvalidInputError: it is not; the message calls it ``name``.
+    """
+    if not isinstance(leaf, (jax.Array, np.ndarray, *others)):
+        raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
+    dtype: Any = leaf.dtype  # type: ignore[attr-defined, unused-ignore]
+    if dtype.name not in DTYPES or not dtype.isnative:
+        raise InvalidInputError(
+            f"{name}: got elements of type {dtype}; expected one of {', '.join(DTYPES)}; convert it"
+        )
 
 
 def _on_one_device(arrays: list[jax.Array], name: str) -> None:

@@ -22,6 +22,7 @@ import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.jax.exchange import Exchange  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests import data  # noqa: E402
+from tests.ranks import run  # noqa: E402
 
 JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
@@ -270,6 +271,68 @@ def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: 
     assert all(same(found, mean) for rank in each for found in rank.value)
 
 
+SPARSIFY: dict[str, dict[str, Any]] = {
+    "model": {},
+    "tensor": {"scope": "tensor", "dense_below": 0, "wire": "packed_int8"},
+    "chunk": {"scope": "chunk", "chunk": 50, "algorithm": "split", "op": "mean_of_contributors"},
+    "dense": {"density": 1.0},
+}
+
+
+@pytest.mark.parametrize("way", SPARSIFY)
+def test_sparsify_is_dense_at_density_1_and_skips_steps_that_are_not_finite(way: str) -> None:
+    """At density 1.0 it is optax's own chain over mean gradients. A NaN is applied by nobody, and stays nowhere."""
+    optax = pytest.importorskip("optax", reason="optax is not installed")
+    pytest.importorskip("greenlet")
+    P, skipped = 3, 2
+    sgd = lambda: optax.sgd(0.1, momentum=0.9, nesterov=True)  # noqa: E731
+
+    def gradients(step: int, rank: int) -> dict[str, Any]:
+        random = np.random.default_rng((step, rank))
+        return {
+            "w": random.normal(size=(40, 50)).astype("f4"),
+            "b": random.normal(size=9).astype("f4"),
+            "n": np.ones((0, 3), "f4"),
+        }
+
+    def program(ranks: simulated.SimulatedTransport) -> Any:
+        chain = optax.chain(sj.sparsify(**({"density": 0.02} | SPARSIFY[way]), comm=ranks), sgd())
+        params: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
+        state = chain.init(params)
+        for step in range(6):
+            given, before = gradients(step, ranks.rank), state[0]
+            if step == skipped and ranks.rank == P - 1:
+                given["w"][3, :40] = -np.inf
+            updates, state = chain.update(jax.tree.map(jnp.asarray, given), state, params)
+            params = optax.apply_updates(params, updates)
+            if step == skipped:
+                assert int(state[0].step) == int(before.step) == step
+                for name, old in before.residuals.items():
+                    kept = given[name] if ranks.rank < P - 1 else 0
+                    np.testing.assert_array_equal(state[0].residuals[name], old + kept)
+        return params, state[0].residuals
+
+    results = run(P, program)
+    for params, residuals in results:
+        assert same(params, results[0][0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, residuals)))
+        assert any(leaf.any() for leaf in jax.tree.leaves(residuals)) == (way != "dense")
+    if way == "dense":
+        expected: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
+        state, kept = sgd().init(expected), jax.tree.map(np.zeros_like, gradients(0, 0))
+        for step in range(6):
+            everyones = [gradients(step, rank) for rank in range(P)]
+            sums = {name: sum((g[name] for g in everyones), kept[name]) for name in kept}
+            kept = jax.tree.map(np.zeros_like, kept)
+            if step == skipped:
+                kept = {name: sum((g[name] for g in everyones[:-1]), kept[name]) for name in kept}
+                sums = jax.tree.map(np.zeros_like, kept)
+            updates, state = sgd().update(jax.tree.map(lambda s: jnp.asarray(s / P), sums), state, expected)
+            expected = optax.apply_updates(expected, updates)
+        for name, leaf in expected.items():
+            np.testing.assert_allclose(results[0][0][name], leaf, rtol=1e-5, atol=1e-6)
+
+
 def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ImportError, match=r"pip install .*\[jax\]'"):
@@ -285,6 +348,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sj.allreduce_tree({"a": [X, jnp.ones(3, int)]}, 0.1),
         r"grads\['a'\]\[1\]: got elements of type int",
     ),
+    "float": (lambda: sj.init_residuals({"a": X, "b": 3.0}), r"tree\['b'\]: got float; expected a JAX array"),
+    "key": (lambda: sj.sparsify().init([jax.random.key(0)]), r"tree\[0\]: got elements of type key<fry>"),
+    "key of local steps": (lambda: sj.LocalSteps([jax.random.key(0)]), r"\[0\]"),
+    "byte order": (lambda: sj.sparse_allreduce(np.ones(3, ">f4"), 1), "x: got elements of type >f4"),
+    "state of sparsify": (lambda: sj.sparsify().update([X], (0, [X])), "state: got tuple; expected the SparsifyState"),
     "empty": (lambda: sj.allreduce_tree({}, 0.1), "grads: got a tree without leaves"),
     "k": (lambda: sj.sparse_allreduce(X, 5), r"k=5: expected an int from 1 to 4"),
     "traced k": (lambda: jax.jit(sj.sparse_allreduce)(X, 1), "k: got a JAX array; .*static"),
