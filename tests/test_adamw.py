@@ -69,7 +69,7 @@ class Oracle:
         self.t += there.any(0)
         root = np.sqrt(np.where(self.last == 0, self.start, self.v)) + eps
         unit = 2.0 ** np.floor(np.log2(root))  # in which entries are selected
-        aside, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
+        kept_back, waiting = np.where(there, 0, self.residuals), np.where(there, self.residuals, 0) + rows
         k = max(1, round(self.density * n))
         owners, mean = min(P, max(1, k // 16)), np.zeros(n)
         for owner in range(owners):
@@ -85,7 +85,7 @@ class Oracle:
             mean[own][indices] = sums[indices] / P
             sums[indices] = 0
             waiting[owner, own] = sums
-        self.residuals = waiting + aside
+        self.residuals = waiting + kept_back
         i = np.flatnonzero(mean)
         a, t = self.t[i] - self.last[i], self.t[i]
         g = mean[i] / a

@@ -171,12 +171,12 @@ class _Place:
         """
         checkpoints = [self._checkpoint, *([os.path.realpath(self._checkpoint)] if self.local else [])]
         self._files.invalidate_cache()
-        places = [self.residuals]
+        folders = [self.residuals]
         if isinstance(saved, str):
             for each in checkpoints:
                 pattern = f"{escape(each.rpartition('/')[0])}/*.ranks/{escape(saved)}"
-                places += [found.rpartition("/")[0] for found in self._files.glob(pattern)]
-        found = next((each for each in places if self._files.isdir(f"{each}/{saved}")), self.residuals)
+                folders += [found.rpartition("/")[0] for found in self._files.glob(pattern)]
+        found = next((each for each in folders if self._files.isdir(f"{each}/{saved}")), self.residuals)
         if self.local:
             yield Path(found)
             return

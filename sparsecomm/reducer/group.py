@@ -218,7 +218,7 @@ class Group:
             return self.settings.bucket_bytes
         used = costs_for_steps(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
         costs = profile.DEFAULT if used is None else used.costs
-        usual, options = final_density(self.settings.density, DENSITY), Options()
+        usual, options = final_density(self.settings.density, DENSITY.density), Options()
         if self.settings.options.algorithm == "auto":
             options = self.settings.call_options("float32")
         return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs, options.algorithm, options.wire)

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.schedule import Schedule, Warmup
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # The recommended setting of a training by SGD (docs/choosing.md). "auto" stands for `ALGORITHM` and `WIRE`.
-DENSITY: Final = 0.05
+DENSITY: Final = Warmup(0.1, 0, dense_steps=100)
 ALGORITHM: Final[AlgorithmName] = "double"
 WIRE: Final[WireName] = "packed_int2"
 

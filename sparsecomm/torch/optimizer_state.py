@@ -101,10 +101,10 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mappi
                 f"state_dict: parameter group {number} lacks {shown(lacks)} and has {shown(has)} besides; expected the "
                 "parameters of the optimizer's group of the same number"
             )
-        places: dict[str, list[Any]] = {}
+        positions: dict[str, list[Any]] = {}
         for name, key in zip(found, keys, strict=True):
-            places.setdefault(name, []).append(key)
-        groups.append({**theirs, "params": [places[name].pop(0) for name in wanted]})
+            positions.setdefault(name, []).append(key)
+        groups.append({**theirs, "params": [positions[name].pop(0) for name in wanted]})
         begin = end
     return {**state, "param_groups": groups}
 
