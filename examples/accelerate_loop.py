@@ -48,7 +48,7 @@ else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 # sparsecomm: gradients are exchanged sparsely. Checkpoints include what each rank has not sent yet.
-sparse = register(accelerator, model, optimizer)
+sparse = register(accelerator, model, optimizer, 0.1)
 
 begin = 0
 if checkpoints := sorted(arguments.folder.glob("epoch*")):

@@ -59,7 +59,7 @@ if arguments.local_steps:
     sparse = sparsecomm.torch.DiLoCo(model, optimizer, sync_every=arguments.local_steps, comm=replicas)
     reducers = sparse.reducers
 else:
-    sparse = sparsecomm.torch.register_fsdp(model, comm=replicas)  # sparsecomm: shards are exchanged sparsely
+    sparse = sparsecomm.torch.register_fsdp(model, 0.1, comm=replicas)  # sparsecomm: shards are exchanged sparsely
     optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), (sparse.reducer,)
 
 # sparsecomm: every rank saves its shards, and what it has not sent yet. As many go on, with the same --replicas.

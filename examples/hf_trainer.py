@@ -68,7 +68,7 @@ trainer = Trainer(
     train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
     optimizers=(optimizer, None),
 )
-callback = register(trainer)  # sparsecomm: gradients are exchanged sparsely
+callback = register(trainer, 0.1)  # sparsecomm: gradients are exchanged sparsely
 trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.folder) if arguments.folder.exists() else None)
 
 accuracy = (model.net(x[test]).argmax(1) == y[test]).float().mean().item()

@@ -35,7 +35,7 @@ BATCH, EPOCHS = 128, 30  # samples of all ranks together, passes over the traini
 comm = MPI.COMM_WORLD
 rank, ranks = comm.Get_rank(), comm.Get_size()
 
-optimizer = optax.chain(sc.jax.sparsify(comm=comm), optax.sgd(0.1, momentum=0.5))
+optimizer = optax.chain(sc.jax.sparsify(0.1, comm=comm), optax.sgd(0.1, momentum=0.5))
 
 
 def initial() -> Any:

@@ -54,7 +54,7 @@ if __name__ == "__main__":
     x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     x, test = x.float() / 16, torch.arange(len(x)) % 5 == 0
     # sparsecomm: gradients are exchanged sparsely.
-    strategy = SparseDDPStrategy(process_group_backend="gloo")  # "nccl" on GPUs
+    strategy = SparseDDPStrategy(0.1, process_group_backend="gloo")  # "nccl" on GPUs
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,

@@ -42,7 +42,7 @@ loader = DataLoader(data, batch_size=32, sampler=sampler)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 ddp = DistributedDataParallel(model)
-sparse = sparsecomm.torch.register(ddp)  # sparsecomm: gradients are exchanged sparsely
+sparse = sparsecomm.torch.register(ddp, 0.1)  # sparsecomm: gradients are exchanged sparsely
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
 # sparsecomm: every rank saves its own, since what it has not sent yet is its own; their number may change.

@@ -40,7 +40,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReL
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 # sparsecomm: all ranks begin with the same weights. Gradients are exchanged sparsely.
 sparsecomm.torch.broadcast_parameters(model.state_dict())
-optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters())
+optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.1)
 
 # sparsecomm: the optimizer's state has what a rank has not sent yet, so every rank saves its own.
 objects = {"model": model, "optimizer": optimizer}
