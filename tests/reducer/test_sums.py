@@ -341,3 +341,31 @@ def test_several_reducers_share_a_communicator(P: int) -> None:
                 same(mine, total(gradients(rank + 10 * i + 100 * step) for rank in range(P)))
 
     run(P, program)
+
+
+@pytest.mark.parametrize("algorithm", ["split", "double", "allgather"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) -> None:
+    """More of it than a step sends, on one rank: the next step is finite, and what else waits is as it was."""
+
+    def program(ranks: simulated.SimulatedTransport) -> list[bool]:
+        reducer = sc.Reducer(
+            {"x": np.zeros(2000, np.float32)}, 0.01, comm=ranks, algorithm=algorithm, momentum=momentum, dense_below=0
+        )
+        bad, found = ranks.rank == 1, []
+        for step in range(3):
+            x = np.ones(2000, np.float32)
+            if step == 1 and bad:
+                x[:600:2], x[1:600:2] = np.nan, np.inf
+            before = reducer.residual("x").copy()
+            done = reducer.reduce({"x": x})
+            assert done.usable
+            found.append(done.nonfinite)
+            assert np.isfinite(x).all() == (step != 1)
+            kept = reducer.residual("x")
+            assert np.isfinite(kept).all()
+            if step == 1:
+                assert kept[600:].sum() > before[600:].sum()
+        return found
+
+    assert run(2, program) == [[False, True, False]] * 2
