@@ -23,6 +23,7 @@ PLAIN: dict[str, Any] = {
 }
 
 Arrays = dict[str, np.ndarray]
+Frozen = Callable[[int, int], set[str]]  # of a rank and a step
 
 
 def initial() -> Arrays:
@@ -31,11 +32,22 @@ def initial() -> Arrays:
     return {name: np.asarray(random.normal(size=shape), DTYPES[name]) for name, shape in SHAPES.items()}
 
 
-def move(parameters: Arrays, rank: int, step: int) -> None:
+def nothing_frozen(rank: int, step: int) -> set[str]:
+    return set()
+
+
+def some_frozen(rank: int, step: int) -> set[str]:
+    """The names that a rank does not train in a step: on rank 1 some always; on all ranks others for some rounds."""
+    return ({"b"} if rank == 1 else set()) | ({"a", "c"} if 5 <= step < 14 else set()) | ({"f"} if step > 9 else set())
+
+
+def move(parameters: Arrays, rank: int, step: int, frozen: Frozen = nothing_frozen) -> None:
     """Take a local step, in place: towards a minimum of this rank, with noise."""
     random = np.random.default_rng((rank, step))
-    for values in parameters.values():
+    for name, values in parameters.items():
         noise = np.asarray(random.normal(size=values.shape), values.dtype)
+        if name in frozen(rank, step):
+            continue
         values -= ((values - values.dtype.type(rank)) / 8 + noise / 16).astype(values.dtype)
 
 
@@ -52,14 +64,17 @@ class Oracle:
         density: float = 0.1,
         decay: float = 0.95,
         sgd: tuple[float, float, bool] | None = None,
+        frozen: Frozen = nothing_frozen,
     ) -> None:
         self.P, self.fragments, self.sync_every, self.delay, self.alpha = P, fragments, sync_every, delay, alpha
-        self.density, self.decay, self.sgd = density, decay, sgd
+        self.density, self.decay, self.sgd, self.frozen = density, decay, sgd, frozen
+        self.trained: list[set[str]] = [set() for _ in range(P)]  # names, since their last exchange was applied
         self.local = [initial() for _ in range(P)]
         self.globals = {name: reference.widened(values) for name, values in initial().items()}
         self.residuals = [{n: np.zeros_like(v) for n, v in self.globals.items()} for _ in range(P)]
         self.velocities: Arrays = {}
         self.means: dict[int, Arrays] = {}
+        self.applied: dict[int, list[str]] = {}  # the names that were replaced after a step
         self.exchanges: list[tuple[int, int, int]] = []  # fragment, local step of the beginning and of the application
 
     def train_unevenly(self, rounds: Sequence[Sequence[int]]) -> None:
@@ -75,10 +90,10 @@ class Oracle:
                 for rank, n in enumerate(steps):
                     while taken[rank] - before[rank] < -(-(t - r * H) * n // H):
                         taken[rank] += 1
-                        move(self.local[rank], rank, taken[rank])
+                        self.move(rank, taken[rank])
                 for end, i in ends:
                     if max(1, end - self.delay) == t:
-                        self.means[i] = {name: self.mean(name) for name in self.fragments[i]}
+                        self.begin(i)
                 for end, i in ends:
                     if end == t:
                         self.apply(i)
@@ -91,18 +106,30 @@ class Oracle:
             begins.setdefault(max(1, end - self.delay), []).append((end, i))
         for step in range(1, steps + 1):
             for rank in range(self.P):
-                move(self.local[rank], rank, step)
+                self.move(rank, step)
             for end, i in sorted(begins.get(step, [])):
-                self.means[i] = {name: self.mean(name) for name in self.fragments[i]}
+                self.begin(i)
                 self.exchanges.append((i, step, end))
             if step in ends:
-                self.apply(ends[step])
+                self.apply(ends[step], step)
+
+    def move(self, rank: int, step: int) -> None:
+        move(self.local[rank], rank, step, self.frozen)
+        self.trained[rank] |= {n for n in self.globals if n not in self.frozen(rank, step) and self.globals[n].size}
+
+    def begin(self, fragment: int) -> None:
+        """Make the means of what any rank has trained."""
+        trained: set[str] = set().union(*self.trained)
+        self.means[fragment] = {name: self.mean(name) for name in self.fragments[fragment] if name in trained}
 
     def mean(self, name: str) -> np.ndarray:
         summed = []
         size = self.globals[name].size
         for rank in range(self.P):
             kept = self.residuals[rank]
+            if name not in self.trained[rank]:
+                summed.append(np.zeros_like(kept[name]))
+                continue
             kept[name] = kept[name] * kept[name].dtype.type(self.decay) + self.moved(name, rank)
             indices = np.arange(size)
             if size >= PLAIN["dense_below"] and self.density < 1:
@@ -117,7 +144,8 @@ class Oracle:
     def moved(self, name: str, rank: int) -> np.ndarray:
         return self.globals[name] - reference.widened(self.local[rank][name])
 
-    def apply(self, fragment: int) -> None:
+    def apply(self, fragment: int, step: int = 0) -> None:
+        self.applied[step] = [name for name in self.fragments[fragment] if name in self.means[fragment]]
         for name, mean in self.means.pop(fragment).items():
             held = self.globals[name]
             if self.sgd:
@@ -128,7 +156,8 @@ class Oracle:
                 held -= rate * (mean + momentum * velocity if nesterov else velocity)
             else:
                 held -= mean
-            for local in self.local:
+            for local, trained in zip(self.local, self.trained, strict=True):
+                trained.discard(name)
                 mixed = self.alpha * reference.widened(local[name]) + (1 - self.alpha) * held if self.alpha else held
                 local[name][...] = mixed.reshape(local[name].shape).astype(local[name].dtype)
 
@@ -137,11 +166,13 @@ def made(ranks: Any, parameters: Mapping[str, Any], density: Any = 0.1, **option
     return sc.LocalSteps(parameters, density, comm=ranks, **(PLAIN | options))
 
 
-def train(local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last: int) -> list[tuple[str, ...]]:
+def train(
+    local: sc.LocalSteps, parameters: Arrays, rank: int, first: int, last: int, frozen: Frozen = nothing_frozen
+) -> list[tuple[str, ...]]:
     """Take the local steps ``first`` to ``last``; return the names that each of them replaced."""
     replaced = []
     for step in range(first, last + 1):
-        move(parameters, rank, step)
+        move(parameters, rank, step, frozen)
         replaced.append(local.step(parameters))
     return replaced
 

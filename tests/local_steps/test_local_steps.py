@@ -10,7 +10,18 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import DTYPES, SHAPES, Oracle, bits, initial, made, move, train
+from tests.local_steps.programs import (
+    DTYPES,
+    SHAPES,
+    Oracle,
+    bits,
+    initial,
+    made,
+    move,
+    nothing_frozen,
+    some_frozen,
+    train,
+)
 from tests.reducer.programs import run, same
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
@@ -18,17 +29,18 @@ TWO = (("f", "a"), ("b", "c", "d", "e"))
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("density", "fragments", "sync_every", "delay", "alpha", "sgd"),
+    ("density", "fragments", "sync_every", "delay", "alpha", "sgd", "frozen"),
     [
-        (0.1, 1, 3, 0, 0.0, None),
-        (0.1, TWO, 4, 2, 0.25, (0.7, 0.9, True)),
-        (0.3, 3, 5, 4, 0.5, (0.5, 0.5, False)),
-        (1.0, 2, 1, 0, 0.0, (0.7, 0.9, True)),
-        (1.0, 6, 6, 5, 0.0, None),
+        (0.1, 1, 3, 0, 0.0, None, nothing_frozen),
+        (0.1, TWO, 4, 2, 0.25, (0.7, 0.9, True), some_frozen),
+        (0.3, 3, 5, 4, 0.5, (0.5, 0.5, False), nothing_frozen),
+        (0.3, 1, 4, 2, 0.0, (0.5, 0.5, False), some_frozen),
+        (1.0, 2, 1, 0, 0.0, (0.7, 0.9, True), some_frozen),
+        (1.0, 6, 6, 5, 0.0, None, nothing_frozen),
     ],
 )
 def test_the_whole_algorithm(
-    P: int, density: float, fragments: Any, sync_every: int, delay: int, alpha: float, sgd: Any
+    P: int, density: float, fragments: Any, sync_every: int, delay: int, alpha: float, sgd: Any, frozen: Any
 ) -> None:
     steps = 4 * sync_every + 1
     if fragments == 2 and sync_every == 1:
@@ -46,18 +58,19 @@ def test_the_whole_algorithm(
             fragment_update_alpha=alpha,
             outer=sc.NesterovSGD(*sgd) if sgd else None,
         )
-        replaced = train(local, parameters, ranks.rank, 1, steps)
+        replaced = train(local, parameters, ranks.rank, 1, steps, frozen)
         residuals = {name: a for each in local.state_dict()["reducers"] for name, a in each["residuals"].items()}
         assert (local.round, local.local_step) == divmod(steps, sync_every)
         return local.fragments, replaced, parameters, local.global_parameters(), residuals
 
     results = run(P, program)
-    oracle = Oracle(P, results[0][0], sync_every, delay, alpha, density, sgd=sgd)
+    oracle = Oracle(P, results[0][0], sync_every, delay, alpha, density, sgd=sgd, frozen=frozen)
     oracle.train(steps)
-    applied = {end: oracle.fragments[i] for i, _, end in oracle.exchanges}
     close = 2e-6 if density == 1 and P > 2 else 0.0  # dense sums have another order
     for rank, (_, replaced, parameters, held, residuals) in enumerate(results):
-        assert replaced == [applied.get(step, ()) for step in range(1, steps + 1)]
+        assert [tuple(n for n in names if SHAPES[n] != (0, 3)) for names in replaced] == [
+            tuple(oracle.applied.get(step, ())) for step in range(1, steps + 1)
+        ]
         assert bits(held) == bits(results[0][3])
         for name, shape in SHAPES.items():
             assert parameters[name].dtype == DTYPES[name]
@@ -92,6 +105,34 @@ def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -
 
     results = run(3, program)
     assert results == [results[0]] * 3
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_what_waits_in_residuals_can_be_discarded(delay: int) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        parameters = initial()
+        local = made(ranks, parameters, sync_every=2, fragments=TWO, fragment_sync_delay=delay)
+        train(local, parameters, ranks.rank, 1, 3)
+
+        def waiting() -> set[str]:
+            return {name for reducer in local.reducers for name in reducer.names if reducer.residual(name).any()}
+
+        if delay:
+            with pytest.raises(sc.InvalidInputError, match="discard with an exchange under way; call finish first"):
+                local.discard()
+            local.finish(parameters)
+        unchanged, before = waiting(), bits(local.global_parameters())
+        assert unchanged >= {"a", "b", "c", "f"}
+        with pytest.raises(sc.InvalidInputError, match=r"names: 'aa' is not one of the 6 parameters.*'a'"):
+            local.discard(["f", "aa"])
+        assert waiting() == unchanged
+        local.discard(["a", "c"])
+        assert waiting() == unchanged - {"a", "c"}
+        local.discard()
+        assert waiting() == set()
+        assert bits(local.global_parameters()) == before
+
+    run(2, program)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import Arrays, bits, initial, made, train
+from tests.local_steps.programs import Arrays, bits, initial, made, some_frozen, train
 from tests.reducer.programs import run, total
 
 SETTINGS: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, optio
         parameters = initial()
         local = nesterov(ranks, parameters, **options)
         if stop is not None:
-            train(local, parameters, ranks.rank, 1, stop)
+            train(local, parameters, ranks.rank, 1, stop, some_frozen)
             state = pickle.loads(pickle.dumps(local.state_dict()))
             parameters = {name: values.copy() for name, values in parameters.items()}
             local.finish({name: values.copy() for name, values in parameters.items()})  # which the state must not see
@@ -46,7 +46,7 @@ def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, optio
             local.load_state_dict(state)
             again = local.state_dict()
             assert bits(flat(again)) == bits(flat(state))
-        replaced = train(local, parameters, ranks.rank, 1 + (stop or 0), steps)
+        replaced = train(local, parameters, ranks.rank, 1 + (stop or 0), steps, some_frozen)
         return replaced[-3:], local.round, local.local_step, bits(parameters), bits(flat(local.state_dict()))
 
     expected = run(P, lambda ranks: program(ranks, None))
