@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -23,9 +23,10 @@ from sparsecomm.transport import simulated
 
 P = 2  # of which sums do not depend on the order
 STEPS = 13
-DENSE: dict[str, Any] = {"density": 1.0, "scope": "tensor", "dense_below": 0}
+DENSE: dict[str, Any] = {"density": 1.0}  # and all other defaults, which are sparse
 OUTER: dict[str, Any] = {
     "none": None,
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=1.0),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
 }
@@ -58,6 +59,15 @@ def local_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
     optimizer.step()
 
 
+def freeze(model: nn.Module, step: int, first: int, rank: int) -> None:
+    """Freeze layers from a step on, for six steps: one on all ranks, and one on rank 1."""
+    frozen = first <= step < first + 6
+    for parameter, on_ranks in ((model[1].weight, (0, 1)), (model[2].bias, (1,))):  # type: ignore[index]
+        parameter.requires_grad_(not frozen or rank not in on_ranks)
+        if not parameter.requires_grad:
+            parameter.grad = None
+
+
 def fragments_of(model: nn.Module, way: str) -> tuple[Any, list[list[str]]]:
     """What `DiLoCo` is given, and the names of each fragment."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -69,8 +79,11 @@ def fragments_of(model: nn.Module, way: str) -> tuple[Any, list[list[str]]]:
     return list(model), [[name for name in names if name.startswith(f"{i}.")] for i in range(len(model))]  # type: ignore[arg-type, call-overload]
 
 
-def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float) -> list[list[Any]]:
-    """The weights of all ranks, after dense DiLoCo as the papers write it down."""
+def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, first: int) -> list[list[Any]]:
+    """The weights of all ranks, after dense DiLoCo as the papers write it down.
+
+    A parameter without a gradient on any rank since its last exchange makes no step, as in torch's optimizers.
+    """
     models = [network(dtype) for _ in range(P)]
     optimizers = [inner_of(model) for model in models]
     named = [dict(model.named_parameters()) for model in models]
@@ -79,26 +92,34 @@ def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: 
     outer_optimizer = None if outer is None else outer(masters.values())
     parts = fragments_of(models[0], way)[1]
     pending: dict[int, dict[str, Any]] = {}
+    trained: list[set[str]] = [set() for _ in range(P)]
     for step in range(1, STEPS + 1):
         for rank in range(P):
+            freeze(models[rank], step, first, rank)
             local_step(models[rank], optimizers[rank], step, rank)
+            trained[rank] |= {name for name, p in named[rank].items() if p.requires_grad}
         for i, part in enumerate(parts):
             place = (i + 1) * every // len(parts)
             begins = max(1, place - delay) == step or (step + delay > every and (step + delay - place) % every == 0)
             if begins:
-                moved = [{n: masters[n].detach() - named[rank][n].detach().float() for n in part} for rank in range(P)]
-                pending[i] = {n: (moved[0][n] + moved[1][n]) / P for n in part}
+                pending[i] = {}
+                for n in part:
+                    moved = [masters[n].detach() - named[r][n].detach().float() for r in range(P) if n in trained[r]]
+                    if moved:
+                        pending[i][n] = sum(moved, torch.zeros_like(masters[n])) / P
             if step >= place and (step - place) % every == 0:
-                for name, mean in pending.pop(i).items():
+                means = pending.pop(i)
+                for name, mean in means.items():
                     masters[name].grad = mean
                 if outer_optimizer is not None:
                     outer_optimizer.step()
-                for name in part:
+                for name in means:
                     master = masters[name]
                     if outer_optimizer is None:
                         master.data -= master.grad  # type: ignore[operator]
                     master.grad = None
                     for rank in range(P):
+                        trained[rank].discard(name)
                         mine = named[rank][name].data
                         mine.copy_(mine.float() * alpha + (1 - alpha) * master.data if alpha else master.data)
     return [[p.detach() for p in model.parameters()] for model in models]
@@ -111,11 +132,14 @@ def made(ranks: Any, outer: Any = None, dtype: Any = torch.float32, way: str = "
     return model, inner, over, DiLoCo(model, inner, over, fragments=fragments_of(model, way)[0], comm=ranks, **options)
 
 
-def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, stop: int) -> list[Any]:
+def train(
+    ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, first: int, stop: int
+) -> list[Any]:
     """The weights of one rank, with a stop and a checkpoint after ``stop`` steps."""
     schedule = {"sync_every": every, "fragment_sync_delay": delay, "fragment_update_alpha": alpha}
     model, inner, _, diloco = made(ranks, outer, dtype, way, **schedule, **DENSE)
     for step in range(1, STEPS + 1):
+        freeze(model, step, first, ranks.rank)
         local_step(model, inner, step, ranks.rank)
         if step == stop:
             saved = io.BytesIO()
@@ -128,8 +152,10 @@ def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, 
             inner.load_state_dict(of_inner)
             diloco.load_state_dict(of_diloco)
     assert (diloco.round, diloco.local_step) == divmod(STEPS, every)
-    diloco.remove()
     before = copy.deepcopy(list(model.parameters()))
+    diloco.finish()
+    assert not any(reducer.residual(name).any() for reducer in diloco.reducers for name in reducer.names)
+    diloco.remove()
     inner.zero_grad()
     inner.step()  # a plain one now
     return [p.detach() for p in before]
@@ -143,18 +169,46 @@ def train(ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, 
     every=st.integers(3, 6),
     delay=st.integers(0, 2),
     alpha=st.sampled_from([0.0, 0.25, 1.0]),
+    first=st.integers(1, STEPS),
     stop=st.integers(1, STEPS),
 )
-def test_it_is_the_plain_loop(
-    dtype: Any, way: str, outer: str, every: int, delay: int, alpha: float, stop: int
+@example(torch.float32, "one", "plain", 1, 0, 0.0, STEPS + 1, 4)
+@example(torch.bfloat16, "modules", "sgd", 4, 2, 0.25, 5, 7)
+def test_at_density_1_it_is_the_plain_loop(
+    dtype: Any, way: str, outer: str, every: int, delay: int, alpha: float, first: int, stop: int
 ) -> None:
     """Bit for bit, and over a checkpoint anywhere in a round, or while an exchange is under way."""
-    chosen = dtype, way, OUTER[outer], every, delay, alpha
+    chosen = dtype, way, OUTER[outer], every, delay, alpha, first
     expected = plain_loop(*chosen)
     found = simulated.run(P, lambda ranks: train(ranks, *chosen, stop))
     for rank in range(P):
         for theirs, mine in zip(expected[rank], found[rank].value, strict=True):
             assert torch.equal(theirs, mine)
+
+
+def test_with_one_local_step_in_a_round_and_density_1_weights_are_the_mean_of_all_ranks() -> None:
+    """The outer optimizer is SGD with a rate of 1: what DDP does with SGD, up to rounding."""
+    ranks_of_mean = 3
+    models = [network(torch.float32) for _ in range(ranks_of_mean)]
+    inners = [inner_of(model) for model in models]
+    for step in range(4):
+        for rank, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            local_step(model, inner, step, rank)
+        with torch.no_grad():
+            for each in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.double() for p in each]).mean(0)
+                for p in each:
+                    p.copy_(mean)
+
+    def program(ranks: Any) -> list[Any]:
+        model, inner, _, _ = made(ranks, OUTER["plain"], sync_every=1, **DENSE)
+        for step in range(4):
+            local_step(model, inner, step, ranks.rank)
+        return list(model.parameters())
+
+    for result in simulated.run(ranks_of_mean, program):
+        for mine, mean in zip(result.value, models[0].parameters(), strict=True):
+            torch.testing.assert_close(mine, mean, rtol=1e-6, atol=1e-6)
 
 
 def test_a_block_ends_with_the_global_parameters() -> None:
@@ -172,6 +226,8 @@ def test_a_block_ends_with_the_global_parameters() -> None:
         assert all(outer.state[p]["momentum_buffer"].shape == p.shape for p in inner.param_groups[0]["params"][1:])
         held = diloco.global_parameters()
         assert all(torch.equal(p, held[name]) for name, p in model.named_parameters() if name in held)
+        diloco.discard("0.weight")
+        assert not reducer.residual("0.weight").any()
         local_step(model, inner, 7, ranks.rank)
         assert reducer.counters.steps == 2
         return list(held.values())
