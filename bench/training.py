@@ -79,8 +79,8 @@ def ddp(args: argparse.Namespace) -> None:
         "a hook that does nothing": sct.keep_local,
         "gloo, dense": lambda model: None,
         "gloo, float16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-        "sparse hook, over gloo": lambda model: sct.register(model, args.density),
-        "sparse hook, over MPI": lambda model: sct.register(model, args.density, comm=world),
+        "sparse hook, over gloo": lambda model: sct.register(model, args.density, algorithm="fastest"),
+        "sparse hook, over MPI": lambda model: sct.register(model, args.density, algorithm="fastest", comm=world),
     }.items():
         model = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
         found = register(model)
@@ -262,7 +262,7 @@ def overlap(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
     outs = {name: np.empty_like(g) for name, g in gradients.items()}
-    reducer = sc.Reducer(gradients, args.density, comm=world, bucket_bytes=1, reorder=False)
+    reducer = sc.Reducer(gradients, args.density, comm=world, algorithm="fastest", bucket_bytes=1, reorder=False)
     a, work = torch.randn(128, 128), {"here": 200, "elsewhere": 0.01 / args.parts}
 
     def compute(where: str) -> None:

@@ -124,7 +124,9 @@ class PerStep:
         self._training, self._steps, self._sum = training, 0, 0
         self._gradients = training.gradients
         self._means = {name: np.empty_like(gradient) for name, gradient in self._gradients.items()}
-        self._reducer = sc.Reducer(self._gradients, cell["density"], **cell.get("options", {}))
+        self._reducer = sc.Reducer(
+            self._gradients, cell["density"], **{"algorithm": "fastest", **cell.get("options", {})}
+        )
 
     def warm_up(self) -> None:
         for _ in range(2):  # buckets are filled anew after the first

@@ -259,7 +259,10 @@ def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: 
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
         mine = grads(ranks.rank)
-        for transform in (sj.sparsify(1.0, comm=ranks, **options), sj.sparsify(0.05, comm=ranks, dense_steps=1, **options)):
+        for transform in (
+            sj.sparsify(1.0, comm=ranks, **options),
+            sj.sparsify(0.05, comm=ranks, dense_steps=1, **options),
+        ):
             means, state = transform.update(mine, transform.init(mine))
             assert not any(np.any(kept) for kept in jax.tree.leaves(state.residuals))
             yield means

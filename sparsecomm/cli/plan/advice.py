@@ -71,8 +71,8 @@ def _code(way: Way) -> list[str]:
     if way.method == STEPS:
         density = number_text(exchange.density)
         return [
-            f"state = sparsecomm.torch.register(model, {density})  # DistributedDataParallel",
-            f"reducer = sc.Reducer(parameters, {density})  # others",
+            f'state = sparsecomm.torch.register(model, {density}, algorithm="fastest")  # DistributedDataParallel',
+            f'reducer = sc.Reducer(parameters, {density}, algorithm="fastest")  # others',
         ]
     delay = f", fragment_sync_delay={exchange.delay}" if exchange.delay else ""
     return [
