@@ -28,8 +28,8 @@ SERIES = {
     "sparse_adamw, transformer, 0.95": ("SparseAdamW, beta2 = 0.95", "#009e73", "o"),
     "sparse_adamw, transformer, 0.99": ("SparseAdamW, beta2 = 0.99", "#0072b2", "s"),
     "sparse_adamw, transformer, 0.999": ("SparseAdamW, beta2 = 0.999", "#000000", "^"),
-    "sparse_adamw, transformer-2m, 0.999": ("SparseAdamW, 2.3M weights, beta2 = 0.999", "#000000", "*"),
-    "sparse_adamw, transformer-10m, 0.999": ("SparseAdamW, 12M weights, beta2 = 0.999, P = 4", "#000000", "d"),
+    "sparse_adamw, transformer-2m, 0.999": ("SparseAdamW, 2.3M weights", "#000000", "*"),
+    "sparse_adamw, transformer-10m, 0.999": ("SparseAdamW, 12M weights", "#000000", "d"),
     "double, few bits": ('"double", 1 to 4 bits', "#009e73", "v"),
     "allgather, few bits": ("Top-k, 2 or 4 bits", "#56b4e9", "<"),
     "allgather": ("Top-k, exact", "#0072b2", "s"),
@@ -119,7 +119,7 @@ def main() -> None:
                 hollow: Any = {"fillstyle": "none", "markeredgewidth": 1.5} if "sparse_adamw" in series else {}
                 axes.plot(x, y, marker, color=colour, label=label, markersize=8, **hollow)
         axes.axhline(0, color="#4d4d4d", linewidth=0.8)
-        axes.set_ylim(-0.05, FAR)
+        axes.set_ylim(-0.13, FAR)
         log_axis(axes.xaxis, number_text)
         axes.set_xlabel("bytes that a rank sends per weight and step")
         axes.set_ylabel("loss above dense, in nats, on held-out text")
