@@ -803,6 +803,7 @@ class LocalSteps:
         alpha = self._alpha if exchange.usable else 0.0
         for name in names:
             if name not in exchange.written:
+                self._mixed.pop(name, None)
                 with shared.on_stream(name, self._local(name, parameters), writable=self._in_place) as local:
                     if keeps and exchange.usable:
                         if name not in exchange.moved:
@@ -814,16 +815,10 @@ class LocalSteps:
                     else:
                         self._write(name, local, shared.mixed(name, local, alpha))
                     exchange.written.add(name)
-            if self._alpha:
-                self._note_mixed(name, parameters, mixed=bool(alpha) and not keeps)
+                if alpha and not keeps:  # an interrupt before this has the parameter count as trained
+                    with shared.on_stream(name, self._local(name, parameters)) as local:
+                        self._mixed[name] = shared.checksum_of(local)
         return names
-
-    def _note_mixed(self, name: str, parameters: Mapping[str, object], *, mixed: bool) -> None:
-        """Take note of a local parameter as an exchange has left it. ``mixed``: it is not the global one."""
-        self._mixed.pop(name, None)
-        if mixed:
-            with self._globals.on_stream(name, self._local(name, parameters)) as local:
-                self._mixed[name] = self._globals.checksum_of(local)
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Change global parameters by the means of an exchange, and note which."""

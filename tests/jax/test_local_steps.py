@@ -16,7 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 import sparsecomm as sc  # noqa: E402
 import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.local_steps.programs import PLAIN, Arrays, bits, initial, left_out, made, move  # noqa: E402
+from tests.local_steps.programs import PLAIN, Arrays, bits, initial, left_out, made, move, some_frozen  # noqa: E402
 from tests.reducer.programs import run  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
@@ -41,7 +41,7 @@ def untree(params: Any) -> Arrays:
 
 def moved(params: Any, rank: int, step: int) -> Any:
     arrays = untree(params)
-    move(arrays, rank, step)
+    move(arrays, rank, step, some_frozen)
     return tree(arrays)
 
 
@@ -69,7 +69,7 @@ def test_slow_and_late_ranks_do_what_they_do_with_arrays(delay: int) -> None:
             if trees:
                 params = local.step(moved(params, ranks.rank, step))
             else:
-                move(arrays, ranks.rank, step)
+                move(arrays, ranks.rank, step, some_frozen)
                 local.step(arrays)
         return local.steps, bits(untree(params) if trees else arrays)
 
@@ -83,7 +83,7 @@ def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
         parameters = initial()
         local = made(ranks, parameters, outer=outer and sc.NesterovSGD(0.5, 0.5), **SETTINGS)
         for step in range(1, 10):
-            move(parameters, ranks.rank, step)
+            move(parameters, ranks.rank, step, some_frozen)
             local.step(parameters)
         local.finish(parameters)
         return parameters, dict(local.global_parameters())

@@ -10,7 +10,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.emulator.deferred import DeferredRuntime
-from tests.local_steps.programs import bits, initial, made, move
+from tests.local_steps.programs import bits, initial, made, move, some_frozen
 from tests.reducer.programs import run
 
 
@@ -28,7 +28,7 @@ def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
         local = made(ranks, {name: put(values) for name, values in mine.items()}, outer=sc.NesterovSGD(), **options)
         for step in range(1, 8):
             wait()
-            move(mine, ranks.rank, step)
+            move(mine, ranks.rank, step, some_frozen)
             local.step({name: put(values) for name, values in mine.items()})
             if step == 4:
                 state = local.state_dict()
