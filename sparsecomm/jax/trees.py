@@ -220,7 +220,7 @@ def _check_leaf(leaf: Any, name: str, *others: type) -> None:
     """
     if not isinstance(leaf, (jax.Array, np.ndarray, *others)):
         raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
-    dtype: Any = leaf.dtype  # type: ignore[attr-defined, unused-ignore]
+    dtype: Any = leaf.dtype  # type: ignore[attr-defined]
     if dtype.name not in DTYPES or not dtype.isnative:
         raise InvalidInputError(
             f"{name}: got elements of type {dtype}; expected one of {', '.join(DTYPES)}; convert it"
