@@ -16,7 +16,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
 from sparsecomm.jax.transform import check_parameters
-from sparsecomm.jax.trees import PyTree, allreduce_tree, init_residuals, tree_step
+from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.wire import WireName
 
@@ -102,6 +102,7 @@ def sparse_adamw(
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
         if params is None:
             raise InvalidInputError("sparse_adamw: update got no parameters; expected update(gradients, state, params)")
+        checked(updates, state.residuals, "grads", "residuals", comm=comm)
         if every is not None:
             check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
         begun, step = _begun(updates, state, START * (1 - b2), comm=comm), state.step + 1
