@@ -64,7 +64,7 @@ def gradients(dtype: str, rank: int, step: int) -> dict[str, np.ndarray[Any, Any
         ({"algorithm": "fastest"}, {("butterfly", "exact"), ("split", "exact"), ("tree", "exact")}),
         ({"algorithm": "butterfly"}, {("butterfly", "exact")}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",  # the order in a set varies
 )
 def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
     P: int, dtype: str, options: dict[str, Any], sparse: set[tuple[str, str]]
