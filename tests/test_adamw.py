@@ -97,7 +97,7 @@ class Oracle:
 
 
 def some_gradients(step: int, rank: int, P: int) -> Arrays:
-    """Gradients of which tensors are lacking: on all ranks in steps 4 to 6, on some ranks in others."""
+    """Gradients with missing tensors: on all ranks in steps 4 to 6, on some ranks in other steps."""
     given = gradients(step, rank)
     if step % 3 == 1 and rank % 2:
         del given["bias"]

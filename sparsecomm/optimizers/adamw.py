@@ -165,7 +165,7 @@ class LazyAdamW:
         self.moments: dict[str, Moments] = {}
         self.steps = dict.fromkeys(self.specs, 0)
         self.done: Step | None = None
-        self._pending: list[Any] | None = None  # what an update that has not ended still has to do
+        self._pending: list[Any] | None = None  # the rest of an update that was interrupted
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor on the current stream."""

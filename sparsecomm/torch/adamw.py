@@ -45,7 +45,7 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class _State(torch.optim.Optimizer):
-    """Loads moments in the type in which they are summed, where torch would convert them to that of the weights."""
+    """Loads moments in their own type. Torch would convert them to the type of the weights."""
 
     _exchange: AdamWExchange
 

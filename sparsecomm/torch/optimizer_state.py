@@ -77,7 +77,7 @@ def names_in_order(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
 def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any], saved: Any) -> Any:
     """Return an optimizer's state with its parameters in another order: that of ``optimizer``.
 
-    `torch.optim.Optimizer.load_state_dict` goes by position alone.
+    `torch.optim.Optimizer.load_state_dict` only looks at positions.
 
     Args:
         optimizer: which is to load the state.
