@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
+import accelerate.test_utils  # noqa: F401  once, before ranks are forked
 from accelerate.utils import DistributedType
 
 from tests.conformance import fixture

@@ -32,14 +32,18 @@ Case = Callable[[], "str | None"]
 
 
 def outcomes(*, quick: bool) -> Iterator[Outcome]:
-    """Run all cases on one rank, and on two."""
+    """Run all cases on one rank and on two; if ``quick``, configurations in float64 on one, and the rest on two."""
     for P in (1, 2):
-        steps = 100 if quick else 3000
+        steps = 50 if quick else 3000
+        dtypes = ((torch.float64,) if P == 1 else (torch.float32,)) if quick else (torch.float32, torch.float64)
+        rest = P == 2 or not quick
 
-        def program(rank: int, P: int = P, steps: int = steps) -> None:
+        def program(
+            rank: int, P: int = P, steps: int = steps, dtypes: tuple[torch.dtype, ...] = dtypes, rest: bool = rest
+        ) -> None:
             torch.set_num_threads(1)
             dist.init_process_group("gloo", rank=rank, world_size=P)
-            for name, case in _cases(rank, P, steps, float64=P == 1 or not quick):
+            for name, case in _cases(rank, P, steps, dtypes, rest=rest):
                 print(json.dumps(_run(name, case)), flush=True)
                 dist.barrier()
             dist.destroy_process_group()
@@ -63,7 +67,7 @@ def _run(name: str, case: Case) -> list[str]:
     return [name, "not applicable" if refused else "passed", refused or ""]
 
 
-def _cases(rank: int, P: int, steps: int, *, float64: bool) -> Iterator[tuple[str, Case]]:
+def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, rest: bool) -> Iterator[tuple[str, Case]]:
     from torch.testing._internal import common_optimizers as theirs
 
     infos = {info.optim_cls: info for info in theirs.optim_db}
@@ -76,9 +80,11 @@ def _cases(rank: int, P: int, steps: int, *, float64: bool) -> Iterator[tuple[st
             if str(options) in seen:
                 continue
             seen.add(str(options))
-            for dtype in (torch.float32, torch.float64) if float64 else (torch.float32,):
+            for dtype in dtypes:
                 name = f"{options}, {dtype}"
                 yield name, lambda k=entry.kwargs, d=dtype: _configuration(k, d, rank, P, steps)
+    if not rest:
+        return
     schedulers = [*info.scheduler_inputs, *infos[torch.optim.Adam].scheduler_inputs]
     for i, made in enumerate(schedulers):
         with_scheduler = f"scheduler input {i}"
@@ -150,7 +156,14 @@ class Trainings:
         first = SparseAdamW(
             divide(self.named[0]), density=1.0, wire="packed", comm=dist.group.WORLD, **copy.deepcopy(options)
         )
-        others = [torch.optim.AdamW(divide(named), foreach=False, **copy.deepcopy(options)) for named in self.named[1:]]
+        # A rate in a tensor is in float32 whatever the weights are, and PyTorch computes 1 - lr * weight_decay in it:
+        # beside float64 weights that rounds to float32. `SparseAdamW` takes the rate as a number. So the reference gets
+        # the rate in float64, and the rounding of PyTorch's other optimizer is what ours may differ by.
+        exact = {name: value.double() if torch.is_tensor(value) else value for name, value in options.items()}
+        others = [
+            torch.optim.AdamW(divide(named), foreach=False, **copy.deepcopy(its))
+            for named, its in zip(self.named[1:], (options, exact), strict=True)
+        ]
         self.optimizers: list[Any] = [first, *others]
 
     def step(self, without: Callable[[int, str], bool] = lambda rank, name: False, zeros: bool = False) -> None:
@@ -182,10 +195,12 @@ class Trainings:
             assert steps[0].dtype == steps[1].dtype, f"step of {name}: {steps[0].dtype}, not {steps[1].dtype}"
             assert steps[0] == steps[1], f"step of {name}: {steps[0]}, not {steps[1]}"
             root = states[2]["exp_avg_sq"].sqrt()  # by which a mean is divided: the unit of its rounding
+            tiny = torch.finfo(torch.float32).tiny
             for field, unit in (("exp_avg", root), ("exp_avg_sq", root**2)):
-                mine, truth = states[0][field].double(), states[2][field]
-                limit = 64 * torch.finfo(self.dtype).eps * unit + torch.finfo(torch.float32).tiny
-                _check_within(f"{field} of {name}", mine, states[1][field].double(), truth, limit)
+                mine, theirs, truth = (state[field].double() for state in states)
+                far = ((theirs - truth).abs() / (unit + tiny)).max() if truth.numel() else 0.0  # of PyTorch, in units
+                limit = (64 * torch.finfo(self.dtype).eps + 4 * far) * unit + tiny
+                _check_within(f"{field} of {name}", mine, theirs, truth, limit)
 
 
 def _check_near(name: str, mine: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 
 from tests.conformance.outcomes import Outcome, table
 from tests.processes import run_python
 
-for needed in ("torch", "expecttest", "accelerate", "optax"):
-    pytest.importorskip(needed)
+MISSING = [name for name in ("torch", "expecttest", "accelerate", "jax", "optax") if find_spec(name) is None]
+# One process, which imports PyTorch once and forks the ranks of all of them.
+SUITES = ("adamw", "ddp", "accelerate_scripts", "optax_tests")
 
-# Those of a group run in one process, which imports PyTorch once.
-GROUPS = (("adamw",), ("ddp", "accelerate_scripts", "optax_tests"))
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: `pip install -e '.[test]'`"),
+]
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    folder = tmp_path_factory.mktemp("conformance")
-
-    def run(suites: tuple[str, ...]) -> list[Outcome]:
-        file = folder / suites[0]
-        status, output = run_python("-m", "tests.conformance", *suites, "--quick", "--json", str(file))
-        assert file.exists(), f"exit status {status}\n{output}"
-        return [Outcome(**outcome) for outcome in json.loads(Path(file).read_text())]
-
-    with ThreadPoolExecutor() as threads:
-        return [outcome for group in threads.map(run, GROUPS) for outcome in group]
+    file = tmp_path_factory.mktemp("conformance") / "outcomes"
+    status, output = run_python("-m", "tests.conformance", *SUITES, "--quick", "--json", str(file))
+    assert file.exists(), f"exit status {status}\n{output}"
+    return [Outcome(**outcome) for outcome in json.loads(file.read_text())]
 
 
 @pytest.mark.parametrize("package", ["AdamW in `optim_db`", "DDP tests", "Accelerate", "optax"])
