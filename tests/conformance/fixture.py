@@ -16,16 +16,19 @@ exchanged = 0  # steps of our hook in this process
 def install() -> None:
     """Register the hook on every model in DistributedDataParallel that has no other, before its first forward pass.
 
-    Not in its constructor: some programs register a hook of their own after it.
+    Not in its constructor: some programs register a hook of their own after it. Also in ``join``: a rank without any
+    batch makes no forward pass.
     """
     cls: Any = DistributedDataParallel
-    forward = cls.forward
 
-    @functools.wraps(forward)
-    def forward_with_ours(self: Any, *inputs: Any, **keywords: Any) -> Any:
-        if not getattr(self, "_has_hook", False):
-            register(self, 1.0, on_step=_count)
-        return forward(self, *inputs, **keywords)
+    def with_ours(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *inputs: Any, **keywords: Any) -> Any:
+            if not getattr(self, "_has_hook", False):
+                register(self, 1.0, on_step=_count)
+            return method(self, *inputs, **keywords)
+
+        return call
 
     def marked(method: Any) -> Any:
         @functools.wraps(method)
@@ -35,7 +38,7 @@ def install() -> None:
 
         return call
 
-    cls.forward = forward_with_ours
+    cls.forward, cls.join = with_ours(cls.forward), with_ours(cls.join)
     cls.register_comm_hook = marked(cls.register_comm_hook)
     cls._register_fused_optim = marked(cls._register_fused_optim)
     cls._register_builtin_comm_hook = marked(cls._register_builtin_comm_hook)
