@@ -55,7 +55,11 @@ def test_taken(type_: Callable[[str], Any], text: str, value: Any) -> None:
         (options.rate, "fast 0gbit 10", "expected a number above 0 and a unit, such as 1gbit"),
         (options.seconds, "5 soon", "expected a number and a unit, such as 100us"),
         (options.listed(options.density), "0 0.1,1.5 nan 0.1,", "expected a number above 0 and up to 1"),
-        (options.algorithms, ["tree,ring", "", "hierarchical:dense", "all,tree"], "expected one of auto, fastest, butterfly"),
+        (
+            options.algorithms,
+            ["tree,ring", "", "hierarchical:dense", "all,tree"],
+            "expected one of auto, fastest, butterfly",
+        ),
         (options.wires, "zip plain,zip", "zip: expected one of auto, plain, packed"),
         (options._plot, "a.docx png", "ends in .png, .pdf, .svg"),
     ],
