@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m bench.gpt2 --steps 240 --seeds 0 1 2 --out bench/results/gpt2.jsonl
 
 The model is built from a config and has 109,000 weights. It predicts the next character of the source of Python's
-`argparse`, of which the last tenth is held out. By default AdamW has PyTorch's betas, 0.9 and 0.999, and the Trainer
+`argparse`; its last tenth is held out. By default AdamW has PyTorch's betas, 0.9 and 0.999, and the Trainer
 clips gradients to a norm of 1. Both ways share the initial weights, the batches and the learning rate's schedule.
 Rank 0 adds a line of JSON per training to the file OUT, and a training that is already there is skipped.
 """

@@ -336,9 +336,6 @@ def register(
     Parameters that DDP ignores are left alone. For gradients that are thrown away, and for ``join()``, see
     `SparseState`.
 
-    Parameters that DDP ignores are left alone. For gradients that are thrown away, and for ``join()``, see
-    `SparseState`.
-
     Args:
         ddp: before its first backward pass.
         comm: ``None``: the process group of ``ddp``.

@@ -64,7 +64,7 @@ class _OnCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = args[:1] + tuple(map(_on_cpu, args[1:]))
         if func is torch.ones and args[-2:] == (1000, 1000):
-            args = (*args[:-2], 50, 50)  # images, of which convolutions on CPUs would take an hour
+            args = (*args[:-2], 50, 50)  # smaller images: their convolutions on CPUs would take an hour
         return func(*args, **options)
 
 
