@@ -36,8 +36,8 @@ QUICK = (
 # What a test asserts that no hook can satisfy.
 EXPLAINED = {
     "test_ddp_comm_hook_logging": "asserts that DDP's log names no hook",
-    "test_ddp_grad_div_uneven_inputs": "sets `divide_by_initial_world_size=False`, which PyTorch does not pass to hooks; "
-    "it also fails with PyTorch's own `allreduce_hook`",
+    "test_ddp_grad_div_uneven_inputs": "sets `divide_by_initial_world_size=False`, which PyTorch does not pass to "
+    "hooks; it also fails with PyTorch's own `allreduce_hook`",
     "test_ddp_profiling_torch_profiler": "counts gloo's all-reduces; our hook makes none",
 }
 
