@@ -1,6 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The connections of `connections.hpp`, for Python: without the GIL while they wait or write."""
 
+from hashlib import shake_128
+
 cimport cython
 cimport numpy as np
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -19,7 +21,7 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
     enum: SENT_ "sparsecomm::SENT"
     enum: DISCONNECTED_ "sparsecomm::DISCONNECTED"
     enum: UNREADABLE_ "sparsecomm::UNREADABLE"
-    const size_t TOKEN_BYTES_ "sparsecomm::TOKEN_BYTES"
+    const size_t TICKETS_BYTES_ "sparsecomm::TICKETS_BYTES"
 
     cdef cppclass CMessage "sparsecomm::Message":
         int64_t number
@@ -48,8 +50,8 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
 
     cdef cppclass CConnections "sparsecomm::Connections":
         CConnections(int rank, int size, size_t limit, int streams) except +
-        int listen(const string &address, const string &token) except +
-        void set_peer(int rank, const string &address, int port, const string &token) except +
+        int listen(const string &address) except +
+        void set_peer(int rank, const string &address, int port, const string &tickets) except +
         void start(double seconds) except +
         cpp_bool join(double seconds)
         string failure(int rank)
@@ -62,7 +64,7 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
         void close(double seconds)
 
 DATA, GOODBYE, SENT, DISCONNECTED, UNREADABLE = DATA_, GOODBYE_, SENT_, DISCONNECTED_, UNREADABLE_
-TOKEN_BYTES = TOKEN_BYTES_
+TOKEN_BYTES = 16
 
 
 @cython.final
@@ -77,6 +79,11 @@ cdef class Received:
         free(self.memory)
 
 
+cdef check_token(bytes token):
+    if len(token) != TOKEN_BYTES:
+        raise ValueError(f"a token of {len(token)} bytes; expected {TOKEN_BYTES}")
+
+
 cdef class Connections:
     """The connections of a rank to all others; see `connections.hpp`.
 
@@ -86,12 +93,14 @@ cdef class Connections:
     """
 
     cdef CConnections *own
-    cdef int process
+    cdef int rank, process
+    cdef bytes token
     cdef uint64_t last_request
     cdef dict lent  # number of a request -> the data of a message under way, and its request
 
     def __cinit__(self, int rank, int size, size_t limit, int streams):
-        self.process = getpid()
+        self.rank, self.process = rank, getpid()
+        self.token = b""
         self.lent = {}
         self.own = new CConnections(rank, size, limit, streams)
 
@@ -101,16 +110,21 @@ cdef class Connections:
                 del self.own
 
     def listen(self, str address, bytes token):
-        """Listen on an address of this machine; return the port. ``token``: `TOKEN_BYTES` that peers must know."""
-        if len(token) != TOKEN_BYTES_:
-            raise ValueError(f"a token of {len(token)} bytes")
-        return self.own.listen(address.encode(), token)
+        """Listen on an address of this machine; return the port.
+
+        Args:
+            token: `TOKEN_BYTES` random bytes, new in every rendezvous, that only the ranks of the group know.
+        """
+        check_token(token)
+        self.token = token
+        return self.own.listen(address.encode())
 
     def set_peer(self, int rank, str address, int port, bytes token):
-        """Tell where ``rank`` listens, and its token."""
-        if len(token) != TOKEN_BYTES_:
-            raise ValueError(f"a token of {len(token)} bytes")
-        self.own.set_peer(rank, address.encode(), port, token)
+        """Set the address at which ``rank`` listens, and its token. Call `listen` first."""
+        check_token(token)
+        check_token(self.token)
+        both = self.token + token if self.rank < rank else token + self.token
+        self.own.set_peer(rank, address.encode(), port, shake_128(both).digest(TICKETS_BYTES_))
 
     def start(self, double seconds):
         """Start the thread, which connects the ranks. A host that is silent for so many seconds is dead."""

@@ -12,12 +12,15 @@ namespace sparsecomm {
 namespace {
 
 constexpr size_t BUFFER = 1 << 18;            // bytes read at once
-constexpr int MAX_STREAMS = 48;               // to a peer
+constexpr int AUTO_STREAMS = 48;              // to a peer, unless more are asked for
 constexpr int MAX_SOCKETS = 256;              // of extra connections, to all peers
 constexpr double STREAM_PER_SECONDS = 1.5e-3; // of round trip
 constexpr double LAN = 1e-3;                  // a round trip of less needs one connection
-constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello
-constexpr size_t MAX_STRANGERS = 1024;
+constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello, and a rank to try again
+constexpr double MAX_PAUSE = 0.3;             // seconds between two attempts
+constexpr size_t MAX_STRANGERS = 24;          // each takes a descriptor
+constexpr int ACCEPTED_AT_ONCE = 64;          // until other connections have their turn
+constexpr double NO_FILES = 1e-2;             // seconds until a process without free descriptors accepts again
 constexpr double PATIENCE = 60; // times the seconds of `close`, for peers that take what they are sent, but slowly
 
 } // namespace
@@ -56,13 +59,13 @@ void Connections::close_files() {
         close_file(fd);
 }
 
-int Connections::listen(const std::string &address, const std::string &token) {
+int Connections::listen(const std::string &address) {
     sockaddr_storage where;
     socklen_t size = resolve(address, 0, &where);
     int fd = open_socket(where.ss_family);
-    if (fd < 0 || (listener_ = add(fd, EPOLLIN)) == nullptr)
-        fail("socket");
-    token_ = token;
+    listener_ = add();
+    if (!start_watching(listener_, fd, EPOLLIN))
+        fail("socket"); // closed by the destructor
     if (bind(fd, reinterpret_cast<sockaddr *>(&where), size) || ::listen(fd, 4096) ||
         getsockname(fd, reinterpret_cast<sockaddr *>(&where), &size))
         fail(("listen on " + address).c_str());
@@ -70,9 +73,11 @@ int Connections::listen(const std::string &address, const std::string &token) {
                                              : reinterpret_cast<sockaddr_in *>(&where)->sin_port);
 }
 
-void Connections::set_peer(int rank, const std::string &address, int port, const std::string &token) {
+void Connections::set_peer(int rank, const std::string &address, int port, const std::string &tickets) {
     Peer &p = *peers_.at(rank);
-    p.token = token;
+    if (tickets.size() != TICKETS_BYTES)
+        throw std::runtime_error(std::to_string(tickets.size()) + " bytes of tickets");
+    p.tickets = tickets;
     p.address_size = resolve(address, port, &p.address);
 }
 
@@ -143,19 +148,24 @@ void Connections::tell_change() {
     changed_.notify_all();
 }
 
-// Wait for events of a socket; return its stream, or nullptr, with errno, if the system cannot: then it is closed.
-Stream *Connections::add(int fd, uint32_t events) {
-    auto s = std::make_unique<Stream>();
-    s->fd = fd;
-    epoll_event event = {events, {s.get()}};
+Stream *Connections::add() {
+    streams_.push_back(std::make_unique<Stream>());
+    return streams_.back().get();
+}
+
+// Give the stream a socket, unless `fd` is -1, and wait for its events. Returns whether the system can, or sets errno.
+bool Connections::start_watching(Stream *s, int fd, uint32_t events) {
+    if (fd < 0)
+        return false;
+    epoll_event event = {events, {s}};
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) {
         int error = errno;
         close_file(fd);
         errno = error;
-        return nullptr;
+        return false;
     }
-    streams_.push_back(std::move(s));
-    return streams_.back().get();
+    s->fd = fd;
+    return true;
 }
 
 // Another process that is just being forked may have the socket, too: without this its events would go on.
@@ -175,87 +185,156 @@ void Connections::configure(int fd) const {
 }
 
 void Connections::connect_to(int rank, uint32_t index) {
-    Peer &p = *peers_[rank];
-    int fd = open_socket(p.address.ss_family);
-    Stream *s = fd < 0 ? nullptr : add(fd, EPOLLOUT);
-    int error = s ? 0 : errno;
-    if (s) {
-        s->peer = rank, s->index = index, s->connecting = s->outgoing = true;
+    Stream *s = add();
+    s->peer = rank, s->index = index, s->outgoing = true;
+    s->deadline = now() + HELLO_TIME;
+    open_connection(s);
+}
+
+void Connections::open_connection(Stream *s) {
+    Peer &p = *peers_[s->peer];
+    s->retry_at = 0;
+    int fd = open_socket(p.address.ss_family), error = 0;
+    {
+        std::lock_guard<std::mutex> hold(p.lock); // `traffic` may look at it
+        s->connecting = start_watching(s, fd, EPOLLOUT);
+        error = s->connecting ? 0 : errno;
+    }
+    if (!error) {
         configure(fd);
         error = ::connect(fd, reinterpret_cast<sockaddr *>(&p.address), p.address_size) ? errno : 0;
     }
-    if (error && error != EINPROGRESS) {
-        Stream none;
-        none.peer = rank, none.index = index;
-        unconnected(s ? s : &none, error);
-    }
+    if (error && error != EINPROGRESS)
+        unconnected(s, error);
 }
 
+// The listener may close a connection before it has read the hello, if strangers flood it: then try again. `error` is 0
+// if the other end has closed it.
 void Connections::unconnected(Stream *s, int error) {
+    Peer &p = *peers_[s->peer];
+    bool reached, broken;
+    {
+        std::lock_guard<std::mutex> hold(p.lock);
+        reached = p.reached, broken = p.broken;
+    }
+    if ((error == 0 || error == ECONNRESET || error == EPIPE) && !broken && now() < s->deadline)
+        return retry(s);
+    std::string why = error ? text_of(error) : "connection closed by the other end";
+    if (s->index == 0 && reached)
+        return lose(s->peer, DISCONNECTED, why);
     if (s->index == 0) {
-        std::lock_guard<std::mutex> hold(peers_[s->peer]->lock);
-        peers_[s->peer]->failure = text_of(error);
+        std::lock_guard<std::mutex> hold(p.lock);
+        p.failure = why;
     }
     drop(s);
     tell_change();
+}
+
+void Connections::retry(Stream *s) {
+    std::lock_guard<std::mutex> hold(peers_[s->peer]->lock);
+    close_stream(s);
+    s->connecting = false, s->full = true; // nobody writes to it meanwhile
+    s->have = 0;
+    s->retry_at = now() + s->pause, s->pause = std::min(2 * s->pause, MAX_PAUSE);
+    retrying_ = true;
 }
 
 void Connections::connected(Stream *s) {
     int error = 0;
     socklen_t size = sizeof error;
     getsockopt(s->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    Peer &p = *peers_[s->peer];
+    if (!error && p.connections == 0)
+        p.connections = choose_connections(s);
     if (error || !say_hello(s))
-        return unconnected(s, error ? error : ECONNRESET);
+        return unconnected(s, error);
     s->connecting = false;
     watch(s, false);
-    if (s->index > 0)
-        return; // it is used when the peer has said hello: until then the peer may close it, and nothing is lost
-    attach(s);
-    int count = wanted_streams_;
-    tcp_info info;
-    if (count == 0 && info_of(s->fd, &info)) {
-        double round_trip = 1e-6 * info.tcpi_rtt;
-        double more = round_trip < LAN ? 0 : round_trip / STREAM_PER_SECONDS;
-        count = static_cast<int>(std::min(1 + more, 1.0 * MAX_STREAMS));
-        count = std::min(count, 1 + MAX_SOCKETS / (size_ - 1));
+    bool again;
+    {
+        std::lock_guard<std::mutex> hold(p.lock);
+        s->full = false;
+        again = p.reached;
+        if (again && s->index == 0)
+            pump(p, BUDGET);
     }
-    for (int i = 1; i < count; i++)
+    if (again || s->index > 0)
+        return; // others are used when the peer has said hello: until then it may close them, and nothing is lost
+    attach(s);
+    for (int i = 1; i < p.connections; i++)
         connect_to(s->peer, i);
 }
 
+// Return the number of connections with a peer, by the round trip of the first one.
+int Connections::choose_connections(Stream *s) const {
+    if (wanted_streams_ > 0)
+        return std::min<int>(wanted_streams_, MAX_STREAMS);
+    tcp_info info;
+    if (!info_of(s->fd, &info))
+        return 1;
+    double round_trip = 1e-6 * info.tcpi_rtt;
+    double more = round_trip < LAN ? 0 : round_trip / STREAM_PER_SECONDS;
+    int count = static_cast<int>(std::min(1 + more, 1.0 * AUTO_STREAMS));
+    return std::min(count, 1 + MAX_SOCKETS / (size_ - 1));
+}
+
+// Return the ticket for a connection with a rank, in the hello of the rank that connects, or in the answer.
+const char *Connections::ticket(int rank, uint32_t index, bool of_connecting) const {
+    return peers_[rank]->tickets.data() + TICKET_BYTES * (index + (of_connecting ? 0 : MAX_STREAMS));
+}
+
+// Say hello, and repeat what was written to an earlier connection in place of which this one is.
 bool Connections::say_hello(Stream *s) {
+    Peer &p = *peers_[s->peer];
     Hello hello;
     std::memcpy(hello.magic, HELLO_MAGIC, sizeof hello.magic);
-    std::memcpy(hello.token, peers_[s->peer]->token.data(), TOKEN_BYTES);
-    hello.rank = rank_, hello.stream = s->index;
-    return ::send(s->fd, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello;
+    std::memcpy(hello.ticket, ticket(s->peer, s->index, s->outgoing), TICKET_BYTES);
+    hello.rank = rank_, hello.stream = s->index, hello.streams = p.connections;
+    std::lock_guard<std::mutex> hold(p.lock);
+    std::string bytes(reinterpret_cast<char *>(&hello), sizeof hello);
+    bytes += s->unanswered;
+    return ::send(s->fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
 }
 
 // Take the hello in `head`; return false if it is none.
 bool Connections::take_hello(Stream *s) {
     Hello hello;
     std::memcpy(&hello, s->head, sizeof hello);
+    uint32_t rank = hello.rank, index = hello.stream, size = size_, own = rank_;
+    if (std::memcmp(hello.magic, HELLO_MAGIC, sizeof hello.magic) || index >= MAX_STREAMS)
+        return false;
+    if (s->outgoing ? rank != static_cast<uint32_t>(s->peer) || index != s->index : rank <= own || rank >= size)
+        return false;
+    Peer &p = *peers_[rank];
+    const char *expected = ticket(rank, index, !s->outgoing);
     unsigned difference = 0;
-    for (size_t i = 0; i < TOKEN_BYTES; i++)
-        difference |= static_cast<unsigned char>(hello.token[i] ^ token_[i]);
-    if (difference || std::memcmp(hello.magic, HELLO_MAGIC, sizeof hello.magic))
+    for (size_t i = 0; i < TICKET_BYTES; i++) // in a time that tells nothing
+        difference |= static_cast<unsigned char>(hello.ticket[i] ^ expected[i]);
+    if (difference || p.lost || p.accepted >> index & 1)
         return false;
+    p.accepted |= uint64_t{1} << index;
     if (s->outgoing) {
-        if (hello.rank != static_cast<uint32_t>(s->peer) || hello.stream != s->index)
-            return false;
-    } else if (hello.rank <= static_cast<uint32_t>(rank_) || hello.rank >= static_cast<uint32_t>(size_)) {
-        return false;
-    }
-    if (peers_[hello.rank]->lost)
-        return false;
-    s->greeted = true;
-    if (!s->outgoing) {
-        s->peer = hello.rank, s->index = hello.stream;
+        std::lock_guard<std::mutex> hold(p.lock);
+        s->greeted = true;
+        s->unanswered.clear(), s->unanswered.shrink_to_fit();
+        if (index == 0) {
+            s->full = false;
+            pump(p, BUDGET);
+        }
+    } else {
+        s->greeted = true;
+        strangers_.erase(std::find(strangers_.begin(), strangers_.end(), s));
+        configure(s->fd);
+        s->peer = rank, s->index = index;
+        if (index == 0)
+            p.connections = hello.streams;
         if (!say_hello(s))
             return false;
     }
-    if (!s->outgoing || s->index > 0)
+    if (!s->outgoing || index > 0)
         attach(s);
+    close_listener_if_done();
+    tell_change();
     return true;
 }
 
@@ -279,26 +358,51 @@ void Connections::attach(Stream *s) {
 // -- the thread ------------------------------------------------------------------------------------------------------
 
 void Connections::run() {
+    close_listener_if_done();
     for (int rank = 0; rank < rank_; rank++)
         connect_to(rank, 0);
     std::vector<epoll_event> events(64);
     while (!stop_) {
-        int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), strangers_ ? 1000 : -1);
+        int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), tick());
         for (int i = 0; i < count; i++)
             if (Stream *s = static_cast<Stream *>(events[i].data.ptr); s && s->fd >= 0)
                 handle(s, events[i].events);
-        if (strangers_ == 0 && !dropped_)
-            continue;
-        double time = now();
-        strangers_ = 0;
-        for (auto &s : streams_) {
-            if (s->deadline && !s->greeted && s->fd >= 0)
-                time > s->deadline ? drop(s.get()) : void(strangers_++);
-        }
-        dropped_ = false;
-        streams_.erase(std::remove_if(streams_.begin(), streams_.end(), [](auto &s) { return s->fd < 0; }),
-                       streams_.end());
+        tend();
     }
+}
+
+// Return the milliseconds after which `tend` has something to do; -1: never.
+int Connections::tick() const {
+    if (retrying_ || listen_again_at_ < NEVER)
+        return 5;
+    return strangers_.empty() && close_listener_at_ == NEVER ? -1 : 1000;
+}
+
+// Do what is due by now, and forget streams that are closed.
+void Connections::tend() {
+    if (!listener_ && !retrying_ && !dropped_)
+        return;
+    double time = now();
+    while (!strangers_.empty() && time > strangers_.front()->deadline)
+        drop(strangers_.front());
+    if (time > close_listener_at_)
+        close_listener();
+    if (time > listen_again_at_) {
+        listen_again_at_ = NEVER;
+        watch(listener_, false);
+    }
+    if (retrying_) {
+        retrying_ = false;
+        for (auto &s : streams_) {
+            if (s->retry_at && time >= s->retry_at)
+                open_connection(s.get());
+            retrying_ = retrying_ || s->retry_at;
+        }
+    }
+    if (dropped_)
+        streams_.erase(std::remove_if(streams_.begin(), streams_.end(), [](auto &s) { return s->dropped; }),
+                       streams_.end());
+    dropped_ = false;
 }
 
 void Connections::handle(Stream *s, uint32_t events) {
@@ -319,17 +423,65 @@ void Connections::handle(Stream *s, uint32_t events) {
 }
 
 void Connections::accept() {
-    int fd = open_file([&] { return accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
-    if (fd < 0) {
-        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) // others may close some: look again in a moment
-            std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        return;
-    }
-    if (++strangers_ > MAX_STRANGERS)
-        return close_file(fd);
-    configure(fd);
-    if (Stream *s = add(fd, EPOLLIN))
+    for (int i = 0; i < ACCEPTED_AT_ONCE && listener_; i++) {
+        int fd = open_file([&] { return accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+        bool no_files = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM);
+        if (no_files && strangers_.empty()) { // others may close some
+            epoll_event nothing = {0, {listener_}};
+            epoll_ctl(epoll_, EPOLL_CTL_MOD, listener_->fd, &nothing);
+            listen_again_at_ = now() + NO_FILES;
+            return;
+        }
+        if (no_files || (fd >= 0 && strangers_.size() == MAX_STRANGERS))
+            turn_away_oldest();
+        if (no_files)
+            continue;
+        if (fd < 0)
+            return;
+        if (!listener_) // the oldest has made all connections complete
+            return close_file(fd);
+        Stream *s = add();
+        if (!start_watching(s, fd, EPOLLIN)) {
+            drop(s);
+            continue;
+        }
         s->deadline = now() + HELLO_TIME;
+        strangers_.push_back(s);
+        read_from(s); // in most cases the hello is there
+    }
+}
+
+void Connections::turn_away_oldest() {
+    Stream *oldest = strangers_.front();
+    read_from(oldest); // its hello may have come just now
+    if (!oldest->greeted)
+        drop(oldest);
+}
+
+// Close the listener when all higher ranks have made all their connections. A rank may fail to make one but the first:
+// it is not waited for.
+void Connections::close_listener_if_done() {
+    if (!listener_)
+        return;
+    bool done = true;
+    for (int rank = rank_ + 1; rank < size_; rank++) {
+        Peer &p = *peers_[rank];
+        if (!p.lost && !(p.accepted & 1))
+            return;
+        done = done && (p.lost || __builtin_popcountll(p.accepted) >= p.connections);
+    }
+    if (done)
+        close_listener();
+    else if (close_listener_at_ == NEVER)
+        close_listener_at_ = now() + HELLO_TIME;
+}
+
+void Connections::close_listener() {
+    while (!strangers_.empty())
+        drop(strangers_.front());
+    drop(listener_);
+    listener_ = nullptr;
+    close_listener_at_ = listen_again_at_ = NEVER;
 }
 
 void Connections::read_from(Stream *s) {
@@ -419,7 +571,9 @@ void Connections::end_of(Stream *s, int error) {
     int rank = s->peer;
     if (rank < 0 || peers_[rank]->lost || peers_[rank]->assembly.is_complete())
         return drop(s);
-    if (s->heard_goodbye || (s->index > 0 && !s->greeted)) { // nothing is lost by it, and more may come on others
+    if (s->outgoing && !s->greeted)
+        return unconnected(s, error);
+    if (s->heard_goodbye) { // nothing is lost by it, and more may come on others
         drop(s);
         if (has_streams(rank))
             return;
@@ -433,11 +587,14 @@ bool Connections::has_streams(int rank) {
 }
 
 void Connections::drop(Stream *s) {
-    if (s->fd < 0)
+    if (s->dropped)
         return;
-    dropped_ = true;
-    if (s->peer < 0)
+    s->dropped = dropped_ = true;
+    s->retry_at = 0;
+    if (s->peer < 0) {
+        strangers_.erase(std::remove(strangers_.begin(), strangers_.end(), s), strangers_.end());
         return close_stream(s);
+    }
     {
         Peer &p = *peers_[s->peer];
         std::lock_guard<std::mutex> hold(p.lock);
@@ -468,6 +625,7 @@ void Connections::lose(int rank, int kind, const std::string &why) {
     Completion completion;
     completion.kind = kind, completion.rank = rank, completion.text = why;
     push(std::move(completion));
+    close_listener_if_done();
     tell_change();
 }
 
@@ -480,7 +638,10 @@ void Connections::close(double seconds) {
         auto is_out = [](Peer &p) {
             std::lock_guard<std::mutex> hold(p.lock);
             return p.broken || std::all_of(p.streams.begin(), p.streams.end(),
-                                           [](Stream *s) { return s->said_goodbye && !s->message; });
+                                           [](Stream *s) {
+                                               bool unanswered = s->outgoing && !s->greeted; // may have to be repeated
+                                               return s->said_goodbye && !s->message && !unanswered;
+                                           });
         };
         auto all_out = [&] { return std::all_of(peers_.begin(), peers_.end(), [&](auto &p) { return is_out(*p); }); };
         auto written = [&] {
@@ -508,6 +669,7 @@ void Connections::close(double seconds) {
         if (s->fd >= 0)
             close_stream(s.get());
     streams_.clear();
+    strangers_.clear();
     listener_ = nullptr;
 }
 

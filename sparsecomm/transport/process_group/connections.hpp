@@ -1,9 +1,14 @@
 // TCP connections between the ranks of a group, and the messages on them. Linux.
 //
-// Frames are described in frames.hpp. Of two ranks the higher one connects, and says hello with the other's token,
-// which it knows from the rendezvous; what says none is nobody of the group, and is left. Each connection carries
-// frames both ways. Where the round trip is long, the higher rank opens more of them in the background: each has a
-// window of its own, and a loss on one does not halve the others'. Which piece goes over which is the sender's choice.
+// Frames are described in frames.hpp. Of two ranks the higher one connects. Each connection carries frames both ways.
+// Where the round trip is long, the higher rank opens more of them in the background: each has a window of its own, and
+// a loss on one does not halve the others'. Which piece goes over which is the sender's choice.
+//
+// Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
+// with a valid ticket. Both ranks derive their tickets from secrets of the rendezvous, and the listener accepts each
+// ticket once, so a hello that was overheard is worth nothing. At most MAX_STRANGERS accepted connections have not said
+// hello; one more closes the oldest. A rank may be such a victim if its hello is late: it connects again, and repeats
+// what it has written, until the listener has answered its hello. The listener closes when all connections are made.
 //
 // Threads: one thread of this module reads from all connections and waits for all. It never runs Python. A caller that
 // sends writes what the system takes at once; the thread writes the rest. One caller at a time may wait in `next`.
@@ -23,6 +28,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <netinet/in.h>
@@ -51,6 +57,7 @@ struct Traffic {
 constexpr size_t BUDGET = 1 << 20; // bytes written, or read, until others have their turn
 // Bytes of a piece that a fresh or an idle connection carries in one trip, which are ten segments with their headers.
 constexpr uint32_t WINDOW = 13000;
+constexpr double NEVER = std::numeric_limits<double>::infinity();
 
 enum class Sent { DONE, UNDER_WAY, BROKEN };
 
@@ -66,8 +73,12 @@ struct Stream { // a connection
     int fd = -1;
     int peer = -1; // once it has said hello
     uint32_t index = 0;
-    bool connecting = false, outgoing = false, greeted = false;
-    double deadline = 0; // for the hello
+    bool connecting = false, outgoing = false;
+    bool greeted = false; // the other end has said hello
+    bool dropped = false; // of no use any more, and soon deleted
+    double deadline = 0;  // for the hello; of an outgoing connection, for new attempts
+    double retry_at = 0;  // when to connect again; 0: not waiting for that
+    double pause = 5e-3;  // seconds before the next attempt
     // Reading. `head` is that of a hello, and then of frames.
     char head[sizeof(Frame)];
     size_t have = 0; // bytes of it
@@ -80,13 +91,16 @@ struct Stream { // a connection
     size_t written = 0; // bytes of header and piece
     bool followed = true; // a frame of nothing is behind the last piece, or may be done without
     bool full = false;  // the thread waits until it can be written to
+    std::string unanswered; // what was written to an outgoing connection before its greeting; at most WINDOW bytes
     bool said_goodbye = false, heard_goodbye = false;
 };
 
 struct Peer {
     sockaddr_storage address = {};
     socklen_t address_size = 0;
-    std::string token;
+    std::string tickets; // MAX_STREAMS for the hellos of the higher rank, then as many for those of the lower one
+    uint64_t accepted = 0; // bit i: the hello of connection i has come
+    int connections = 0;   // number of connections that the higher rank opens; 0: not known yet
     Assembly assembly;
     bool lost = false;
     std::atomic<uint64_t> sent{0}, received{0};
@@ -109,9 +123,9 @@ class Connections {
     ~Connections(); // waits for nothing; never in a forked process, which has none of the threads
 
     // Listen on an address, such as "10.0.0.1"; return the port.
-    int listen(const std::string &address, const std::string &token);
-    // Set the address of a lower rank, and the token of any.
-    void set_peer(int rank, const std::string &address, int port, const std::string &token);
+    int listen(const std::string &address);
+    // Set the address of a lower rank, and the tickets for the connections with any: TICKETS_BYTES.
+    void set_peer(int rank, const std::string &address, int port, const std::string &tickets);
     // Start the thread, which connects the ranks. `seconds`: after so many a silent host is dead.
     void start(double seconds);
     // Wait until all are connected, or one cannot be, for so many seconds.
@@ -134,10 +148,19 @@ class Connections {
   private:
     void run();
     void handle(Stream *s, uint32_t events);
+    void tend();
+    int tick() const;
     void accept();
+    void turn_away_oldest();
+    void close_listener_if_done();
+    void close_listener();
     void connect_to(int rank, uint32_t index);
+    void open_connection(Stream *s);
     void connected(Stream *s);
     void unconnected(Stream *s, int error);
+    void retry(Stream *s);
+    int choose_connections(Stream *s) const;
+    const char *ticket(int rank, uint32_t index, bool of_connecting) const;
     bool say_hello(Stream *s);
     bool take_hello(Stream *s);
     void attach(Stream *s);
@@ -161,7 +184,8 @@ class Connections {
     void push(Completion completion);
     void wait_for(double seconds, const std::function<bool()> &done);
     void tell_change();
-    Stream *add(int fd, uint32_t events);
+    Stream *add();
+    bool start_watching(Stream *s, int fd, uint32_t events);
     void configure(int fd) const;
     void close_files();
 
@@ -170,8 +194,9 @@ class Connections {
     const int wanted_streams_;
     int epoll_ = -1, wake_ = -1, ready_ = -1, thread_id_ = 0;
     double silent_ = 0;
-    std::string token_;
     Stream *listener_ = nullptr;
+    double close_listener_at_ = NEVER, listen_again_at_ = NEVER;
+    std::deque<Stream *> strangers_; // accepted, and have not said hello; oldest first
     std::vector<std::unique_ptr<Peer>> peers_; // by rank
     std::vector<std::unique_ptr<Stream>> streams_;
     std::vector<char> buffer_;
@@ -183,7 +208,7 @@ class Connections {
     std::mutex changes_lock_;
     std::condition_variable changed_; // a peer has been connected, or has failed, or has been sent all
     std::atomic<uint64_t> changes_{0}; // how often; counted with `changes_lock_`, under which no other lock is taken
-    size_t strangers_ = 0;             // at most so many have said no hello yet
+    bool retrying_ = false;            // some of `streams_` wait to connect again
     bool dropped_ = false;             // some of `streams_` are closed
 };
 

@@ -1,6 +1,7 @@
 // What travels on a connection, and how a peer's messages are put together again. No input or output here.
 //
-// Both ends of a connection say hello first: 32 bytes. Then come frames: a header of 48 bytes, a piece of a message.
+// Both ends of a connection say hello first: 32 bytes, with a ticket that is good for one connection in one direction.
+// Then come frames: a header of 48 bytes, a piece of a message.
 // A message is one piece, or several, of equal lengths but for the last one; its pieces may travel on different
 // connections, in any order. Messages to a peer are numbered, and are delivered in the order of their numbers.
 // All numbers are as in the memory of the sender: an end with another order of bytes finds no magic number.
@@ -19,9 +20,11 @@ namespace sparsecomm {
 // NOTHING is no message: see Connections::follow.
 enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6 };
 
-constexpr size_t TOKEN_BYTES = 16;
+constexpr size_t TICKET_BYTES = 16;
+constexpr uint32_t MAX_STREAMS = 64; // connections of two ranks
+constexpr size_t TICKETS_BYTES = 2 * MAX_STREAMS * TICKET_BYTES; // of two ranks, for both directions
 constexpr uint32_t FRAME_MAGIC = 0x53435031;
-constexpr char HELLO_MAGIC[9] = "sparsec1";
+constexpr char HELLO_MAGIC[9] = "sparsec2";
 constexpr int64_t MAX_NUMBER = int64_t{1} << 62;
 constexpr uint64_t MAX_BYTES = uint64_t{1} << 48;   // of a message
 constexpr uint64_t MAX_CONTROL = uint64_t{1} << 17; // of a message that is no data
@@ -30,9 +33,10 @@ constexpr uint32_t MIN_PIECE = 64;                  // bytes in each of several 
 
 struct Hello {
     char magic[8];
-    char token[TOKEN_BYTES]; // that of the receiver, which only ranks of the group know
-    uint32_t rank;           // of the sender
-    uint32_t stream;         // which of the connections of two ranks this is
+    char ticket[TICKET_BYTES]; // known only to the two ranks; the listener accepts it once
+    uint32_t rank;             // of the sender
+    uint16_t stream;           // index of this connection, among those of the two ranks
+    uint16_t streams;          // number of connections that the sender opens, in the hello of the first
 };
 
 struct Frame {

@@ -14,6 +14,8 @@ namespace {
 constexpr size_t COPIED = 1 << 16;       // bytes of a message that is copied where it cannot be written at once
 constexpr uint32_t LONG_PIECE = 1 << 16; // bytes, of messages that fill many windows
 
+bool waits_for_greeting(const Stream *s) { return s->outgoing && !s->greeted; }
+
 } // namespace
 
 // -- sending ---------------------------------------------------------------------------------------------------------
@@ -85,17 +87,31 @@ bool Connections::follow(Peer &p, Stream *s) {
     return true;
 }
 
-// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked.
+// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked. Before the
+// peer has answered the hello no more is written than leaves at once, and it is kept for another attempt.
 ssize_t Connections::write(Peer &p, Stream *s) {
+    bool keep = waits_for_greeting(s);
+    size_t room = keep ? WINDOW - s->unanswered.size() : std::numeric_limits<size_t>::max();
+    if (room == 0) {
+        errno = EAGAIN;
+        return -1;
+    }
     size_t length = s->header.length, done = s->written > sizeof(Frame) ? s->written - sizeof(Frame) : 0;
     size_t of_header = std::min(s->written, sizeof(Frame));
     iovec parts[2] = {{reinterpret_cast<char *>(&s->header) + of_header, sizeof(Frame) - of_header},
                       {const_cast<char *>(s->message->data) + s->header.offset + done, length - done}};
+    parts[0].iov_len = std::min(parts[0].iov_len, room);
+    parts[1].iov_len = std::min(parts[1].iov_len, room - parts[0].iov_len);
     msghdr what = {};
     what.msg_iov = parts, what.msg_iovlen = length > done ? 2 : 1;
     ssize_t written = sendmsg(s->fd, &what, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (written <= 0)
         return written;
+    if (keep) {
+        size_t from_header = std::min<size_t>(written, parts[0].iov_len);
+        s->unanswered.append(static_cast<char *>(parts[0].iov_base), from_header);
+        s->unanswered.append(static_cast<char *>(parts[1].iov_base), written - from_header);
+    }
     s->written += written;
     p.sent += written;
     if (s->written == sizeof(Frame) + length) {
@@ -119,13 +135,16 @@ void Connections::pump(Peer &p, size_t budget) {
             continue;
         }
         ssize_t written = write(p, s);
-        if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading will tell why, after what has come before
+        if (written < 0 && (errno == ECONNRESET || errno == EPIPE) && waits_for_greeting(s)) {
+            s->full = true; // reading will tell, and then it connects again
+            idle++;
+        } else if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading tells why, after what came before
             shutdown(s->fd, SHUT_RDWR); // also where memory could not be read, and the connection is as it was
             p.broken = true;
             p.queue.clear();
         } else if (written <= 0 || s->message || (taken += written) > budget) {
             s->full = true;
-            watch(s, true);
+            watch(s, !waits_for_greeting(s) || s->unanswered.size() < WINDOW);
             taken = 0;
             idle++;
         } else {

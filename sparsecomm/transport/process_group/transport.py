@@ -51,7 +51,7 @@ _CHECK = 1.0  # seconds after which a wait looks for signals that came just befo
 _CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits for peers that take nothing of what it has sent
 _MIN_SILENCE = 120.0  # seconds after which a host that does not answer is dead, or the timeout, if that is longer
 _CHAINED = 2**20  # bytes from which on a broadcast goes from rank to rank, in pieces of so many
-_VERSION = "2"  # of what ranks tell each other
+_VERSION = "3"  # of what ranks tell each other
 
 
 class _Request(Request):

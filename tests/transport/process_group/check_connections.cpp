@@ -26,15 +26,20 @@ namespace {
 std::vector<std::unique_ptr<Connections>> connected(int P, size_t limit, int streams) {
     std::vector<std::unique_ptr<Connections>> made;
     std::vector<int> ports;
-    auto token = [](int rank) { return std::string(TOKEN_BYTES, static_cast<char>('a' + rank)); };
+    auto tickets = [](int a, int b) { // each is another one
+        std::string made(TICKETS_BYTES, static_cast<char>(a + b));
+        for (size_t i = 0; i < made.size(); i += TICKET_BYTES)
+            made[i] = static_cast<char>(i / TICKET_BYTES);
+        return made;
+    };
     for (int rank = 0; rank < P; rank++) {
         made.push_back(std::make_unique<Connections>(rank, P, limit, streams));
-        ports.push_back(made[rank]->listen("127.0.0.1", token(rank)));
+        ports.push_back(made[rank]->listen("127.0.0.1"));
     }
     for (int rank = 0; rank < P; rank++) {
         for (int other = 0; other < P; other++)
             if (other != rank)
-                made[rank]->set_peer(other, "127.0.0.1", ports[other], token(other));
+                made[rank]->set_peer(other, "127.0.0.1", ports[other], tickets(rank, other));
         made[rank]->start(100);
     }
     return made;

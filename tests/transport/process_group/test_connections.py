@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+import resource
 import select
 import socket
 import stat
@@ -30,10 +33,17 @@ from sparsecomm.transport.process_group._connections import (
 )
 
 HOST = "127.0.0.1"
-HELLO = struct.Struct("<8s16sII")  # magic, token of the receiver, rank of the sender, number of the connection
+HELLO = struct.Struct("<8s16sIHH")  # magic, ticket, rank of the sender, index of the connection, number of them
 FRAME = struct.Struct("<IiqQQQII")  # magic, kind, call, sequence, total, offset, piece, length
 MAGIC, NOTHING = 0x53435031, -6
 SECONDS = 20.0
+
+
+def hello(tokens: tuple[bytes, bytes], sender: int, index: int, streams: int = 1) -> bytes:
+    """Return the hello of rank 0 or 1 of two; ``tokens``: theirs."""
+    tickets = hashlib.shake_128(b"".join(tokens)).digest(2 * 64 * 16)
+    at = 16 * (index + (0 if sender else 64))  # first those of the rank that connects
+    return HELLO.pack(b"sparsec2", tickets[at : at + 16], sender, index, streams)
 
 
 def noise(size: int, seed: int = 0) -> np.ndarray:
@@ -77,9 +87,15 @@ def until(holds: Any) -> None:
 
 
 @contextmanager
-def stranger(streams: int = 1) -> Iterator[tuple[Connections, list[socket.socket], bytes]]:
-    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the token of rank 0."""
+def stranger(
+    streams: int = 1, announced: int = 0
+) -> Iterator[tuple[Connections, list[socket.socket], tuple[bytes, bytes]]]:
+    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the tokens of both.
+
+    ``announced``: the number of connections that rank 0 expects, if it is another one.
+    """
     mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
+    tokens, announced = (theirs, mine), announced or streams
     rank = Connections(0, 2, 2**22, 1)
     port = rank.listen(HOST, theirs)
     rank.set_peer(1, HOST, 1, mine)
@@ -87,11 +103,11 @@ def stranger(streams: int = 1) -> Iterator[tuple[Connections, list[socket.socket
     peers = [socket.create_connection((HOST, port)) for _ in range(streams)]
     for i, peer in enumerate(peers):
         peer.settimeout(SECONDS)
-        peer.sendall(HELLO.pack(b"sparsec1", theirs, 1, i))
-        assert read(peer, HELLO.size) == HELLO.pack(b"sparsec1", mine, 0, i)
+        peer.sendall(hello(tokens, 1, i, announced))
+        assert read(peer, HELLO.size) == hello(tokens, 0, i, announced)
     assert rank.join(SECONDS)
     try:
-        yield rank, peers, theirs
+        yield rank, peers, tokens
     finally:
         for peer in peers:
             peer.close()
@@ -99,9 +115,15 @@ def stranger(streams: int = 1) -> Iterator[tuple[Connections, list[socket.socket
 
 
 @contextmanager
-def lower_peer(streams: int) -> Iterator[tuple[Connections, socket.socket, list[socket.socket], bytes]]:
-    """Rank 1 of 2, the listener of a rank 0 that is this test, its first connection, and the token of rank 0."""
+def lower_peer(
+    streams: int, greets: bool = True
+) -> Iterator[tuple[Connections, socket.socket, list[socket.socket], tuple[bytes, bytes]]]:
+    """Rank 1 of 2, the listener of a rank 0 that is this test, its first connection, and the tokens of both.
+
+    ``greets``: rank 0 has answered the hello of the first connection.
+    """
     mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
+    tokens = mine, theirs
     rank = Connections(1, 2, 2**22, streams)
     rank.listen(HOST, theirs)
     with socket.create_server((HOST, 0)) as listener:
@@ -110,11 +132,12 @@ def lower_peer(streams: int) -> Iterator[tuple[Connections, socket.socket, list[
         rank.start(300.0)
         peers = [listener.accept()[0]]
         peers[0].settimeout(SECONDS)
-        assert read(peers[0], HELLO.size) == HELLO.pack(b"sparsec1", mine, 1, 0)
-        peers[0].sendall(HELLO.pack(b"sparsec1", theirs, 0, 0))
+        assert read(peers[0], HELLO.size) == hello(tokens, 1, 0, streams)
+        if greets:
+            peers[0].sendall(hello(tokens, 0, 0))
         assert rank.join(SECONDS)
         try:
-            yield rank, listener, peers, mine
+            yield rank, listener, peers, tokens
         finally:
             for peer in peers:
                 peer.close()
@@ -300,8 +323,8 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
         for i in range(2):
             peers.append(stack.enter_context(listener.accept()[0]))
             peers[i].settimeout(SECONDS)
-            assert read(peers[i], HELLO.size) == HELLO.pack(b"sparsec1", mine, 1, i)
-            peers[i].sendall(HELLO.pack(b"sparsec1", theirs, 0, i))
+            assert read(peers[i], HELLO.size) == hello((mine, theirs), 1, i, 2)
+            peers[i].sendall(hello((mine, theirs), 0, i))
         until(lambda: rank.traffic(0)[-1] == 2)
         assert rank.send(0, 1, data, None)
         assert rank.send(0, 2, data, None)
@@ -424,29 +447,177 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_strangers_are_left_and_do_no_harm() -> None:
-    with stranger() as (rank, (peer,), token):
-        address = peer.getpeername()
-        wrong = [
-            HELLO.pack(b"sparsec1", os.urandom(16), 1, 0),
-            HELLO.pack(b"sparsec0", token, 1, 0),
-            HELLO.pack(b"sparsec1", token, 0, 0),  # a lower rank, or its own, does not connect
-            HELLO.pack(b"sparsec1", token, 2, 0),
-            HELLO.pack(b"sparsec1", token, 2**32 - 1, 0),
-            b"GET / HTTP/1.1\r\nHost: sparsecomm\r\n\r\n",
-        ]
-        silent = socket.create_connection(address)
-        for hello in wrong:
-            with socket.create_connection(address) as other:
-                other.settimeout(SECONDS)
-                other.sendall(hello)
-                with suppress(ConnectionResetError):
-                    assert other.recv(1) == b""
-        peer.sendall(frame(0, b"hello"))
-        assert following(rank)[3].tobytes() == b"hello"
-        assert rank.send(1, 1, noise(3), None)
-        assert read_frame(peer)[1] == noise(3).tobytes()
-        silent.close()
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_or_a_repeated_hello_is_refused() -> None:
+    with stranger(announced=3) as (rank, (peer,), tokens):
+        right = hello(tokens, 1, 1, 3)
+        wrong = {
+            "a ticket that is a guess": right[:8] + os.urandom(16) + right[24:],
+            "of another version": b"sparsec0" + right[8:],
+            "the ticket of another connection": right[:8] + hello(tokens, 1, 2, 3)[8:24] + right[24:],
+            "the ticket of the answer": right[:8] + hello(tokens, 0, 1)[8:24] + right[24:],
+            "of the lower rank": hello(tokens, 0, 1),
+            "of no rank": right[:24] + struct.pack("<IHH", 2, 1, 3),
+            "of a rank that is far out": right[:24] + struct.pack("<IHH", 2**32 - 1, 1, 3),
+            "of a connection that is far out": right[:24] + struct.pack("<IHH", 1, 2**16 - 1, 3),
+            "a token": right[:8] + tokens[0] + right[24:],
+            "something else": b"GET / HTTP/1.1\r\nHost: sparsecomm\r\n\r\n",
+            "a repetition of the first": hello(tokens, 1, 0, 3),
+        }
+        for what, raw in wrong.items():
+            assert refused(peer.getpeername(), raw), what
+        with socket.create_connection(peer.getpeername()) as second:
+            second.sendall(right)
+            assert read(second, HELLO.size) == hello(tokens, 0, 1, 3)
+            assert refused(peer.getpeername(), right), "a repetition of the second"
+            peer.sendall(frame(0, b"hello"))
+            assert following(rank)[3].tobytes() == b"hello"
+            assert rank.send(1, 1, noise(3), None)
+            assert read_frame(select.select([peer, second], [], [], SECONDS)[0][0])[1] == noise(3).tobytes()
+
+
+def refused(address: Any, raw: bytes) -> bool:
+    """Return whether a connection that begins with ``raw`` is closed without an answer."""
+    with socket.create_connection(address) as other:
+        other.settimeout(SECONDS)
+        other.sendall(raw)
+        with suppress(ConnectionResetError):
+            return other.recv(1) == b""
+    return True
+
+
+SENDS = {"silent": b"", "slow": b"s", "garbage": noise(1000).tobytes(), "half a hello": b"sparsec2" + bytes(20)}
+
+
+@pytest.mark.parametrize("sends", SENDS.values(), ids=SENDS)
+def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
+    """They come first, take few descriptors, and go on while the ranks connect, which need only a few trips."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    pair = [Connections(rank, 2, 2**22, 3) for rank in range(2)]
+    tokens = [os.urandom(TOKEN_BYTES) for _ in pair]
+    ports = [each.listen(HOST, token) for each, token in zip(pair, tokens, strict=True)]
+    others: list[socket.socket] = []
+    connected = threading.Event()
+
+    def connect() -> None:
+        other = socket.create_connection((HOST, ports[0]), SECONDS)
+        with suppress(OSError):
+            other.sendall(sends)
+        others.append(other)
+
+    def go_on() -> None:
+        while not connected.is_set() and len(others) < 2000:
+            for slow in others[-20:]:
+                with suppress(OSError):
+                    slow.sendall(sends[:1])
+            with suppress(ConnectionError):
+                connect()
+
+    flood = threading.Thread(target=go_on)
+    try:
+        for rank, each in enumerate(pair):
+            each.set_peer(1 - rank, HOST, ports[1 - rank], tokens[1 - rank])
+        before = len(of_this_process())
+        pair[0].start(300.0)
+        for _ in range(1200):
+            connect()
+        until(lambda: len(of_this_process()) - before - len(others) < 32)
+        flood.start()
+        pair[1].start(300.0)
+        for rank, each in enumerate(pair):
+            assert each.join(SECONDS)
+            each.send(1 - rank, 7, noise(100_000, rank), rank)
+        for rank, each in enumerate(pair):
+            ((_, number, data),), _ = collect(each, 1, 0)
+            assert number == 7
+            assert np.array_equal(data, noise(100_000, 1 - rank))
+        until(lambda: all(each.traffic(1 - rank)[-1] == 3 for rank, each in enumerate(pair)))
+        connected.set()
+        flood.join()
+        until(lambda: nobody_listens(ports[0]))
+        assert len(of_this_process()) - before - len(others) <= 6 - 2  # connections, without two listeners
+    finally:
+        connected.set()
+        for each in pair:
+            each.close(1.0)
+        for other in others:
+            other.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def nobody_listens(port: int) -> bool:
+    with socket.socket() as other:
+        return other.connect_ex((HOST, port)) == errno.ECONNREFUSED
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_nobody_listens_when_all_are_connected(streams: int) -> None:
+    made = [Connections(rank, 3, 2**22, streams) for rank in range(3)]
+    ports = [each.listen(HOST, bytes([rank] * 16)) for rank, each in enumerate(made)]
+    for rank, each in enumerate(made):
+        for other in {0, 1, 2} - {rank}:
+            each.set_peer(other, HOST, ports[other], bytes([other] * 16))
+    made[2].start(300.0)
+    until(lambda: nobody_listens(ports[2]))  # nobody connects to the last rank
+    made[0].start(300.0)
+    assert not made[0].join(0.05)
+    assert not nobody_listens(ports[0])
+    made[1].start(300.0)
+    for port in ports:
+        until(lambda port=port: nobody_listens(port))
+    assert all(each.join(SECONDS) for each in made)
+    for each in made:
+        each.close(1.0)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("sizes", [[0], [1000, 1000], [12_000, 5000, 7], [1_000_000, 10]])
+def test_who_is_turned_away_comes_again_and_repeats_what_it_has_sent(sizes: list[int], reset: bool) -> None:
+    """As a listener does to the oldest of too many connections, although it is that of a rank."""
+    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
+        late = [i for i, size in enumerate(sizes) if not rank.send(0, i, noise(size, i), i)]
+        for taken in (0, 40, 900):
+            if reset:
+                peers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peers[-1].recv(taken + 1)
+            peers[-1].close()
+            peers.append(listener.accept()[0])
+            peers[-1].settimeout(SECONDS)
+            assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
+        used = cpu_seconds(rank.thread_id)
+        time.sleep(0.2)
+        assert cpu_seconds(rank.thread_id) - used < 0.1  # it waits
+        peers[-1].sendall(hello(tokens, 0, 0))
+        for i, size in enumerate(sizes):
+            found = b""
+            while not found or len(found) < size:
+                words, part = read_frame(peers[-1])
+                assert words[1:6] == (DATA, i, i, size, len(found))
+                found += part
+                if not size:
+                    break
+            assert found == noise(size, i).tobytes()
+        assert collect(rank, 0, len(late))[1] == late
+
+
+def test_an_end_waits_until_the_hello_is_answered() -> None:
+    """Otherwise a last message would be lost with a connection that is turned away."""
+    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
+        assert rank.send(0, 3, noise(10), None)
+        closing = threading.Thread(target=rank.close, args=(SECONDS,))
+        closing.start()
+        time.sleep(0.05)
+        peers[0].close()
+        peers.append(listener.accept()[0])
+        peers[-1].settimeout(SECONDS)
+        peers[-1].sendall(hello(tokens, 0, 0))
+        assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
+        assert read_frame(peers[-1])[1] == noise(10).tobytes()
+        assert read_frame(peers[-1])[0][1] == GOODBYE
+        closing.join()
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -504,10 +675,10 @@ def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: b
 
 def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> None:
     """A peer that hears a hello, and then an end without a goodbye, would take the rank for dead."""
-    with lower_peer(streams=3) as (rank, listener, peers, mine):
+    with lower_peer(streams=3) as (rank, listener, peers, tokens):
         for _ in range(2):
             peers.append(listener.accept()[0])
-            assert read(peers[-1], HELLO.size)[:24] == HELLO.pack(b"sparsec1", mine, 1, 0)[:24]
+            assert read(peers[-1], HELLO.size) in [hello(tokens, 1, i, 3) for i in (1, 2)]
         rank.close(SECONDS)
         for peer in peers:
             assert read_frame(peer)[0][1:4] == (GOODBYE, 0, 0)
@@ -561,7 +732,7 @@ def test_what_comes_with_the_hello_is_counted() -> None:
     port = rank.listen(HOST, mine)
     rank.set_peer(1, HOST, 1, mine)
     rank.start(300.0)
-    data = HELLO.pack(b"sparsec1", mine, 1, 0) + frame(0, bytes(1000))
+    data = hello((mine, mine), 1, 0) + frame(0, bytes(1000))
     with socket.create_connection((HOST, port)) as peer:
         peer.sendall(data)
         collect(rank, 1, 0)
