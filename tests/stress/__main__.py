@@ -16,7 +16,7 @@ from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
     "calls", "messages", "inputs", "states", "threads", "signals", "interrupts", "endurance", "stopped", "lost", "soak",
-    "all",
+    "strangers", "all",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ _ATTACKS = {  # numbers are scaled
     "interrupts": "--over mpi --stride 0 --signals 50",
     "endurance": "--calls 20_000 --communicators 300",
     "stopped": "--rounds 2",
+    "strangers": "--connections 40_000",
     "soak": "--no-network --minutes 1",
     "lost": "--runs 2",
 }

@@ -95,14 +95,18 @@ class ProcessGroupTransport(FailureDetector):
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
+    def _is_usable(self) -> bool:
+        """Return whether the process group still exists."""
+        group = self._group()
+        return self._open and group is not None and _registered(group)
+
     def _check_usable(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInputError(
                 "this process was forked from the one whose transport this is: make a process group in it, by "
                 "`init_process_group`, or start it by the method 'spawn'"
             )
-        group = self._group()
-        if not self._open or group is None or not _registered(group):
+        if not self._is_usable():
             raise InvalidInputError("this transport is closed: its process group was destroyed")
 
     def _start(self) -> None:
@@ -205,6 +209,11 @@ class ProcessGroupTransport(FailureDetector):
                 raise self._lost[peer]
             check_signals()
             waited = time.monotonic() - began
+            if waited >= _PING and not self._is_usable():
+                raise TransportError(
+                    f"rank {self.rank}: the process group was destroyed while call {self.number} waited for rank "
+                    f"{peer}. Destroy a group only when its calls have ended."
+                )
             if ping := waited >= next_ping:
                 next_ping = 2 * next_ping + _PING
             self._check_wait(peer, waited, ping=ping)

@@ -37,6 +37,7 @@ CASES_OF_A_JOB = [
     "a_rank_that_is_stopped",
     "a_peer_that_has_ended",
     "a_peer_that_sends_what_is_no_message",
+    "a_group_is_destroyed_in_a_call",
     "groups_are_destroyed_and_made_again",
 ]
 ENDS = {2: ["ranks_end_one_after_another"], 4: ["a_rank_ends_in_a_call", "a_rank_is_killed"]}

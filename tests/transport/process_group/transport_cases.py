@@ -295,6 +295,36 @@ def calls_from_other_threads() -> None:
     assert done == [True] * 3
 
 
+def a_group_is_destroyed_in_a_call() -> None:
+    """By another thread: the call, which waits for ranks that do not make it, ends."""
+    for by_transport in (True, False):
+        group = new_group()
+        works(group)
+        dist.barrier()
+        errors, residual = [], np.ones(50, np.float32)
+        comm = of(group) if by_transport else group
+
+        def wait(comm: Any = comm, errors: list[Any] = errors, residual: Any = residual) -> None:
+            try:
+                sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=comm, residual=residual)
+            except sc.SparseCommError as error:
+                errors.append(error)
+
+        if RANK == 0:
+            thread = threading.Thread(target=wait)
+            with soon():
+                thread.start()
+                time.sleep(0.1)
+                dist.destroy_process_group(group)
+                del group, comm
+                thread.join()
+            ((kind, text),) = [(type(error), str(error)) for error in errors]
+            assert kind is sc.TransportError
+            assert "rank 0: the process group was destroyed while call" in text
+            assert residual.sum() == 100  # nothing is lost
+        dist.barrier()
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
