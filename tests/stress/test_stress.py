@@ -60,6 +60,7 @@ def test_attack(command: str, seed: int | None) -> None:
         "interrupts --stride 0 --signals 30 --over mpi --scenes reducer local",
         "endurance --calls 4000 --communicators 100",
         "stopped --rounds 1",
+        "strangers --connections 8000",
         "soak --minutes 0.4 --no-network --ranks 3 --timeout 2 --every 6 --long 2 --stall 0.5",
     ],
 )

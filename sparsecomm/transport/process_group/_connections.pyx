@@ -110,7 +110,7 @@ cdef class Connections:
                 del self.own
 
     def listen(self, str address, bytes token):
-        """Listen on an address of this machine; return the port.
+        """Listen on an address of this machine, and start the thread; return the port.
 
         Args:
             token: `TOKEN_BYTES` random bytes, new in every rendezvous, that only the ranks of the group know.
@@ -127,7 +127,7 @@ cdef class Connections:
         self.own.set_peer(rank, address.encode(), port, shake_128(both).digest(TICKETS_BYTES_))
 
     def start(self, double seconds):
-        """Start the thread, which connects the ranks. A host that is silent for so many seconds is dead."""
+        """Connect the ranks. A host that is silent for so many seconds is dead."""
         self.own.start(seconds)
 
     def join(self, double seconds):

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -19,6 +20,7 @@ constexpr double LAN = 1e-3;                  // a round trip of less needs one 
 constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello, and a rank to try again
 constexpr double MAX_PAUSE = 0.3;             // seconds between two attempts
 constexpr size_t MAX_STRANGERS = 24;          // each takes a descriptor
+constexpr int QUEUE_TICK = 10;                // milliseconds between two looks at the system's queue
 constexpr int ACCEPTED_AT_ONCE = 64;          // until other connections have their turn
 constexpr double NO_FILES = 1e-2;             // seconds until a process without free descriptors accepts again
 constexpr double PATIENCE = 60; // times the seconds of `close`, for peers that take what they are sent, but slowly
@@ -69,6 +71,7 @@ int Connections::listen(const std::string &address) {
     if (bind(fd, reinterpret_cast<sockaddr *>(&where), size) || ::listen(fd, 4096) ||
         getsockname(fd, reinterpret_cast<sockaddr *>(&where), &size))
         fail(("listen on " + address).c_str());
+    start_thread();
     return ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6 *>(&where)->sin6_port
                                              : reinterpret_cast<sockaddr_in *>(&where)->sin_port);
 }
@@ -84,6 +87,11 @@ void Connections::set_peer(int rank, const std::string &address, int port, const
 void Connections::start(double seconds) {
     silent_ = seconds;
     buffer_.resize(BUFFER);
+    joining_ = true;
+    eventfd_write(wake_, 1);
+}
+
+void Connections::start_thread() {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); // the thread takes no signals
@@ -357,16 +365,42 @@ void Connections::attach(Stream *s) {
 
 // -- the thread ------------------------------------------------------------------------------------------------------
 
+// Until the tickets are known, close the oldest connections that the system has queued whenever its queue is half full.
+void Connections::shorten_queue() {
+    tcp_info info; // of a listener: connections in the queue, and how many it holds
+    while (!stop_ && !joining_) {
+        pollfd woken = {wake_, POLLIN, 0};
+        poll(&woken, 1, QUEUE_TICK);
+        uint32_t surplus = 0;
+        if (info_of(listener_->fd, &info) && info.tcpi_unacked > info.tcpi_sacked / 2)
+            surplus = info.tcpi_unacked - info.tcpi_sacked / 4;
+        for (; surplus > 0; surplus--)
+            close_file(accept_one());
+    }
+}
+
+int Connections::accept_one() {
+    return open_file([&] { return accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+}
+
 void Connections::run() {
+    shorten_queue();
+    if (stop_)
+        return;
     close_listener_if_done();
     for (int rank = 0; rank < rank_; rank++)
         connect_to(rank, 0);
     std::vector<epoll_event> events(64);
     while (!stop_) {
         int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), tick());
-        for (int i = 0; i < count; i++)
-            if (Stream *s = static_cast<Stream *>(events[i].data.ptr); s && s->fd >= 0)
+        for (int i = 0; i < count; i++) {
+            eventfd_t nothing;
+            Stream *s = static_cast<Stream *>(events[i].data.ptr);
+            if (!s)
+                eventfd_read(wake_, &nothing);
+            else if (s->fd >= 0)
                 handle(s, events[i].events);
+        }
         tend();
     }
 }
@@ -424,7 +458,7 @@ void Connections::handle(Stream *s, uint32_t events) {
 
 void Connections::accept() {
     for (int i = 0; i < ACCEPTED_AT_ONCE && listener_; i++) {
-        int fd = open_file([&] { return accept4(listener_->fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+        int fd = accept_one();
         bool no_files = fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM);
         if (no_files && strangers_.empty()) { // others may close some
             epoll_event nothing = {0, {listener_}};

@@ -7,8 +7,10 @@
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
 // with a valid ticket. Both ranks derive their tickets from secrets of the rendezvous, and the listener accepts each
 // ticket once, so a hello that was overheard is worth nothing. At most MAX_STRANGERS accepted connections have not said
-// hello; one more closes the oldest. A rank may be such a victim if its hello is late: it connects again, and repeats
-// what it has written, until the listener has answered its hello. The listener closes when all connections are made.
+// hello; one more closes the oldest. Before the tickets are known, connections wait in the system's queue. It is kept
+// from filling up, by closing the oldest, because TCP asks a full queue again only after a second. A rank may be a
+// victim, too: it connects again, and repeats what it has written, until the listener has answered its hello. The
+// listener closes when all connections are made.
 //
 // Threads: one thread of this module reads from all connections and waits for all. It never runs Python. A caller that
 // sends writes what the system takes at once; the thread writes the rest. One caller at a time may wait in `next`.
@@ -122,11 +124,11 @@ class Connections {
     Connections(int rank, int size, size_t limit, int streams);
     ~Connections(); // waits for nothing; never in a forked process, which has none of the threads
 
-    // Listen on an address, such as "10.0.0.1"; return the port.
+    // Listen on an address, such as "10.0.0.1", and start the thread; return the port.
     int listen(const std::string &address);
     // Set the address of a lower rank, and the tickets for the connections with any: TICKETS_BYTES.
     void set_peer(int rank, const std::string &address, int port, const std::string &tickets);
-    // Start the thread, which connects the ranks. `seconds`: after so many a silent host is dead.
+    // Connect the ranks. `seconds`: after so many a silent host is dead.
     void start(double seconds);
     // Wait until all are connected, or one cannot be, for so many seconds.
     bool join(double seconds);
@@ -146,10 +148,13 @@ class Connections {
     void close(double seconds);
 
   private:
+    void start_thread();
     void run();
+    void shorten_queue();
     void handle(Stream *s, uint32_t events);
     void tend();
     int tick() const;
+    int accept_one();
     void accept();
     void turn_away_oldest();
     void close_listener_if_done();
@@ -201,7 +206,7 @@ class Connections {
     std::vector<std::unique_ptr<Stream>> streams_;
     std::vector<char> buffer_;
     std::unique_ptr<std::thread> thread_;
-    std::atomic<bool> stop_{false}, closing_{false};
+    std::atomic<bool> joining_{false}, stop_{false}, closing_{false}; // joining: the tickets are known
     std::mutex inbox_lock_;
     std::deque<Completion> inbox_;
     bool waiting_ = false; // a caller waits for `ready_`

@@ -548,6 +548,24 @@ def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_strangers_do_not_fill_the_queue_of_the_system_before_ranks_come() -> None:
+    """TCP asks a full queue again only after a second."""
+    rank = Connections(0, 2, 2**22, 1)
+    address = HOST, rank.listen(HOST, bytes(16))
+
+    def is_open() -> bool:
+        with socket.socket() as other:
+            other.settimeout(0.3)
+            return other.connect_ex(address) == 0
+
+    for _ in range(min(4096, int(Path("/proc/sys/net/core/somaxconn").read_text())) + 100):
+        with socket.socket() as other:
+            other.setblocking(False)
+            other.connect_ex(address)
+    until(is_open)
+    rank.close(0.0)
+
+
 def nobody_listens(port: int) -> bool:
     with socket.socket() as other:
         return other.connect_ex((HOST, port)) == errno.ECONNREFUSED
