@@ -9,10 +9,12 @@ connect to a rank once all ranks are connected.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import resource
+import select
 import socket
 import struct
 import subprocess
@@ -50,8 +52,11 @@ class Strangers(Attack):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_AT_ONCE + 500, hard)), hard))
         self._random, self._held = random.Random(self.report.seed), deque[socket.socket]()
         environment = ENVIRONMENT | {
-            "SPARSECOMM_TIMEOUT": str(self.timeout), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "SPARSECOMM_TIMEOUT": str(self.timeout),
+            "SPARSECOMM_CONNECTIONS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
         with tempfile.TemporaryDirectory() as folder:
             self._folder = Path(folder)
             jobs = []
@@ -101,6 +106,9 @@ class Strangers(Attack):
             if made >= half and not connected:
                 self._check(jobs)
         (self._folder / "stop").touch()
+        after = self.counts["connections after all were connected"]
+        if self.counts["connections after all were connected, refused"] != after:
+            self.fail("a rank still listens after all were connected")
         if self.report.figures["descriptors taken"] >= DESCRIPTORS:
             self.fail(f"strangers took {self.report.figures['descriptors taken']:g} descriptors")
 
@@ -122,8 +130,12 @@ class Strangers(Attack):
         """Open a connection, without waiting for it, and let it, or an older one, send something."""
         other = socket.socket()
         other.setblocking(False)
-        error = other.connect_ex(("127.0.0.1", port))
-        refused = other.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if error else 0
+        refused = other.connect_ex(("127.0.0.1", port)) not in (0, errno.EINPROGRESS)
+        if not refused and when != "before":  # the answer may take a moment
+            answer = select.poll()
+            answer.register(other, select.POLLOUT)
+            answer.poll(1000)
+        refused = refused or other.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         self.counts[f"connections {when}"] += 1
         if refused:
             self.counts[f"connections {when}, refused"] += 1
