@@ -190,7 +190,7 @@ void add(void* sum, const void* addend, size_t size, bool float64_values, int th
 void narrow(const void* values, Dense dense, int threads);
 
 // Returns whether indices are strictly increasing and in [0, size), and no values are zero. entries [in].
-bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_values);
+bool well_formed(Sparse entries, size_t begin, size_t end, bool int64_indices, bool float64_values);
 
 // How values travel in the packed format (sparsecomm/wire/packed.py): the codes of sparsecomm/tensors/kinds.py. float64
 // values travel as `exact` only.

@@ -270,7 +270,7 @@ void values_at(Sparse entries, const void* others, size_t other_count, bool int6
     });
 }
 
-bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_values) {
+bool well_formed(Sparse entries, size_t begin, size_t end, bool int64_indices, bool float64_values) {
     bool good = true;
     with_types(int64_indices, float64_values, [&](auto zero, auto format) {
         const Entries<decltype(zero), decltype(format)> e(entries);
@@ -278,7 +278,8 @@ bool well_formed(Sparse entries, size_t size, bool int64_indices, bool float64_v
         for (size_t i = 1; i < e.count; i++) ordered &= e.index[i - 1] < e.index[i];
         for (size_t i = 0; i < e.count; i++) nonzero &= e.value[i] != 0;
         good = nonzero && ordered &&
-               (e.count == 0 || (e.index[0] >= 0 && uint64_t(e.index[e.count - 1]) < uint64_t(size)));
+               (e.count == 0 || (e.index[0] >= 0 && uint64_t(e.index[0]) >= uint64_t(begin) &&
+                                 uint64_t(e.index[e.count - 1]) < uint64_t(end)));
     });
     return good;
 }

@@ -150,17 +150,17 @@ KERNEL void __launch_bounds__(DENSE_THREADS) divide(const Value* values, u64 hos
     for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / by;
 }
 
-// Checks that indices increase strictly within [0, n), and that no value is zero.
+// Checks that indices increase strictly within [begin, end), and that no value is zero.
 //
 //   indices, values  [in]      entries
 //   count            [in]      entries
-//   n                [in]      elements
+//   begin, end       [in]      from 0 to the number of elements
 //   faults           [in,out]  what a thread that finds a fault adds 1 to
 KERNEL void __launch_bounds__(DENSE_THREADS)
-well_formed(const Index* indices, const Value* values, u64 count, u64 n, u32* faults) {
+well_formed(const Index* indices, const Value* values, u64 count, u64 begin, u64 end, u32* faults) {
     bool good = true;
     for (u64 e = grid_thread(); e < count; e += grid_threads()) {
-        good &= values[e] != 0 && indices[e] >= 0 && u64(indices[e]) < n;
+        good &= values[e] != 0 && indices[e] >= 0 && u64(indices[e]) >= begin && u64(indices[e]) < end;
         good &= e == 0 || indices[e - 1] < indices[e];
     }
     if (!good) atomicAdd(faults, 1u);

@@ -44,13 +44,13 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
             gradient.drop(rejected.shard(shard, num_shards))
         return kept
 
-    return recursive_doubling(comm, gradient, gradient.topk(k), reselect)
+    return recursive_doubling(comm, gradient, gradient.topk(k), reselect, k)
 
 
 def recursive_doubling(
-    comm: Communicator, gradient: Contribution, mine: SparseVector, combine: Combine
+    comm: Communicator, gradient: Contribution, mine: SparseVector, combine: Combine, max_entries: int | None = None
 ) -> SparseVector:
-    """Return the vectors of all ranks, combined.
+    """Return the vectors of all ranks, combined: at most ``max_entries``.
 
     ``combine(lower, upper, shard, num_shards)`` returns the two vectors as one. ``num_shards`` ranks compute the same;
     this one is number ``shard`` of them.
@@ -59,7 +59,7 @@ def recursive_doubling(
     unfold = fold.steps + 1
     if fold.hands_over:
         comm.send(comm.quantized(mine, gradient), fold.partner, 0)
-        return comm.receive(fold.partner, unfold)
+        return comm.receive(fold.partner, unfold, max_entries)
     if fold.partner >= 0:
         mine = combine(comm.receive(fold.partner, 0), mine, 0, 1)
 

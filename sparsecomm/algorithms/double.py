@@ -52,13 +52,20 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(of_others, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
-    found = comm.exchange_parcels(parcels, sources, 1, _SCATTER, k // owners + 1)
+    within = [(begin, end) for begin, end, _ in parts]
+    found = comm.exchange_parcels(
+        parcels, sources, 1, _SCATTER, k // owners + 1, range_of=lambda source, words: within[comm.rank]
+    )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]
         mine = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
         mine = comm.backend.empty_like(taken[0])
-    return comm.backend.concatenate_entries(gather(comm, mine, ROUNDS, owners))
+    everyones = gather(comm, mine, ROUNDS, within)
+    for owner, (entries, (_, _, part)) in enumerate(zip(everyones, parts, strict=True)):
+        if entries.nnz > part:
+            raise comm.broken(owner, f"{entries.nnz} entries instead of at most {part}")
+    return comm.backend.concatenate_entries(everyones)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

@@ -43,7 +43,7 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         entries = reduce(node, gradient, gradient.topk(k), combine)
         if node.rank == 0:
             entries = inner.run(comm.subgroup(leaders, 2), _NodeSum(gradient, entries), k)
-        return broadcast(comm.subgroup(mine, 3, plain=True), entries)
+        return broadcast(comm.subgroup(mine, 3, plain=True), entries, k if inner.reselects else None)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link

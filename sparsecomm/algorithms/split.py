@@ -16,7 +16,7 @@ line below is one trip; those in brackets are for the first call of a plan, and 
 
 Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
 they have grown as an entry of each rank has, of which the scatter tells. Every message says which call made what it
-goes by. Where that differs, as after a call that some ranks left, all see it in
+goes by, with a checksum of that. Where that differs, as after a call that some ranks left, all see it in
 that trip, and begin again with samples, or quantiles.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
@@ -33,6 +33,7 @@ and narrow ones, the keys of those near the k-th travel beside them.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,13 +44,13 @@ from typing import NamedTuple
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "num_owners", "scatter", "scatter_time", "watch", "with_larger_result"]
+__all__ = ["ALGORITHM", "num_owners", "ranges_of", "scatter", "scatter_time", "watch", "with_larger_result"]
 
 _MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own ranges
 _SAMPLES = 32  # per rank at most
@@ -57,6 +58,7 @@ _MAX_DOUBT = 8.0
 _NEAR = 0.3  # part of a result whose keys travel beside them, if any do, in trainings by local steps of 4 and 8 ranks
 _CROWDED = 1.5  # times as crowded as when they were chosen: ranges are chosen anew
 _SCATTER, _GATHER = 0, 8  # round numbers
+_AGE_AT = 16  # the bit of a mark from which on it says how many calls ago; a checksum is below
 
 
 def num_owners(P: int, k: int) -> int:
@@ -75,7 +77,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     if comm.size == 1:
         return mine
     pieces, levels = scatter(comm, gradient, mine, k, max(1, mine.nnz // 2))
-    return top_sums(comm, gradient, pieces, levels, kept, num_owners(comm.size, k))
+    return top_sums(comm, gradient, pieces, levels, kept, ranges_of(comm, k))
 
 
 # -- ranges, and the sums of each -------------------------------------------------------------------------------------
@@ -87,11 +89,13 @@ class Ranges(NamedTuple):
     Attributes:
         boundaries: where each begins, and where the last one ends.
         made: the number of the call whose samples they are from.
+        checksum: of ``boundaries``.
         crowding: how many times the load of the mean owner the busiest one had in that call; 0: not known yet.
     """
 
     boundaries: list[int]
     made: int
+    checksum: int
     crowding: float = 0.0
 
 
@@ -112,31 +116,48 @@ def scatter(
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.kept.get("ranges")
     for round_no in count(_SCATTER):
-        dropped = Dropped()
+        dropped, range_of = Dropped(), None
         if ranges is None:
             parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples(comm, mine, k))))
         else:
             (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
-            words = comm.number - ranges.made + 1, level
+            words = mark(comm.number - ranges.made, ranges.checksum), level
+            begin, end = ranges.boundaries[comm.rank : comm.rank + 2]
+            range_of = partial(_range_if_alike, (begin, end), words[0])
             parcels = {
                 rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
                 for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
             }
-        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True)
+        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, range_of=range_of)
         found[comm.rank] = parcels[comm.rank]
         everyones = [found[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}
         if marks == {0}:
-            ranges = Ranges(balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners), comm.number)
-            comm.kept["ranges"] = ranges
+            check_words(comm, everyones, 2 + num_samples(comm.size, k))
+            boundaries = balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners)
+            comm.kept["ranges"] = ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
         elif len(marks) > 1:
             ranges = None
         else:
+            check_words(comm, everyones, 2)
+            levels = [level for _, (_, level) in everyones]
+            for rank, level in enumerate(levels):
+                check_keys(comm, rank, [level], mine)
             for entries in dropped:
                 gradient.drop(entries)
-            levels = [word for _, words in everyones for word in words[1:2]]
             return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
     raise AssertionError("count has no end")
+
+
+def _range_if_alike(own: Range, mark: int, source: int, words: Sequence[int]) -> Range | None:
+    """Return this rank's ``own`` range if another rank goes by the same ranges: its first word is ``mark``, too."""
+    return own if words and words[0] == mark else None
+
+
+def ranges_of(comm: Communicator, k: int) -> list[Range]:
+    """Return the owners' ranges, which `scatter` has left."""
+    ranges: Ranges = comm.kept["ranges"]
+    return list(pairwise(ranges.boundaries[: num_owners(comm.size, k) + 1]))
 
 
 def pieces_of(comm: Communicator, mine: SparseVector, boundaries: list[int]) -> list[SparseVector]:
@@ -179,11 +200,34 @@ def watch(comm: Communicator, loads: Sequence[int]) -> None:
             comm.kept["ranges"] = None
 
 
+def mark(age: int, checksum: int) -> int:
+    """Return the mark, which is not 0, of numbers that were made so many calls ago; of 32 bits, if that is not long."""
+    return age + 1 << _AGE_AT | checksum
+
+
+def checksum_of(numbers: list[int]) -> int:
+    """Return a checksum of `_AGE_AT` bits."""
+    return zlib.crc32(repr(numbers).encode()) & ((1 << _AGE_AT) - 1)
+
+
 def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
-    """Return the first word of a rank: how many calls ago that was made which it goes by, plus one; 0: it has none."""
+    """Return the first word of a rank: which call made what it goes by; 0: it has nothing to go by."""
     if not words:
         raise comm.broken(rank, "no numbers")
     return words[0]
+
+
+def check_words(comm: Communicator, parcels: Sequence[Parcel], expected: int) -> None:
+    """Raise unless each rank has sent so many words."""
+    for rank, (_, words) in enumerate(parcels):
+        if len(words) != expected:
+            raise comm.broken(rank, f"{len(words)} numbers instead of {expected}")
+
+
+def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:
+    """Raise unless a rank has sent keys of values of the type of ``entries``."""
+    if keys and max(keys) > comm.backend.max_key(entries):
+        raise comm.broken(rank, f"{max(keys)} as the key of a value")
 
 
 # -- the k-th largest sum ---------------------------------------------------------------------------------------------
@@ -206,6 +250,10 @@ class Bounds(NamedTuple):
     levels: list[int]
     doubt: float = 1.0
 
+    def mark(self, number: int) -> int:
+        """Return the number by which ranks compare their bounds in call ``number``."""
+        return mark(number - self.made, checksum_of([self.low, self.high]))
+
 
 class Winners(NamedTuple):
     """The first k sums.
@@ -223,9 +271,18 @@ class Winners(NamedTuple):
 
 
 def top_sums(
-    comm: Communicator, gradient: Contribution, pieces: list[SparseVector], levels: list[int], kept: int, owners: int
+    comm: Communicator,
+    gradient: Contribution,
+    pieces: list[SparseVector],
+    levels: list[int],
+    kept: int,
+    ranges: list[Range],
 ) -> SparseVector:
-    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th."""
+    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th.
+
+    ``ranges``: of the owners.
+    """
+    owners = len(ranges)
     sums, counted = sums_of(comm, pieces)
     load = sum(piece.nnz for piece in pieces)
     bounds: Bounds | None = comm.kept.get("bounds")
@@ -234,21 +291,26 @@ def top_sums(
         bounds = bounds._replace(low=low, high=max(high, low + 1))
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
     for round_no in count(_GATHER):
-        dropped = Dropped()
+        dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)
         if bounds is None:
             mine: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, shown_numbers(sums.nnz, kept, comm.size)))
         else:
-            mine = candidates(comm, dropped, sums, counted, bounds, load)
-        parcels = exchange_with_all(comm, mine, num_vectors, round_no, 2 * kept // owners, owners, or_none=True)
+            mine = candidates(comm, dropped, sums, counted, bounds, own_mark, load)
+        parcels = exchange_with_all(
+            comm, mine, num_vectors, round_no, 2 * kept // owners, owners, or_none=True, ranges=ranges
+        )
         marks = {mark_of(comm, owner, words) for owner, (_, words) in enumerate(parcels)}
+        if own_mark not in marks:  # this rank owns no range
+            bounds = None
         if marks == {0}:
-            bounds = Bounds(*bracket(comm, [words[1:] for _, words in parcels], kept), comm.number, levels, doubt)
+            bounds = Bounds(*bracket(comm, sums, parcels, kept), comm.number, levels, doubt)
         elif len(marks) > 1:
             bounds, doubt = None, 1.0
         else:
             low = 0 if bounds is None else bounds.low
             spare = int(margin(kept) * (1.0 if bounds is None else bounds.doubt))
-            winners = first(comm, parcels, kept, low, spare, surveyed=marks == {1})
+            surveyed = marks.pop() >> _AGE_AT == 1
+            winners = first(comm, parcels, kept, low, spare, surveyed=surveyed)
             if winners is not None:
                 for entries in dropped:
                     gradient.drop(entries)
@@ -262,7 +324,13 @@ def top_sums(
 
 
 def candidates(
-    comm: Communicator, dropped: Dropped, sums: SparseVector, counted: SparseVector | None, bounds: Bounds, load: int
+    comm: Communicator,
+    dropped: Dropped,
+    sums: SparseVector,
+    counted: SparseVector | None,
+    bounds: Bounds,
+    own_mark: int,
+    load: int,
 ) -> Parcel:
     """Return what this rank sends to all: the sums that may win, its load, and whether it has others.
 
@@ -270,7 +338,7 @@ def candidates(
     near the k-th, of which the keys travel, too, and it is told how many of both rounding has made zero.
     """
     sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
-    words = [comm.number - bounds.made + 1, load, int(sure.nnz + near.nnz < sums.nnz)]
+    words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.shows_sums:
         return (near,), words
     sent = [averaged_and_quantized(comm, dropped, each, counted) for each in (sure, near)]
@@ -296,6 +364,7 @@ def first(
         num_keys = 0 if comm.shows_sums or not vectors else vectors[1].nnz
         if not vectors or len(words) != fixed + num_keys:
             raise comm.broken(owner, f"{len(vectors)} vectors and {len(words)} numbers")
+        check_keys(comm, owner, [low + key for key in words[fixed:]], vectors[-1])
     left = any(words[2] for _, words in parcels)
     near = backend.concatenate_entries([vectors[-1] for vectors, _ in parcels])
     if comm.shows_sums:
@@ -362,22 +431,28 @@ def shown_numbers(nnz: int, kept: int, size: int) -> list[int]:
     return [*found, nnz]
 
 
-def bracket(comm: Communicator, everyones: Sequence[Sequence[int]], kept: int) -> tuple[int, int]:
+def bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], kept: int) -> tuple[int, int]:
     """Return a key that at least ``kept`` of all sums reach, or all of them, and one that is reached by fewer.
 
-    ``everyones``: how many sums each owner has, and the keys at their `shown_numbers`.
+    Args:
+        comm: the ranks.
+        sums: of this rank.
+        parcels: of each owner 0, how many sums it has, and the keys at their `shown_numbers`.
+        kept: how many sums win.
     """
-    steps = []  # key, how many more sums reach it at least, and how many more may reach it as well
-    for owner, (nnz, *keys) in enumerate(everyones):
+    steps, total = [], 0  # key, how many more sums reach it at least, and how many more may reach it as well
+    for owner, (_, (_, *counted)) in enumerate(parcels):
+        nnz, *keys = counted or (comm.num_elements + 1,)
         numbers = shown_numbers(min(nnz, comm.num_elements), kept, comm.size)
-        if len(keys) != len(numbers):
+        if nnz > comm.num_elements or len(keys) != len(numbers):
             raise comm.broken(owner, f"{len(keys)} keys of {nnz} sums")
+        check_keys(comm, owner, keys, sums)
+        total += nnz
         steps += [
             (key, number - before, after - number)
             for key, before, number, after in zip(keys, [0, *numbers], numbers, [*numbers[1:], nnz + 1], strict=False)
         ]
     steps.sort(key=itemgetter(0), reverse=True)  # steps of equal keys stay as they are: each owner's by number
-    total = sum(nnz for nnz, *_ in everyones)
     low, high, reached, may_reach = 0, 0, 0, 0
     for key, at_least, also in steps:
         if not high and may_reach + also > min(kept, total) - margin(kept):

@@ -14,7 +14,7 @@ Dropped: what quantizing to a narrow format takes, which stays with the rank tha
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import num_owners, scatter, scatter_time, watch
+from sparsecomm.algorithms.split import num_owners, ranges_of, scatter, scatter_time, watch
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
@@ -32,7 +32,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
         return mine
     pieces, _ = scatter(comm, gradient, mine, k)
     sums = averaged_and_quantized(comm, gradient, *sums_of(comm, pieces))
-    everyones = gather(comm, sums, ROUNDS, num_owners(comm.size, k))
+    everyones = gather(comm, sums, ROUNDS, ranges_of(comm, k))
     watch(comm, [each.nnz for each in everyones])
     return comm.backend.concatenate_entries(everyones)
 

@@ -33,7 +33,7 @@ Combine = Callable[[SparseVector, SparseVector], SparseVector]
 def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the global top-k of this rank's and all others' gradients."""
     kept = reduce(comm, gradient, gradient.topk(k), reselecting(comm, gradient, k))
-    return broadcast(comm, comm.quantized(kept, gradient) if comm.rank == 0 else kept)
+    return broadcast(comm, comm.quantized(kept, gradient) if comm.rank == 0 else kept, k)
 
 
 def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
@@ -59,11 +59,11 @@ def reduce(comm: Communicator, gradient: Contribution, mine: SparseVector, combi
     return mine
 
 
-def broadcast(comm: Communicator, mine: SparseVector | None) -> SparseVector:
-    """Return rank 0's vector at every rank; what the others give is not looked at."""
+def broadcast(comm: Communicator, mine: SparseVector | None, max_entries: int | None = None) -> SparseVector:
+    """Return rank 0's vector, of at most ``max_entries``, at every rank; what the others give is not looked at."""
     steps, height = log2_ceil(comm.size), _height(comm)
     if comm.rank > 0:
-        mine = comm.receive(_parent(comm), steps + height)
+        mine = comm.receive(_parent(comm), steps + height, max_entries)
     assert mine is not None
     for step in reversed(range(height)):
         child = comm.rank + (1 << step)

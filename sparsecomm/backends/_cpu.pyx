@@ -88,7 +88,7 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
     void c_narrow "sparsecomm::in_default_mode<sparsecomm::narrow>"(const void*, Dense, int) except +
-    cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, cbool, cbool)
+    cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, size_t, cbool, cbool)
     size_t packed_bytes(Sparse, Kind, cbool, cbool)
     void c_pack "sparsecomm::in_default_mode<sparsecomm::pack>"(Sparse, Kind, cbool, cbool, void*)
     const char* check_packed(const void*, size_t, size_t, size_t, Kind, cbool)
@@ -613,9 +613,10 @@ class CpuBackend(Backend):
         quotients = empty(self.scratch, len(values), value_type(values.dtype == np.float64))
         return trusted(entries.indices, np.divide(values, divisor, out=quotients), entries.size, entries.shape)
 
-    def well_formed(self, entries):
+    def well_formed(self, entries, size_t begin=0, end=None):
         cdef Entries given = Entries.__new__(Entries, entries)
-        return bool(c_well_formed(given.given, given.size, given.int64_indices, given.float64_values))
+        cdef size_t stop = given.size if end is None else end
+        return bool(c_well_formed(given.given, begin, stop, given.int64_indices, given.float64_values))
 
     # -- packed entries -----------------------------------------------------------------------------------------------
 

@@ -379,8 +379,13 @@ class Backend:
     def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
         """Return the entries with every value divided. Indices may be shared."""
 
-    def well_formed(self, entries: SparseVector) -> bool:
-        """Return whether indices increase strictly within [0, size) and no value is zero."""
+    def well_formed(self, entries: SparseVector, begin: int = 0, end: int | None = None) -> bool:
+        """Return whether indices increase strictly within [begin, end) and no value is zero.
+
+        Args:
+            entries: of any contents.
+            begin, end: 0 <= begin <= end <= size; ``end`` defaults to the size.
+        """
 
     # Positions, indices, keys and counts of the methods below are the host's. Keys are magnitudes as integers that
     # order as selection does: the bits of a value without the sign, of a NaN those of infinity and one more.
@@ -463,6 +468,11 @@ class Backend:
         """Return the entries at these ascending positions, from 0 to nnz - 1."""
         return _where(entries, _library(entries.indices).asarray(np.array(positions, np.int64)))
 
+    def max_key(self, entries: SparseVector) -> int:
+        """Return the largest key that a value of that type can have: that of NaN."""
+        values = np.dtype(entries.values.dtype.name)
+        return int(np.array(np.inf, values).view(f"u{values.itemsize}")) + 1
+
     def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
         """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
         xp = _library(entries.values)
@@ -479,7 +489,7 @@ class Backend:
         keys, it is ``key`` itself.
         """
         values = np.dtype(entries.values.dtype.name)
-        if key > int(np.array(np.inf, values).view(f"u{values.itemsize}")):
+        if key >= self.max_key(entries):
             return key
         magnitude, old, new = (
             sum(np.array(keys, f"u{values.itemsize}").view(values).tolist()) for keys in ([key], before, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
@@ -15,9 +15,10 @@ from sparsecomm.transport.base import Transport
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
-__all__ = ["Communicator", "Drops", "Parcel"]
+__all__ = ["Communicator", "Drops", "Parcel", "Range"]
 
 Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and whole numbers from 0 to 2^64 - 1
+Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
 
 class Drops(Protocol):
@@ -186,10 +187,16 @@ class Communicator:
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         self._transport.isend(message, self._ranks[to], self._memory).wait()
 
-    def receive(self, source: int, round_no: int) -> SparseVector:
-        """Return the entries that rank ``source`` sends: well formed, with the gradient's size and shape."""
+    def receive(self, source: int, round_no: int, max_entries: int | None = None) -> SparseVector:
+        """Return the entries that rank ``source`` sends: well formed, with the gradient's size and shape.
+
+        ``max_entries``: how many these may be; ``None``: any number.
+        """
         message = self._transport.receive(self._ranks[source], self._memory, self._max_bytes)
-        return self._read(message, source, round_no)
+        entries = self._read(message, source, round_no)
+        if max_entries is not None and entries.nnz > max_entries:
+            raise self.broken(source, f"{entries.nnz} entries instead of at most {max_entries}")
+        return entries
 
     def exchange(self, entries: SparseVector, to: int, source: int, round_no: int) -> SparseVector:
         """Send entries to rank ``to`` and return those of rank ``source``, both under way at once."""
@@ -200,14 +207,17 @@ class Communicator:
         return self._read(received, source, round_no)
 
     def exchange_lists(
-        self, mine: list[SparseVector], to: int, expected: int, source: int, round_no: int
+        self, mine: list[SparseVector], to: int, ranges: Sequence[Range], source: int, round_no: int
     ) -> list[SparseVector]:
-        """Send several vectors to rank ``to`` in one message, and return the ``expected`` ones of rank ``source``."""
+        """Send several vectors to rank ``to`` in one message, and return those of rank ``source``.
+
+        ``ranges``: for each vector to be received, the range in which its indices must lie.
+        """
         message = self._messages.parcel(mine, (), self._wire, self._stage + round_no)
-        sender, max_bytes = self._ranks[source], expected * self._max_bytes
+        sender, max_bytes = self._ranks[source], len(ranges) * self._max_bytes
         received = self._transport.exchange(message, self._ranks[to], sender, self._memory, max_bytes)
-        vectors, _ = self._messages.read_parcel(received, self._wire, sender, self._stage + round_no, expected)
-        return [self._checked(v, sender) for v in vectors]
+        vectors, _ = self._messages.read_parcel(received, self._wire, sender, self._stage + round_no, len(ranges))
+        return [self._checked(v, sender, each) for v, each in zip(vectors, ranges, strict=True)]
 
     def exchange_parcels(
         self,
@@ -218,6 +228,7 @@ class Communicator:
         count: int = 0,
         *,
         or_none: bool = False,
+        range_of: Callable[[int, Sequence[int]], Range | None] | None = None,
     ) -> dict[int, Parcel]:
         """Send some ranks vectors and words, and return those of the ``sources``, all under way at once: in one trip.
 
@@ -228,6 +239,8 @@ class Communicator:
             round_no: see above.
             count: about how many entries a parcel has; if more come, they are copied once more.
             or_none: a parcel may have no vectors.
+            range_of: ``range_of(source, words)`` returns the range in which the indices of a parcel's vectors must lie;
+                ``None``: anywhere.
         """
         made: dict[int, Bytes] = {}
         sends = []
@@ -247,7 +260,8 @@ class Communicator:
             vectors, words = self._messages.read_parcel(
                 message, self._wire, sender, self._stage + round_no, num_vectors, or_none=or_none
             )
-            found[source] = [self._checked(v, sender) for v in vectors], words
+            within = None if range_of is None else range_of(source, words)
+            found[source] = [self._checked(v, sender, within) for v in vectors], words
         return found
 
     def exchange_segments(
@@ -312,14 +326,20 @@ class Communicator:
         self._transport.end()
 
     def abort(self, error: BaseException) -> None:
-        """Leave the call with ``error``, and tell the other ranks, which leave it too: see `Transport.abort`."""
+        """Leave the call with ``error``, and tell the other ranks, which leave it too: see `Transport.abort`.
+
+        What the algorithm has kept is forgotten: wrong numbers of a peer may be in it.
+        """
+        self.kept.clear()
         self._transport.abort(error)
 
     def _read(self, message: Bytes, source: int, round_no: int) -> SparseVector:
         sender = self._ranks[source]
         return self._checked(self._messages.read_entries(message, self._wire, sender, self._stage + round_no), sender)
 
-    def _checked(self, entries: SparseVector, sender: int) -> SparseVector:
-        if not self.backend.well_formed(entries):
-            raise self._messages.broken(sender, "entries that are not sorted, not in range, or zero")
+    def _checked(self, entries: SparseVector, sender: int, within: Range | None = None) -> SparseVector:
+        begin, end = within or (0, entries.size)
+        if not self.backend.well_formed(entries, begin, end):
+            seen = f"entries whose indices do not increase, or are not in [{begin}, {end}), or whose values are zero"
+            raise self._messages.broken(sender, seen)
         return entries

@@ -9,10 +9,10 @@ beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
@@ -22,16 +22,27 @@ ROUNDS = 64
 
 T = TypeVar("T")
 
-# Sends items to ``dst`` while it receives ``count`` from ``src``: exchange(items, dst, count, src, round_no).
-Exchange = Callable[[list[T], int, int, int, int], list[T]]
+# Sends items to ``dst`` while it receives those of makers from ``src``: exchange(items, dst, makers, src, round_no).
+Exchange = Callable[[list[T], int, list[int], int, int], list[T]]
 
 
-def gather(comm: Communicator, mine: SparseVector, round_no: int, num_makers: int | None = None) -> list[SparseVector]:
-    """Return the vectors of all ranks, or of the first ``num_makers``, in order of rank."""
+def gather(
+    comm: Communicator, mine: SparseVector, round_no: int, ranges: Sequence[Range] | None = None
+) -> list[SparseVector]:
+    """Return the vectors of all ranks, in order of rank.
+
+    ``ranges``: of indices, for each of the first ranks, whose vectors alone are gathered.
+    """
+    num_makers = comm.size if ranges is None else len(ranges)
     if comm.reaches_all_at_once:
-        found = exchange_with_all(comm, ((mine,), ()), 1, round_no, mine.nnz, num_makers)
+        found = exchange_with_all(comm, ((mine,), ()), 1, round_no, mine.nnz, num_makers, ranges=ranges)
         return [vector for vectors, _ in found for vector in vectors]
-    return _bruck(comm, mine, comm.exchange_lists, round_no, num_makers)
+    within = [(0, comm.num_elements)] * num_makers if ranges is None else ranges
+
+    def exchange(items: list[SparseVector], dst: int, makers: list[int], src: int, step: int) -> list[SparseVector]:
+        return comm.exchange_lists(items, dst, [within[maker] for maker in makers], src, step)
+
+    return _bruck(comm, mine, exchange, round_no, num_makers)
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
@@ -44,10 +55,10 @@ def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[li
                 raise comm.broken(rank, f"{len(found)} numbers instead of {length}")
         return everyones
 
-    def exchange(items: list[list[int]], dst: int, count: int, src: int, round_no: int) -> list[list[int]]:
+    def exchange(items: list[list[int]], dst: int, makers: list[int], src: int, round_no: int) -> list[list[int]]:
         sent = [word for item in items for word in item]
-        received = comm.exchange_words(sent, dst, src, count * length, round_no)
-        return [received[i * length : (i + 1) * length] for i in range(count)]
+        received = comm.exchange_words(sent, dst, src, len(makers) * length, round_no)
+        return [received[i * length : (i + 1) * length] for i in range(len(makers))]
 
     return _bruck(comm, words, exchange, round_no)
 
@@ -61,16 +72,19 @@ def exchange_with_all(
     num_makers: int | None = None,
     *,
     or_none: bool = False,
+    ranges: Sequence[Range] | None = None,
 ) -> list[Parcel]:
     """Return the parcels of all ranks, or of the first ``num_makers``, in order of rank: in one trip.
 
-    The arguments are those of `Communicator.exchange_parcels`. Who is no maker sends nothing.
+    The arguments are those of `Communicator.exchange_parcels`. Who is no maker sends nothing. ``ranges``: for each
+    maker, the range in which the indices of its vectors must lie.
     """
     makers = range(comm.size if num_makers is None else num_makers)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     sends = dict.fromkeys(others, mine) if comm.rank in makers else {}
     sources = [maker for maker in makers if maker != comm.rank]
-    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none)
+    range_of = None if ranges is None else lambda maker, words: ranges[maker]
+    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, range_of=range_of)
     found[comm.rank] = mine
     return [found[maker] for maker in makers]
 
@@ -98,7 +112,7 @@ def _bruck(comm: Communicator, mine: T, exchange: Exchange[T], round_no: int, nu
         new = min(distance, size - distance)
         sent, expected = [held[maker] for maker in makers(rank, new)], makers(rank + distance, new)
         dst, src = (rank - distance) % size, (rank + distance) % size
-        received = exchange(sent, dst, len(expected), src, round_no + step)
+        received = exchange(sent, dst, expected, src, round_no + step)
         held.update(zip(expected, received, strict=True))
     return [held[maker] for maker in range(num_makers)]
 

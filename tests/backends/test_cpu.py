@@ -428,6 +428,9 @@ def test_what_is_not_well_formed(device: Device) -> None:
     assert device.backend.well_formed(entries([0, 9], [1, np.nan]))
     for bad in (([0, 0], [1, 1]), ([3, 2], [1, 1]), ([-1, 2], [1, 1]), ([2, 10], [1, 1]), ([2, 3], [0, 1])):
         assert not device.backend.well_formed(entries(*bad)), bad
+    for begin, end, good in ((2, 6, True), (0, 10, True), (3, 6, False), (2, 5, False), (4, 4, False)):
+        assert device.backend.well_formed(entries([2, 3, 5], [1, 1, 1]), begin, end) == good
+    assert device.backend.well_formed(entries([], []), 4, 4)
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ void merging(const char* kind, size_t a_count, size_t b_count, size_t k, std::mt
     const auto best = order<F32>(sum, k), all = order<F32>(sum, n);
     expect(kept.count == best.size() && kept.count + rejected.count == all.size(), "merged counts", kind, n, k);
     for (size_t i = 0; i < kept.count; i++) expect(size_t(ki[i]) == best[i], "merged index", kind, n, k);
-    expect(well_formed({ki.data(), kv.data(), kept.count}, n, false, false), "well formed", kind, n, k);
+    expect(well_formed({ki.data(), kv.data(), kept.count}, 0, n, false, false), "well formed", kind, n, k);
 
     std::vector<uint16_t> half(n);
     densify({half.data(), Type::f16, n}, {ki.data(), kv.data(), kept.count}, false, 2);
@@ -246,7 +246,7 @@ void packing(Kind kind, size_t count, int spread, std::mt19937_64& random) {
         std::vector<Value> values(others);
         const char* wrong =
             unpack(bad.data(), bad.size(), others, size, kind, int64_indices, float64_values, indices.data(), values.data());
-        if (!wrong) well_formed({indices.data(), values.data(), others}, size, int64_indices, float64_values);
+        if (!wrong) well_formed({indices.data(), values.data(), others}, 0, size, int64_indices, float64_values);
         checks++;
     }
 }

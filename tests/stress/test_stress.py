@@ -37,6 +37,8 @@ def attack(command: str, seed: int | None) -> None:
         exhaustive("calls --calls 200 --jobs 0", None),
         ("messages --messages 20000 --jobs 0", 1),
         exhaustive("messages --messages 50000 --jobs 1", None),
+        ("peers --messages 400 --jobs 0", 1),
+        exhaustive("peers --messages 4000 --jobs 1", None),
         ("inputs --inputs 300 --jobs 0", 1),
         ("states --states 60 --jobs 0", 1),
         ("signals --calls 400 --ranks 1 3 --over simulated", None),

@@ -62,10 +62,12 @@ class DenseArithmetic(Selection):
             return entries.with_values(quotients)
         return SparseVector.trusted(given.indices, quotients, entries.size, entries.shape)
 
-    def well_formed(self, entries: SparseVector) -> bool:
+    def well_formed(self, entries: SparseVector, begin: int = 0, end: int | None = None) -> bool:
+        end = entries.size if end is None else end
         faults, (indices, values, count) = self.zeros(1, np.uint32), (entries.indices, entries.values, entries.nnz)
         types = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
-        given: Arguments = {"indices": indices, "values": values, "count": count, "n": entries.size, "faults": faults}
+        given: Arguments = {"indices": indices, "values": values, "count": count, "begin": begin, "end": end}
+        given["faults"] = faults
         self._elementwise("well_formed", count, types, given)
         return not read_word(self.runtime, faults)
 
