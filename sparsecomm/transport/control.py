@@ -101,6 +101,7 @@ class FailureDetector(Transport):
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
         self._others_know = False  # the other ranks know already that this call has failed
+        self._reason: ControlMessage | None = None  # by which this rank learned that, from one that left
         self._control: list[ControlMessage] = []  # about this call and later ones
         self._unreadable: dict[int, TransportError] = {}  # rank -> what it has sent that is no control message
         self._waits_in: dict[int, int] = {}  # rank -> the call in which it last said that it waits
@@ -146,6 +147,7 @@ class FailureDetector(Transport):
         self.number += 1
         self._call, self._mismatch = call, mismatch
         self._in_call, self._others_know, self._apart = True, False, False
+        self._reason = None
         return self.number
 
     def _start(self) -> None:
@@ -294,6 +296,7 @@ class FailureDetector(Transport):
             if message.kind == APART and message.number <= self.number:
                 self._control.remove(message)  # later calls fail if they are apart, too
                 self._others_know = message.number == self.number
+                self._reason = message
                 reason = message.text.decode(errors="replace").partition(";")[2]
                 raise CollectiveMismatchError(
                     f"rank {message.rank} left call {message.number}; rank {self.rank} is in call {self.number}. "
@@ -308,6 +311,7 @@ class FailureDetector(Transport):
                         f"{_HOW_TO_REALIGN}"
                     )
                 self._others_know = True
+                self._reason = message
                 raise self._left_with(message)
 
     def _check_skipped(self) -> None:

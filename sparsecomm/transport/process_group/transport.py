@@ -112,9 +112,10 @@ class ProcessGroupTransport(FailureDetector):
     def _start(self) -> None:
         if self._messages:
             self._messages = {key: queue for key, queue in self._messages.items() if key[1] >= self.number}
+        self._take_all()
         self._drop_old_control()
-        self._listen(0.0)
         super()._start()
+        self._check_lost()
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,7 @@ class ProcessGroupTransport(FailureDetector):
             if done():
                 return
             if peer in self._lost:
+                self._check_leavers()  # who leaves a call and ends says first why
                 raise self._lost[peer]
             check_signals()
             waited = time.monotonic() - began
@@ -223,6 +225,9 @@ class ProcessGroupTransport(FailureDetector):
         self._take_all()
         if seconds:
             self._take_next(seconds)
+        self._check_lost()
+
+    def _check_lost(self) -> None:
         for lost in self._lost.values():
             raise lost
 
@@ -269,9 +274,17 @@ class ProcessGroupTransport(FailureDetector):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Say goodbye and end the connections: when the group is gone, or when the interpreter ends."""
+        """Say goodbye and end the connections: when the group is gone, or when the interpreter ends.
+
+        A rank that left its last call because another one did passes on why: its goodbye may be read before what the
+        other one has said.
+        """
         if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
+            if (reason := self._reason) is not None and reason.number == self.number:
+                for rank in range(self.size):
+                    if rank not in (self.rank, reason.rank):
+                        self._send_control(rank, reason.kind, reason.text)
             self._connections.close(_CLOSE_TIMEOUT)
 
 

@@ -36,6 +36,7 @@ CASES_OF_A_JOB = [
     "calls_that_do_not_match",
     "a_rank_that_is_stopped",
     "a_peer_that_has_ended",
+    "ranks_that_leave_a_call_and_end_at_once",
     "a_peer_that_sends_what_is_no_message",
     "a_group_is_destroyed_in_a_call",
     "groups_are_destroyed_and_made_again",

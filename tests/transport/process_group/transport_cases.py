@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,31 @@ def a_peer_that_has_ended() -> None:
                 while True:
                     works(transport)
             assert type(caught.value) is sc.TransportError
+
+
+def _send_control_to_all_but(left_out: int, send: Any, to: int, kind: int, text: bytes) -> None:
+    if to != left_out:
+        send(to, kind, text)
+
+
+def ranks_that_leave_a_call_and_end_at_once() -> None:
+    """The last rank hears of the end before it looks for the reason, which rank 0 has not told it."""
+    last = P - 1
+    for _ in range(5):
+        transport = of(new_group())
+        works(transport)
+        with soon(), pytest.raises(sc.CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
+            if RANK == 0:
+                if last > 1:
+                    transport._send_control = partial(_send_control_to_all_but, last, transport._send_control)
+                raise sc.CollectiveMismatchError("k = 1 here, k = 2 there")
+            if last == RANK:
+                dist.barrier()
+                time.sleep(0.1)
+            transport.receive(1 if last == RANK > 1 else 0)
+        if last != RANK:
+            transport.close()
+            dist.barrier()
 
 
 def a_peer_that_sends_what_is_no_message() -> None:
