@@ -141,8 +141,7 @@ def scatter(
         else:
             check_words(comm, everyones, 2)
             levels = [level for _, (_, level) in everyones]
-            for rank, level in enumerate(levels):
-                check_keys(comm, rank, [level], mine)
+            check_keys(comm, levels.index(max(levels)), levels, mine)
             for entries in dropped:
                 gradient.drop(entries)
             return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
@@ -225,7 +224,7 @@ def check_words(comm: Communicator, parcels: Sequence[Parcel], expected: int) ->
 
 
 def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:
-    """Raise unless a rank has sent keys of values of the type of ``entries``."""
+    """Raise unless these are keys of values of the type of ``entries``; ``rank``: that has sent the largest."""
     if keys and max(keys) > comm.backend.max_key(entries):
         raise comm.broken(rank, f"{max(keys)} as the key of a value")
 

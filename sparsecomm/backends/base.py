@@ -470,8 +470,7 @@ class Backend:
 
     def max_key(self, entries: SparseVector) -> int:
         """Return the largest key that a value of that type can have: that of NaN."""
-        values = np.dtype(entries.values.dtype.name)
-        return int(np.array(np.inf, values).view(f"u{values.itemsize}")) + 1
+        return (0x7FF << 52 if entries.values.itemsize == 8 else 0xFF << 23) + 1
 
     def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
         """Return the keys of the n-th largest entries, for n of ``numbers``, from 1 to nnz."""
@@ -573,7 +572,7 @@ def _library(array: Array) -> Any:
 
 def _keys(values: Array) -> Array:
     float64 = values.itemsize == 8
-    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)
+    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)  # as in `Backend.max_key`
     unsigned = np.uint64 if float64 else np.uint32
     return _library(values).minimum(values.view(unsigned) & unsigned(sign - 1), unsigned(infinity + 1))
 
