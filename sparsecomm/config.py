@@ -155,8 +155,7 @@ def trace() -> Path | None:
     In a folder that is given it is ``trace.json``.
     """
     text = os.environ.get("SPARSECOMM_TRACE", "").strip()
-    path = Path(text)
-    return (path / "trace.json" if path.is_dir() else path) if text else None
+    return Path(text, "trace.json") if os.path.isdir(text) else Path(text) if text else None
 
 
 def ranges() -> list[str]:

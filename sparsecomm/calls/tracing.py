@@ -9,13 +9,16 @@ format allows. So the file of a rank that was killed can be read as well. It hol
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,9 +107,9 @@ class TraceFile:
 
     def _open(self) -> None:
         try:
-            if self._path.exists() and _is_written(self._path):  # by another job, or by a process that `grow` started
+            if _exists(self._path) and _is_written(self._path):  # by another job, or by a process that `grow` started
                 self._path = self._path.with_suffix(f".{self._process}{self._path.suffix}")
-            if self._path.exists():
+            if _exists(self._path):
                 self._path.replace(f"{self._path}.before")
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _lock(self._file)
@@ -118,6 +121,21 @@ class TraceFile:
     def _give_up(self, error: OSError) -> None:
         self._file = -1
         _log.warning("rank %s: SPARSECOMM_TRACE: no events are written any more: %s", self.rank, describe(error))
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is a file at ``path``.
+
+    Raises:
+        OSError: it is no regular file. To open a FIFO could wait for ever.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return True
 
 
 def _lock(file: int) -> bool:
@@ -141,7 +159,9 @@ _files: dict[Path, TraceFile] = {}  # of this process: one, or one for each simu
 
 def _file(path: Path, rank: int, node: bytes) -> TraceFile:
     """Return the file of a rank: the name that was given, with the rank before its suffix."""
-    own = path.absolute().with_suffix(f".{rank}{path.suffix}")
+    with suppress(OSError):  # the working folder is gone: to open the file will say so
+        path = path.absolute()
+    own = path.with_suffix(f".{rank}{path.suffix}")
     if own not in _files:
         _files[own] = TraceFile(own, rank, node)
     return _files[own]

@@ -6,6 +6,7 @@ A command is a module of this package that has the attributes of `Command`, and 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -47,6 +48,10 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+# Errors of writing to standard output. Commands turn those of files into errors that name them.
+_OF_OUTPUT = errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments: rank 0 at once, upon which most launchers end the others, before these say it too."""
@@ -57,6 +62,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; return its exit status."""
+    if sys.stdout is None:  # the next file that is opened would get its number, and what is printed
+        return _fail("standard output is closed; send it to a file, or to /dev/null")
     parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -72,11 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # what reads the output, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
-        return 128 + signal.SIGPIPE
     except Refused:
         return 1
     except SparseCommError as error:
-        print(f"sparsecomm: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error))
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_OUTPUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
+        if isinstance(error, BrokenPipeError):  # what reads the output, `head` for example, has seen enough
+            return 128 + signal.SIGPIPE
+        return _fail(f"standard output cannot be written: {error.strerror}")
+
+
+def _fail(message: str) -> int:
+    """Print why a command failed, and return its exit status."""
+    print(f"sparsecomm: {message}", file=sys.stderr)
+    return 1

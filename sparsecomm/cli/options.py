@@ -9,7 +9,8 @@ import argparse
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -39,6 +40,7 @@ __all__ = [
     "rate",
     "seconds",
     "wires",
+    "writing",
 ]
 
 ALGORITHM_NAMES = ("auto", *ALGORITHMS, "hierarchical:X")
@@ -174,10 +176,17 @@ def check_writable(*paths: Path | None) -> None:
         InvalidInputError: one cannot.
     """
     for path in filter(None, paths):
-        existed = path.exists()
-        try:
+        with writing(path):
+            existed = path.exists()
             path.open("ab").close()
-        except OSError as error:
-            raise InvalidInputError(f"{path}: cannot be written: {error.strerror}") from error
         if not existed:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `InvalidInputError`, which names the file, for an error of the system while it is written."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -115,12 +115,13 @@ def _check(ranks: transport.Transport, file: Path) -> None:
 def _write(file: Path, text: str) -> None:
     """Write the file, all of it or nothing: programs that begin may read it at any time."""
     beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        beside.replace(file.resolve())
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from error
+    with options.writing(file):
+        try:
+            beside.write_text(text)
+            beside.replace(file.resolve())
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def _sees(made: Profile, file: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -108,10 +109,22 @@ def test_an_error_is_told_with_whom_was_waited_for(tmp_path: Path, monkeypatch: 
     assert not ranks.get(1) or not any(ranks[1].calls.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("missing/trace.json", "FileNotFoundError"),
+        ("a" * 300 + ".json", "File name too long"),
+        ("fifo/trace.json", "not a regular file"),
+    ],
+)
 def test_a_file_that_cannot_be_written_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path / "missing" / "trace.json"))
+    """A FIFO has no reader: to open it would wait for ever."""
+    (tmp_path / "fifo").mkdir()
+    for rank in range(2):
+        os.mkfifo(tmp_path / "fifo" / f"trace.{rank}.json")
+    monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path / name))
 
     def program(ranks: SimulatedTransport) -> int:
         return [call(ranks).nnz for _ in range(3)][-1]
@@ -119,7 +132,8 @@ def test_a_file_that_cannot_be_written_is_told_once(
     with caplog.at_level(logging.WARNING):
         assert [outcome.value for outcome in simulated.run(2, program)] == [9, 9]
     assert [text[:24] for text in caplog.messages] == ["rank 0: SPARSECOMM_TRACE", "rank 1: SPARSECOMM_TRACE"]
-    assert "FileNotFoundError" in caplog.text
+    assert error in caplog.text
+    assert all((tmp_path / "fifo" / f"trace.{rank}.json").is_fifo() for rank in range(2))
 
 
 def test_a_folder_gets_files_of_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

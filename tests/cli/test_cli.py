@@ -82,6 +82,18 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
 # -- info -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("redirection", "said"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed.*")]
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written(redirection: str, said: str, unbuffered: str) -> None:
+    program = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m sparsecomm"
+    ran = subprocess.run(
+        ["sh", "-c", f"{program} info {redirection}; echo $? >&2"], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert re.fullmatch(rf"sparsecomm: .*{said}\n1\n", ran.stderr), ran.stderr
+
+
 @pytest.mark.mpi
 def test_info() -> None:
     ran = shell("-m", "sparsecomm", "info", ranks=2, SPARSECOMM_THREADS="3", SPARSECOMM_TIMEOUT="12")

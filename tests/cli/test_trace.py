@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -132,9 +134,33 @@ def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     status, output = command(capsys, good, good)
     assert status == 1
     assert "are both of rank 0" in output
-    status, output = command(capsys, good, "--output", good)
-    assert status == 1
-    assert "is one of the files to be read" in output
+    os.mkfifo(tmp_path / "fifo.json")
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(2**40)
+    special = "not a regular file"
+    for name, said in (("/dev/zero", special), ("fifo.json", special), ("huge.json", "no file")):
+        status, output = command(capsys, tmp_path / name)
+        assert (status, said in output) == (1, True), output
+
+
+def test_where_the_timeline_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No other name of a file to be read is a way to overwrite it."""
+    good = files(tmp_path, tree, monkeypatch)[0]
+    contents = good.read_bytes()
+    (tmp_path / "soft").symlink_to(good)
+    (tmp_path / "hard").hardlink_to(good)
+    for output in (good, tmp_path / "soft", tmp_path / "hard", tmp_path / ".." / tmp_path.name / good.name):
+        status, said = command(capsys, good, "--output", output)
+        assert status == 1
+        assert "is one of the files to be read" in said
+    assert good.read_bytes() == contents
+    (tmp_path / "loop").symlink_to("loop")
+    for output, why in (("/dev/full", "No space left"), (tmp_path / "loop", "levels of symbolic links")):
+        status, said = command(capsys, good, "--output", output)
+        assert status == 1
+        assert re.search(rf"^sparsecomm: {output}: cannot be written: .*{why}", said, re.MULTILINE), said
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------

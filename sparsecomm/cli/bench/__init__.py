@@ -100,9 +100,11 @@ def _measure(asked: argparse.Namespace, comm: World) -> int:
         if asked.check:
             print(f"# {f'FAILED: {wrong} elements are wrong' if wrong else 'every element is right'}", flush=True)
         if asked.json is not None:
-            asked.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
+            with options.writing(asked.json):
+                asked.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
         if asked.plot is not None:
-            plot.write(asked.plot, header, rows)
+            with options.writing(asked.plot):
+                plot.write(asked.plot, header, rows)
     comm.Barrier()
     comm.Free()
     return 1 if wrong else 0

@@ -163,9 +163,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
         rows = [way.as_row() for way in found]
         content = {"schema": SCHEMA, "header": header, "advice": said, "taken": found.index(taken), "rows": rows}
-        arguments.json.write_text(json_text(content))
+        with options.writing(arguments.json):
+            arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
-        plot.write(arguments.plot, training, network, every, costs, taken)
+        with options.writing(arguments.plot):
+            plot.write(arguments.plot, training, network, every, costs, taken)
 
 
 def _header(training: Training, network: Network) -> dict[str, object]:

@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the verdicts, and write the timeline; return 1 if a call did not end well, else 0."""
     if arguments.output is not None:
-        if arguments.output.resolve() in {path.resolve() for path in arguments.files}:
-            raise InvalidInputError(f"--output {arguments.output}: is one of the files to be read; name another")
         options.check_writable(arguments.output)
+        if any(_same_file(arguments.output, path) for path in arguments.files):
+            raise InvalidInputError(f"--output {arguments.output}: is one of the files to be read; name another")
     ranks = read(arguments.files)
     ahead = offsets(ranks)
     sent = list(messages(ranks))
@@ -65,9 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n" + ("\n\n".join(said) if said else "All calls ended well."))
     if arguments.output is not None:
         events = [*_aligned(ranks, ahead), *_arrows(ranks, sent, ahead)]
-        arguments.output.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
+        with options.writing(arguments.output):
+            arguments.output.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
         print(f"\nThe timeline is in {arguments.output}: open it in https://ui.perfetto.dev")
     return 1 if said else 0
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    """Return whether two names lead to one file, by links of any kind."""
+    try:
+        return a.samefile(b)
+    except OSError:  # one of them does not exist
+        return False
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -117,13 +117,17 @@ def read(paths: Iterable[Path]) -> dict[int, Rank]:
 
 def _rank(path: Path) -> Rank:
     try:
-        lines = path.read_text().splitlines()
+        if not path.is_file():  # to open a FIFO could wait for ever, and a device may have no end
+            path.stat()  # raises if nothing is there
+            raise InvalidInputError(f"{path}: not a regular file; pass files that SPARSECOMM_TRACE wrote")
+        with path.open() as file:
+            lines = file.read().splitlines() if file.read(2) == "[\n" else []
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from None
     if lines and not lines[-1].endswith(","):
         del lines[-1]  # it was cut short when the rank died
     try:
-        return _read_events([json.loads(line.rstrip(",")) for line in lines[1:]])
+        return _read_events([json.loads(line.rstrip(",")) for line in lines])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidInputError(f"{path}: no file of SPARSECOMM_TRACE ({type(error).__name__}: {error})") from None
 
