@@ -159,7 +159,7 @@ _files: dict[Path, TraceFile] = {}  # of this process: one, or one for each simu
 
 def _file(path: Path, rank: int, node: bytes) -> TraceFile:
     """Return the file of a rank: the name that was given, with the rank before its suffix."""
-    with suppress(OSError):  # the working folder is gone: to open the file will say so
+    with suppress(OSError):  # the working folder is gone: opening the file will fail, too, and is logged
         path = path.absolute()
     own = path.with_suffix(f".{rank}{path.suffix}")
     if own not in _files:
