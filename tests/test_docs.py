@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "packaging", "tests")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(#[^)\s]*)?\)")
 
 
@@ -42,6 +44,36 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
         assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}{anchor}"
+
+
+FILES = {path.relative_to(ROOT) for folder in ("docs", *FOLDERS) for path in (ROOT / folder).rglob("*")}
+NAMES = {path.name for path in FILES} | {path.name for path in ROOT.iterdir()}
+BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+MADE_BY_READERS = {"device_message.py", "script.py", "sparse_tiny.py", "train.py", "train_tiny.py"}
+ELSEWHERE = {"tests/test_scheduler.py"}  # of Accelerate
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.stem)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Text in backticks that begins with a folder of this project, or ends as a source file does; `*` may be anything."""
+    words = {word for code in re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for word in code.split()}
+    paths = {word for word in words if re.fullmatch(rf"(?:docs|{'|'.join(FOLDERS)})/[\w./*-]*", word)}
+    names = {word for word in words if re.fullmatch(r"[\w*]+\.(?:py|pyx|pyi|pxd|cpp|hpp|inl|cu|cuh)", word)}
+    missing = [path for path in paths - ELSEWHERE if "NAME" not in path and not any(ROOT.glob(path.rstrip("/")))]
+    missing += [name for name in names - MADE_BY_READERS if not fnmatch.filter(NAMES, name)]
+    assert missing == []
+
+
+def test_the_glossary_names_the_right_files() -> None:
+    """What is said to be `in` a file is a word of it."""
+    found = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
+    assert len(found) > 20
+    wrong = [
+        (name, path)
+        for name, path in found
+        if not re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text())
+    ]
+    assert wrong == []
 
 
 def test_one_place_knows_the_address_of_the_repository() -> None:
