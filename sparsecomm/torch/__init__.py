@@ -1,9 +1,9 @@
 """sparsecomm in PyTorch.
 
 - In place of `torch.optim.AdamW`: `SparseAdamW`, which exchanges gradients itself.
-- For SGD with `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp, 0.001)``, or `SparseState` and
+- For SGD with `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp)``, or `SparseState` and
   `sparse_hook` where a framework registers hooks itself.
-- With FSDP2 in several replicas: ``state = sparsecomm.torch.register_fsdp(model, 0.001, comm=replicas)``.
+- With FSDP2 in several replicas: ``state = sparsecomm.torch.register_fsdp(model, comm=replicas)``.
 - For SGD in a loop of your own: `DistributedOptimizer`.
 - Over slow links, with an exchange after many local steps only: `DiLoCo`.
 - For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``. The dense sum is in ``out``.

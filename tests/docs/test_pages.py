@@ -56,6 +56,15 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
 
 
+def test_the_first_pages_lead_with_the_same_setting() -> None:
+    """The defaults, which the reports recommend, for the optimizer with which both begin."""
+    training = [next(b.text for b in blocks(page) if b.file == "train.py") for page in (README, ROOT / "docs/index.md")]
+    optimizers = [re.findall(r"^optimizer = .*", text, re.MULTILINE) for text in training]
+    assert optimizers[0] == optimizers[1] != []
+    other = re.compile(r"(?:SparseAdamW|register|register_fsdp|Reducer)\([^)\n]*(?:density=)?0\.\d")
+    assert [page.name for page in (README, *START) if other.search(page.read_text())] == []
+
+
 @pytest.mark.parametrize("page", [README, *START], ids=lambda page: page.stem)
 def test_every_block_can_be_run(page: Path) -> None:
     assert [block.place for block in blocks(page) if block.shown] == []
