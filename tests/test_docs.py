@@ -55,7 +55,7 @@ ELSEWHERE = {"tests/test_scheduler.py"}  # of Accelerate
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.stem)
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Text in backticks that begins with a folder of this project, or ends as a source file does; `*` may be anything."""
+    """Text in backticks that begins with a folder of this project, or ends as a source file does; `*` is a wildcard."""
     words = {word for code in re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for word in code.split()}
     paths = {word for word in words if re.fullmatch(rf"(?:docs|{'|'.join(FOLDERS)})/[\w./*-]*", word)}
     names = {word for word in words if re.fullmatch(r"[\w*]+\.(?:py|pyx|pyi|pxd|cpp|hpp|inl|cu|cuh)", word)}

@@ -200,6 +200,14 @@ class SumCall(Call):
                 self.contribution.rollback()
             self._deferred = False
 
+    def _run(self) -> SparseVector:
+        counters = self.ranks.counters
+        counters.begin_sum()
+        try:
+            return super()._run()
+        finally:
+            counters.end_sum()
+
     def _begin(self) -> None:
         self.plan.comm.begin(self._label)
 

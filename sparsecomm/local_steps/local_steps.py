@@ -337,6 +337,7 @@ class LocalSteps:
         """Return a small table, of this rank: as `Reducer.report`, per round, of all fragments together."""
         total = Counters()
         for reducer in self.reducers:
+            reducer.count_setup()
             total = total.added_to(reducer.counters)
         first, *others = self.reducers
         return "\n".join([total.table("round"), *first.report_lines(others)])

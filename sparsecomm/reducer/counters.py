@@ -25,6 +25,8 @@ class Counters:
         write: seconds in which results were written.
         waited: seconds in which the program waited for calls; what overlap does not hide.
         skipped: steps that were not usable, since a gradient was not finite.
+        setup_sent, setup_received: bytes of this rank outside of sums, to measure links and to agree on buckets and
+            weights. They are those of the whole communicator, and not part of ``bytes_sent`` and ``bytes_received``.
         ranks_lost, elements_lost: as `Reducer.rebuild` found them, added up.
     """
 
@@ -42,6 +44,8 @@ class Counters:
     write: float = 0.0
     waited: float = 0.0
     skipped: int = 0
+    setup_sent: int = 0
+    setup_received: int = 0
     ranks_lost: int = 0
     elements_lost: int = 0
 
@@ -67,10 +71,10 @@ class Counters:
         return Counters(**asdict(self))
 
     def added_to(self, other: Counters) -> Counters:
-        """Return the sums with other counters, of which the larger number of steps counts."""
+        """Return the sums with other counters on the communicator; of steps and set-up, the larger number."""
         mine, theirs = asdict(self), asdict(other)
-        added = {name: mine[name] + theirs[name] for name in mine}
-        return Counters(**(added | {"steps": max(self.steps, other.steps)}))
+        common = "steps", "setup_sent", "setup_received"
+        return Counters(**{name: (max if name in common else sum)((mine[name], theirs[name])) for name in mine})
 
     def __str__(self) -> str:
         """Return a small table of this rank's means per step."""
@@ -96,6 +100,9 @@ class Counters:
             ("write", time_text(self.write / steps)),
             ("waited", time_text(self.waited / steps)),
         ]
+        if self.setup_sent or self.setup_received:
+            sent, received = bytes_text(self.setup_sent), bytes_text(self.setup_received)
+            rows.append(("set-up", f"{sent} sent, {received} received, in all: link measurement, agreement"))
         if self.ranks_lost:
             rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
         return "\n".join(f"{name:<20} {text}" for name, text in rows)

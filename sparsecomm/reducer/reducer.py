@@ -175,6 +175,8 @@ class Reducer:
         self._lock = threading.RLock()  # frameworks push from threads of their own
         self._group = Group(comm, specs, self._settings)
         self.counters = Counters()
+        self._traffic: transport.TrafficCounters | None = None  # of which `_setup` bytes are in `counters`
+        self._setup = 0, 0
         self._logged = Counters()  # at the end of the step that `on_step` was told last
         self.label = ""
         self._open = self._begin(0)
@@ -347,6 +349,7 @@ class Reducer:
                 group.ordering = ordering
                 group.queue.enqueue(ordering[0])
                 error = error or self._finish_ordering()
+            self.count_setup()
             if error is not None:
                 raise error
             if self._on_step is not None:
@@ -531,12 +534,27 @@ class Reducer:
     def report(self) -> str:
         """Return a small table, of this rank.
 
-        What it did per step on average, and what dense sums would have sent. Which algorithm and wire format its calls
-        take, and by which costs; these are of the beginning. With each peer, the bytes and the rate that was reached,
-        where the transport knows them: of all calls on the communicator so far. Over MPI the rate is bytes sent, for
-        the seconds in which messages to or from the peer were waited for: it is at least that.
+        - What this rank did per step on average, and what dense sums would have sent.
+        - "set-up": the bytes that it sent in all to measure links and to agree with other ranks. They are not in
+          the bytes per step.
+        - Which algorithm and wire format its calls take, and by which costs; these are of the beginning.
+        - With each peer, the bytes and the rate that was reached, where the transport knows them: of all calls on the
+          communicator so far, set-up included. Over MPI the rate is bytes sent, for the seconds in which messages to or
+          from the peer were waited for: it is at least that.
         """
-        return "\n".join([str(self.counters), *self.report_lines()])
+        with self._lock:
+            self.count_setup()
+            return "\n".join([str(self.counters), *self.report_lines()])
+
+    def count_setup(self) -> None:
+        """Add what has been sent and received on the communicator outside of sums since the last time."""
+        if self._group.ranks is None:
+            return
+        traffic = self._group.ranks.counters
+        sent, received = self._setup if self._traffic is traffic else (0, 0)
+        self._traffic, self._setup = traffic, traffic.setup
+        self.counters.setup_sent += self._setup[0] - sent
+        self.counters.setup_received += self._setup[1] - received
 
     def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
         """Return the lines of the report below the counters, of this reducer and of others on the communicator."""

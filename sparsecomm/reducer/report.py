@@ -35,7 +35,7 @@ def peer_lines(ranks: Transport) -> list[str]:
     peers = ranks.peers()
     if not peers:
         return []
-    title, shown = "since the communicator was first used", peers
+    title, shown = "since the communicator was first used, set-up included", peers
     if len(peers) > _MAX_PEERS:
         shown = sorted(sorted(peers, key=lambda peer: peer.rate)[:_MAX_PEERS], key=lambda peer: peer.rank)
         title = f"the slowest {_MAX_PEERS} of {len(peers)} peers, {title}"

@@ -31,6 +31,23 @@ class TrafficCounters:
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
+    _sums: tuple[int, int] = 0, 0  # bytes sent and received in sums
+    _before: tuple[int, int] | None = None  # bytes sent and received when the sum under way began
+
+    @property
+    def setup(self) -> tuple[int, int]:
+        """Bytes sent and received outside of sums: to measure links, and to agree."""
+        sent, received = self._before or (self.bytes_sent, self.bytes_received)
+        return sent - self._sums[0], received - self._sums[1]
+
+    def begin_sum(self) -> None:
+        """Count traffic as that of a sum from now on."""
+        self._before = self.bytes_sent, self.bytes_received
+
+    def end_sum(self) -> None:
+        """Count traffic as that of set-up again."""
+        sent, received = self.setup
+        self._sums, self._before = (self.bytes_sent - sent, self.bytes_received - received), None
 
 
 @dataclass(frozen=True, slots=True)

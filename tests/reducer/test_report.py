@@ -51,6 +51,36 @@ def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None
             assert found["predicted"]
 
 
+def test_set_up_is_apart_from_training() -> None:
+    """Both together are all that the transport has sent; and a reset, or other sums, do not mix them."""
+    fields = "bytes_sent", "bytes_received", "setup_sent", "setup_received"
+
+    def program(ranks: simulated.SimulatedTransport) -> list[dict[str, int]]:
+        def counted(counters: Any, *names: str) -> dict[str, int]:
+            return {name: getattr(counters, name) for name in names}
+
+        reducer, found = reducer_of(ranks, algorithm="fastest", bucket_bytes=None), []
+        for step in range(3):
+            reducer.reduce(gradients(10 * step + ranks.rank))
+            found += [counted(reducer.counters, *fields), counted(ranks.counters, *fields[:2])]
+        sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=ranks, algorithm="tree")
+        reducer.counters.reset()
+        sc.check_weights({"a": np.zeros(9)}, comm=ranks)
+        before = ranks.counters.bytes_sent
+        reducer.reduce(gradients(ranks.rank))
+        assert reducer.counters.bytes_sent == ranks.counters.bytes_sent - before
+        assert 0 < reducer.counters.setup_sent < 1000
+        assert lines_of(reducer.report())["set-up"].startswith(f"{bytes_text(reducer.counters.setup_sent)} sent")
+        return found
+
+    for found in run(4, program, **NETWORK):
+        for mine, total in zip(found[::2], found[1::2], strict=True):
+            assert mine["bytes_sent"] + mine["setup_sent"] == total["bytes_sent"]
+            assert mine["bytes_received"] + mine["setup_received"] == total["bytes_received"]
+        assert found[4]["setup_sent"] == found[2]["setup_sent"]  # nothing is agreed on any more
+        assert found[0]["setup_sent"] > 5000  # links were measured
+
+
 def test_what_local_steps_take_is_what_explain_says() -> None:
     n = 50_000
 
@@ -64,7 +94,9 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
         options: Any = {"op": "mean_of_contributors", "wire": "packed_int2"}
         k = 64 * (n // 4096) + 64
         best = sc.explain(n, k, comm=ranks, algorithm="split:2|allgather", **options).candidates[0]
-        return f"{best.algorithm.name} with packed_int2 (2 buckets)", lines_of(local.report())
+        report = lines_of(local.report())
+        assert report["set-up"].startswith(f"{bytes_text(ranks.counters.setup[0])} sent")  # once, not for each fragment
+        return f"{best.algorithm.name} with packed_int2 (2 buckets)", report
 
     for best, found in run(4, program, **NETWORK):
         assert found["this rank, per round"] == "mean of 2 rounds"
