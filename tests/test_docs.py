@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+import sparsecomm
+
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "packaging", "tests")
@@ -130,6 +132,34 @@ def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> Non
         for owner, member in members:
             if inspect.isfunction(vars(owner)[member]) or isinstance(vars(owner)[member], property):
                 assert inspect.getdoc(getattr(owner, member)), f"{name}.{public}.{member} has no docstring"
+
+
+SHOWN_WITH_OPTIONS = {
+    "sparsecomm": ["LocalSteps", "Reducer"],
+    "sparsecomm.torch": ["DiLoCo", "DistributedOptimizer", "SparseAdamW", "SparseState", "register", "register_fsdp"],
+    "sparsecomm.jax": ["LocalSteps", "sparse_adamw", "sparse_allreduce", "sparsify"],
+}
+
+
+def test_the_reference_shows_options_with_defaults_and_meanings() -> None:
+    """As `inspect` finds them at run time; the reference is made of sources alone."""
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(ROOT / "docs" / "signatures.py")
+    sources = griffe.load("sparsecomm", search_paths=[ROOT], extensions=extensions, allow_inspection=False)
+    for module, names in SHOWN_WITH_OPTIONS.items():
+        package = importlib.import_module(module) if "." not in module else pytest.importorskip(module)
+        for name in names:
+            function, path = getattr(package, name), f"{module}.{name}".removeprefix("sparsecomm.")
+            shown = sources[path].final_target
+            parameters = {p.name: str(p.default) for p in shown.parameters if p.name != "self"}
+            for expected in inspect.signature(function).parameters.values():
+                default = parameters.pop(expected.name)
+                if expected.default is not expected.empty:
+                    assert eval(default, vars(sparsecomm)) == expected.default, f"{name}: {expected}"
+            assert parameters == {}
+            entries = re.findall(r"^    (\w[\w, ]*): ", shown.docstring.value, re.MULTILINE)
+            documented = {word for entry in entries for word in entry.split(", ")}
+            assert documented >= inspect.signature(function).parameters.keys() - {"self"}, name
 
 
 def test_settings_are_those_that_the_library_reads() -> None:
