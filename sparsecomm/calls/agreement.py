@@ -42,6 +42,9 @@ class WordsBroadcast(Call):
         """What the transport is told of the call."""
         return replace(self._signature, label=self._label).pack()
 
+    def _communicator(self) -> Communicator:
+        return self._comm
+
     def _begin(self) -> None:
         self._comm.begin(self._label)
 

@@ -23,6 +23,7 @@ from sparsecomm.backends import AT_ONCE, default_float_mode
 from sparsecomm.calls.plan import Plan
 from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
@@ -123,6 +124,9 @@ class Call:
         """
         self.state = State.FAILED
         ranks = self.ranks
+        if isinstance(error, KeyboardInterrupt) and not error.args and ranks.number != last:
+            where = f"rank {ranks.rank} of {ranks.size} was interrupted in call {ranks.number}"
+            error.args = (f"{where}, {self.describe()}",)
         try:
             if ranks.number == last and not isinstance(error, InvalidInputError):
                 self._begin()
@@ -137,7 +141,15 @@ class Call:
         if self._keeps or ranks.number != last or isinstance(error, TransportError):
             self._keep()
 
+    def describe(self) -> str:
+        """Return in words what the ranks must agree on."""
+        return self._communicator().description
+
     # -- what a kind of call is ---------------------------------------------------------------------------------------
+
+    def _communicator(self) -> Communicator:
+        """Return the communicator on which it is made."""
+        raise NotImplementedError
 
     def _begin(self) -> None:
         """Begin it on the transport."""
@@ -207,6 +219,9 @@ class SumCall(Call):
             return super()._run()
         finally:
             counters.end_sum()
+
+    def _communicator(self) -> Communicator:
+        return self.plan.comm
 
     def _begin(self) -> None:
         self.plan.comm.begin(self._label)

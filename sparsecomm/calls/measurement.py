@@ -142,6 +142,9 @@ class LinkMeasurement(Call):
             by_node.setdefault(node, []).append(rank)
         self._groups = [list(by_node.values()), [[members[0] for members in by_node.values()]]]
 
+    def _communicator(self) -> Communicator:
+        return self._comm
+
     def _begin(self) -> None:
         self._comm.begin()
         self.must_keep = True

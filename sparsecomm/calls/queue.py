@@ -88,7 +88,14 @@ class Handle:
         """
         if timeout is not None and math.isnan(number(timeout)):
             raise InvalidInputError(f"timeout={shown(timeout)}: expected a number of seconds, or None")
-        if not self._queue.run_or_wait(self, timeout):
+        try:
+            done = self._queue.run_or_wait(self, timeout)
+        except KeyboardInterrupt as interrupt:
+            describe = getattr(self._task, "describe", None)
+            if not interrupt.args and describe is not None:
+                interrupt.args = (f"rank {self._queue.rank} was interrupted while it waited for a call, {describe()}",)
+            raise
+        if not done:
             raise TimeoutError(
                 f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it goes on: wait again"
             )

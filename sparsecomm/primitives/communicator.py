@@ -72,6 +72,11 @@ class Communicator:
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
+    @property
+    def description(self) -> str:
+        """What the ranks of its calls must agree on, in words."""
+        return self._messages.call.describe()
+
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
         """Begin the next call.
 

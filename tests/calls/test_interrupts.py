@@ -18,6 +18,7 @@ from sparsecomm.contribution import Contribution
 from sparsecomm.transport import simulated
 from tests.calls.test_queue import SECONDS, Call, made
 from tests.interrupts import InterruptError, interrupted
+from tests.processes import interrupt_a_wait
 from tests.thinning import exhaustive
 
 N, K = 40, 5
@@ -242,6 +243,41 @@ def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> No
     assert log[0] == "first"
     assert [entry for entry in log if entry != "first"] in ([("left", "second", "")], ["second"])
     assert first.wait(SECONDS).nnz == 1
+
+
+def test_ctrl_c_says_what_was_interrupted() -> None:
+    """The rank and the call: in the call itself, and where the program waits for one in the background."""
+
+    def program(ranks: simulated.SimulatedTransport) -> str:
+        def receive(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=ranks, algorithm="tree")
+        if ranks.rank == 0:
+            vars(ranks)["receive"] = receive
+        try:
+            sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=ranks, algorithm="tree")
+        except (KeyboardInterrupt, sc.TransportError) as error:
+            return str(error)
+        return ""
+
+    texts = [outcome.value for outcome in simulated.run(2, program)]
+    assert texts[0].startswith("rank 0 of 2 was interrupted in call 2, tree sum of n=9 float32, k=2")
+    assert texts[0] in texts[1]  # the other rank learns it, too
+
+    queue_, gate = made(True), threading.Event()
+
+    class Described(Call):
+        def describe(self) -> str:
+            return "tree sum of n=9"
+
+    handle = queue_.submit(Described([], gate=gate))
+    interrupt_a_wait()
+    said = f"^rank {queue_.rank} was interrupted while it waited for a call, tree sum of n=9"
+    with pytest.raises(KeyboardInterrupt, match=said):
+        handle.wait(SECONDS)
+    gate.set()
+    assert handle.wait(SECONDS).nnz == 1
 
 
 def test_closing_within_a_call_happens_after_it() -> None:

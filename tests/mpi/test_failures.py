@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sparsecomm.cli import main
 from tests.processes import mpirun, needs_survivors
 
 HEAD = """
@@ -77,16 +78,23 @@ def test_survivors_of_a_killed_rank_learn_which_it_was(algorithm: str, tmp_path:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_a_job_whose_ranks_wait(sign: signal.Signals) -> None:
+def test_ctrl_c_ends_a_job_whose_ranks_wait(
+    sign: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher throws away what ranks print then; their traces say what was interrupted."""
+
     def interrupt(job: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
         while "ready" not in said() and job.poll() is None:
             time.sleep(0.05)
         time.sleep(0.2)  # now the others wait
         job.send_signal(sign)
 
-    status, said = mpirun(3, "-c", ON_RANKS + WAITING, meanwhile=interrupt)
+    traced = f"import os; os.environ['SPARSECOMM_TRACE'] = '{tmp_path}'\n"
+    status, said = mpirun(3, "-c", traced + ON_RANKS + WAITING, meanwhile=interrupt)
     assert "ready" in said
     assert status != 0, said
+    assert main(["trace", *map(str, tmp_path.iterdir())]) == 1
+    assert re.search(r"=> Look at rank 0, which did not make call \d", capsys.readouterr().out)
 
 
 @pytest.mark.mpi
