@@ -3,6 +3,8 @@
 MPI ?= openmpi
 PYTHON ?= python3
 comma := ,
+# As in pyproject.toml.
+BUILD := 'setuptools>=77' 'cython>=3.1' 'numpy>=2' 'mpi4py>=4.1.1'
 VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
 # The demo needs little; the tests bring PyTorch and JAX. What serves the tests serves the demo.
@@ -35,6 +37,7 @@ TORCH ?= 2.6.0
 TORCH_OPTIONS ?=
 
 .PHONY: help demo test test-all test-torch stress lint bench wheels wheels-aarch64 report docs clean
+.PHONY: say-demo say-test say-test-all
 .DEFAULT_GOAL := help
 
 help:
@@ -50,15 +53,22 @@ help:
 	@echo "make wheels    the files of a release, in dist/; wheels-aarch64: for that architecture"
 	@echo "make clean     remove everything that was built"
 
-demo: $(DEMO_READY)
+demo: say-demo $(DEMO_READY)
 	mpirun -n 4 python examples/digits.py
 
 # What is left out, and how to run one test: docs/internals/testing.md.
-test: lint
+test: say-test lint
 	python -m pytest $(PARALLEL)
 
-test-all: lint
+test-all: say-test-all lint
 	python -m pytest $(PARALLEL) --all --durations 20
+
+# How long it takes, on 2 cores that do nothing else.
+say-demo: TAKES := half a minute. The first time it also compiles the library, in two minutes
+say-test: TAKES := 7 minutes. The first time it also installs PyTorch, JAX and more, in some minutes
+say-test-all: TAKES := about 20 minutes. The first time it also installs PyTorch, JAX and more, in some minutes
+say-demo say-test say-test-all:
+	@echo "== $(@:say-%=make %), on 2 cores: $(TAKES)"
 
 # Takes 5 GB, and two minutes and a half.
 test-torch: $(VENV)/built-test
@@ -110,23 +120,26 @@ clean:
 	touch $@
 
 $(VENV)/installed-demo: EXTRAS := demo
-$(VENV)/installed-demo: TAKES := about a minute on 2 cores
+$(VENV)/installed-demo: TAKES := two minutes, 0.5 GB, mostly SciPy for scikit-learn
 $(VENV)/installed-test: EXTRAS := test,demo,bench
-$(VENV)/installed-test: TAKES := some minutes, for PyTorch, JAX and more
+$(VENV)/installed-test: TAKES := some minutes, 2 GB: PyTorch (0.8; 6 more with the CUDA libraries of PyPI's wheel), JAX (0.4) and more
 $(VENV)/installed-test: ALSO := -r docs/requirements.txt
-# The MPI comes first: the build uses its mpicc. Bytecode is made of what is imported, not of the 16,000 files of all.
+# Here and not in pip, which says nothing while it builds; pip then finds the objects. The build uses the MPI's mpicc.
+# Bytecode is made of what is imported, not of the 16,000 files of all.
 $(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
 	@echo "== An environment in $(VENV), once: $(TAKES)"
 	$(PYTHON) -m venv $(VENV)
-	$(if $(WITH_MPI),python -m pip install $(MPI))
-	@echo "== The library: compiles C++ for half a minute"
-	python -m pip install --no-compile --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO)
+	python -m pip install $(BUILD) $(if $(WITH_MPI),$(MPI))
+	@echo "== 1 of 2: compile the library, for a minute"
+	python setup.py --quiet build_ext --inplace
+	@echo "== 2 of 2: install what it needs here: $(EXTRAS)"
+	python -m pip install --no-compile --no-build-isolation --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO)
 	touch $@
 
 # What has changed since the installation, in place.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
 	if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
-	    python -m pip install --quiet 'setuptools>=77' 'cython>=3.1' && python setup.py --quiet build_ext --inplace; \
+	    python -m pip install --quiet $(BUILD) && python setup.py --quiet build_ext --inplace; \
 	fi
 	touch $@
 

@@ -200,6 +200,7 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
     store = OBJECTS / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
     if not store.exists():
+        print(f"Compiling {source}", flush=True)  # progress, which `make` shows and pip does not
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
         store.parent.mkdir(parents=True, exist_ok=True)
         os.replace(shutil.copy(target, f"{store}.{os.getpid()}"), store)
@@ -251,7 +252,7 @@ class BuildExt(build_ext):
             else:
                 self.new.append((extension, store))
         new = [extension for extension, _ in self.new]
-        python = cythonize(new, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES, quiet=True)
+        python = cythonize(new, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES)
         for extension, c in zip(new, python, strict=True):
             extension.sources = c.sources
         self.extensions = [*others, *mpi, *COMPILED]
