@@ -22,8 +22,8 @@ import pytest
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, of
+from tests.waiting import SOON
 
-SOON = 60  # seconds, also beside programs that take all cores; far from the 300 of the timeout
 ODD = 1  # the rank that does something else
 
 
