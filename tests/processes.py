@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import sparsecomm
+from tests.waiting import SOON
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = str(Path(sparsecomm.__file__).parent)
@@ -95,13 +98,26 @@ def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhil
             end(job)
 
 
+@contextmanager
+def free_port() -> Iterator[int]:
+    """Keep a port for the store of a job that is started within: the system gives it to nobody else.
+
+    Who binds it by its number may, and may listen: this socket does not, and stores allow others beside them, as it
+    does.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield int(kept.getsockname()[1])
+
+
 def end(job: subprocess.Popen[bytes]) -> None:
     """End what runs of a job: mpirun ends its ranks if it is asked to."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             os.killpg(job.pid, sign)
             try:
-                job.wait(10)
+                job.wait(SOON)
             except subprocess.TimeoutExpired:
                 continue
 

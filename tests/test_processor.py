@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsecomm.processor import _features
+from tests.processes import LIMIT
 
 SOURCE = Path(__file__).parents[1] / "sparsecomm" / "processor" / "_features.c"
 QEMU = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
@@ -42,7 +43,7 @@ def imports(module: Path, *emulator: str) -> subprocess.CompletedProcess[str]:
     command = [*emulator, sys.executable, "-c", IMPORT, str(module)]
     # NumPy's OpenBLAS takes the emulator's processors for newer ones than they are.
     env = os.environ | {"OPENBLAS_CORETYPE": "Nehalem"} if emulator else None
-    return subprocess.run(command, cwd=SOURCE.parents[2], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=SOURCE.parents[2], env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_this_processor_has_what_this_build_needs() -> None:

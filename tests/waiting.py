@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -18,3 +18,13 @@ def until(holds: Callable[[], T], what: str = "", seconds: float = SOON) -> T:
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain for {what or holds}"
         time.sleep(1e-3)
     return found
+
+
+def until_awaited(transport: Any) -> None:
+    """Wait until another rank has said that it waits for this one, in a call that this one has not begun."""
+
+    def awaited() -> bool:
+        transport._listen(0.1)
+        return max(transport._waits_in.values(), default=0) > transport.number
+
+    until(awaited, "a rank that waits for this one")

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, mpirun
+from tests.processes import LIMIT, ROOT, mpirun
 
 
 def python(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         cwd=ROOT,
-        timeout=60,
+        timeout=LIMIT,
         text=True,
         capture_output=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
@@ -140,7 +140,7 @@ handles = [start(100 + i) for i in range(5)]
 if rank != 1:
     time.sleep(0.3)
     for handle in handles:
-        assert handle.wait(20).values.tolist() == [P] * 3
+        assert handle.wait(60).values.tolist() == [P] * 3
     print("fine", flush=True)
 """,
     )

@@ -164,7 +164,8 @@ print("fine", flush=True)
 
 GROUP = """
 import torch.distributed as dist
-dist.init_process_group("gloo", f"file://{}", rank=MPI.COMM_WORLD.rank, world_size=MPI.COMM_WORLD.size)
+rank, P = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+dist.init_process_group("gloo", store=dist.FileStore({}, P), rank=rank, world_size=P)
 comm = dist.group.WORLD
 """
 
@@ -172,7 +173,7 @@ comm = dist.group.WORLD
 @pytest.mark.mpi
 @pytest.mark.parametrize(("P", "group"), [(2, False), (2, True), exhaustive(4, False), exhaustive(3, True)])
 def test_real_ranks(P: int, group: bool, tmp_path: Path) -> None:
-    comm = GROUP.format(tmp_path / "group") if group else "comm = MPI.COMM_WORLD"
-    status, said = mpirun(P, "-c", ON_RANKS.replace("{comm}", comm), seconds=100)
+    comm = GROUP.format(repr(str(tmp_path / "group"))) if group else "comm = MPI.COMM_WORLD"
+    status, said = mpirun(P, "-c", ON_RANKS.replace("{comm}", comm))
     assert status == 0, said
     assert said.count("fine") == P, said

@@ -247,16 +247,18 @@ sys.meta_path.insert(0, Missing)
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 KILLED = """
-import os, signal, sys, time
+import os, signal, sys
 import numpy
 from mpi4py import MPI
 import sparsecomm
+from sparsecomm import transport
+from tests.waiting import until_awaited
 os.environ["SPARSECOMM_TRACE"] = sys.argv[1]
 half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
 x = numpy.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10000).astype(numpy.float32)
 for step in range(5):
     if MPI.COMM_WORLD.rank == 2 and step == 3:
-        time.sleep(1)
+        until_awaited(transport.of(half))
         os.kill(os.getpid(), signal.SIGKILL)
     sparsecomm.sparse_allreduce(x, 0.01, comm=half, algorithm="tree")
     sparsecomm.sparse_allreduce(x, 0.01, algorithm="tree")

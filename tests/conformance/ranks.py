@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -12,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tests.processes import free_port
 
 EXITED_LATE = 10  # seconds that other ranks have to end after one has failed
 
@@ -22,8 +23,7 @@ def run_ranks(P: int, program: Callable[[int], None], seconds: float) -> tuple[l
     Returns:
         The exit status of each rank, ``None`` if it was still running and was killed; and the output of each.
     """
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, free_port() as port:
         files = [Path(folder) / str(rank) for rank in range(P)]
         pids = [_fork(rank, P, port, program, files[rank]) for rank in range(P)]
         statuses: list[int | None] = [None] * P
@@ -78,9 +78,3 @@ def _fork(rank: int, P: int, port: int, program: Callable[[int], None], output: 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT
+from tests.processes import ENVIRONMENT, LIMIT, free_port
 
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
 SETTINGS |= {"HF_HUB_OFFLINE": "1"}
@@ -82,16 +81,14 @@ def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert server.stdout
 
         def run(*words: object, ranks: int = 0, **variables: str) -> tuple[int, str]:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = str(free.getsockname()[1])
             sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)) | {"GROUP_RANK": "0"}
-            of_all = sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
-            each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **variables} for rank in range(ranks)]
-            said.write_text("")
-            job = str(said), LIMIT, list(map(str, words)), each or [variables]
-            print(json.dumps(job), file=server.stdin, flush=True)
-            return int(server.stdout.readline()), said.read_text()
+            with free_port() as port:
+                of_all = sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+                each = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **of_all, **variables} for rank in range(ranks)]
+                said.write_text("")
+                job = str(said), LIMIT, list(map(str, words)), each or [variables]
+                print(json.dumps(job), file=server.stdin, flush=True)
+                return int(server.stdout.readline()), said.read_text()
 
         yield run
         server.kill()

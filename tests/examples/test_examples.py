@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, OPEN_MPI_5, ROOT, needs_mpirun, needs_survivors
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, OPEN_MPI_5, ROOT, free_port, needs_mpirun, needs_survivors
 from tests.thinning import whole
+from tests.waiting import until
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
 
@@ -150,19 +151,27 @@ def test_local_steps() -> None:
     assert all(float(sent) * 50 < float(dense) for *_, sent, dense in ends), said
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with free_port() as found:
+        yield found
+
+
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", port)) == 0
 
 
+def saved(folder: Path, *jobs: subprocess.Popen[bytes]) -> bool:
+    """Return whether both ranks have saved step 20; also if they will not, since a job has ended."""
+    return (folder / "saved/step20-rank1-of2.pt").exists() or any(job.poll() is not None for job in jobs)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("local_steps", [whole(0), 8])
-def test_elastic(local_steps: int, tmp_path: Path) -> None:
+def test_elastic(local_steps: int, tmp_path: Path, port: int) -> None:
     """One of two agents is killed with its worker: the other goes on alone, from the last whole checkpoint."""
     pytest.importorskip("torch")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     options += [f"--rdzv-endpoint=localhost:{port}"]
     options += ["--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3"]
@@ -175,11 +184,8 @@ def test_elastic(local_steps: int, tmp_path: Path) -> None:
             with (tmp_path / f"agent{number}").open("w") as said:
                 command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
                 agents.append(subprocess.Popen(command, env=settings, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT))
-            deadline = time.monotonic() + LIMIT
-            while not listens(port) and time.monotonic() < deadline:  # the first agent has the store
-                time.sleep(0.01)
-        while not list(tmp_path.glob("saved/step20-rank1-of2.pt")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+            until(lambda: listens(port), "the store, which the first agent has", LIMIT)
+        until(lambda: saved(tmp_path, *agents), "a checkpoint", LIMIT)
         [worker] = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
         os.kill(int(worker), signal.SIGKILL)
         agents[1].kill()
@@ -205,9 +211,7 @@ def test_restart(tmp_path: Path) -> None:
     with (tmp_path / "said").open("w") as said:
         job = subprocess.Popen(command, env=settings, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
-        deadline = time.monotonic() + LIMIT
-        while not list(tmp_path.glob("saved/step20-rank1-of2.pt")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: saved(tmp_path, job), "a checkpoint", LIMIT)
         workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(workers[-1]), signal.SIGKILL)
         assert job.wait(LIMIT) == 0, (tmp_path / "said").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.jax.exchange import Exchange  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests import data  # noqa: E402
+from tests.processes import run_python  # noqa: E402
 from tests.ranks import run  # noqa: E402
 
 JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -170,7 +170,7 @@ def test_vmap_and_grad_are_refused(wrap: Any) -> None:
 
 PROGRAM = """
 import faulthandler, os, sys
-faulthandler.dump_traceback_later(60, exit=True)
+faulthandler.dump_traceback_later(200, exit=True)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax, jax.numpy as jnp, sparsecomm.jax as sj
 x = jnp.arange(3_000_001, dtype=jnp.float32)
@@ -187,9 +187,7 @@ print("done")
 
 def test_no_deadlock_on_one_core() -> None:
     """XLA's only thread calls back, with memory that is not always aligned as JAX would like it."""
-    environment = os.environ | {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=90)
-    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+    assert run_python("-c", PROGRAM) == (0, "done\n")
 
 
 SHARDED = """
@@ -214,8 +212,7 @@ print("done")
 
 
 def test_several_devices_are_refused() -> None:
-    ran = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, timeout=90)
-    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+    assert run_python("-c", SHARDED) == (0, "done\n")
 
 
 # -- optax ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What survivors see when a rank dies, as programs of ranks under ``mpirun --with-ft ulfm``: each by its name.
 
-mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER in_a_call
+mpirun --with-ft ulfm -n 4 python -m tests.mpi.lost_rank FOLDER everywhere 3
+
+The number is that of the ranks that are left in the end.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from mpi4py import MPI
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
+from tests.waiting import SOON, until
 
 WORLD = MPI.COMM_WORLD
 RANK, P = WORLD.Get_rank(), WORLD.Get_size()
 VICTIM = 1
-SOON = 2.0  # seconds from the death of a rank to the errors of all others
-FOLDER = Path(sys.argv[1])
+FOLDER, SURVIVORS = Path(sys.argv[1]), int(sys.argv[3])
 ones = np.ones(1000, np.float32)
 
 
@@ -38,10 +40,7 @@ def mark(name: str) -> None:
 
 def marked(name: str, count: int) -> None:
     """Wait until ``count`` ranks have marked it, without MPI."""
-    deadline = time.monotonic() + 60
-    while len(list(FOLDER.glob(f"{name} *"))) < count:
-        assert time.monotonic() < deadline, f"{name}: {list(FOLDER.iterdir())}"
-        time.sleep(1e-3)
+    until(lambda: len(list(FOLDER.glob(f"{name} *"))) >= count, f"{count} ranks at {name!r}")
 
 
 def die() -> None:
@@ -249,7 +248,7 @@ def another_takes_its_place() -> None:
         os.kill(comm.recv(source=3), signal.SIGKILL)
     elif comm.Get_rank() == 3:
         comm.send(os.getpid(), 0)
-        time.sleep(60)
+        time.sleep(1000)
     with pytest.raises(sc.RankFailedError) as error:
         forever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
     assert error.value.ranks == (3,)
@@ -268,9 +267,7 @@ if __name__ == "__main__":
     print(f"rank {RANK}: {'failed' if done else 'well'}", flush=True)
     mark("ended")
     time.sleep(0.3 if done else 0)
-    deadline = time.monotonic() + 1
-    while len(list(FOLDER.glob("ended *"))) < P - 1 and time.monotonic() < deadline:
-        time.sleep(0.01)  # who ends is dead, too, for those who have not heard of the first
+    marked("ended", SURVIVORS)  # who ends is dead, too, for those who have not heard of the first
     if done:  # mpirun tells the others of a rank that a signal ends, and not of one that exits
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)  # MPI's finalisation may wait for the dead

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sparsecomm.cli import main
-from tests.processes import mpirun, needs_survivors
+from tests.processes import LIMIT, mpirun, needs_survivors
+from tests.waiting import until
 
 HEAD = """
 import os, signal, sys, time
@@ -84,9 +85,8 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait(
     """The launcher throws away what ranks print then; their traces say what was interrupted."""
 
     def interrupt(job: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
-        while "ready" not in said() and job.poll() is None:
-            time.sleep(0.05)
-        time.sleep(0.2)  # now the others wait
+        until(lambda: "ready" in said() or job.poll() is not None, "the ranks", LIMIT)
+        time.sleep(0.2)  # by now the others wait, most likely
         job.send_signal(sign)
 
     traced = f"import os; os.environ['SPARSECOMM_TRACE'] = '{tmp_path}'\n"

@@ -32,8 +32,8 @@ def test_a_lost_rank(program: str, survivors: int, tmp_path: Path) -> None:
     for attempt in "once", "again", "a third time":
         folder = tmp_path / attempt
         folder.mkdir()
-        arguments = ["-m", "tests.mpi.lost_rank", str(folder), program]
-        _, said = mpirun(4, *arguments, options=("--with-ft", "ulfm"), seconds=120)
+        arguments = ["-m", "tests.mpi.lost_rank", str(folder), program, str(survivors)]
+        _, said = mpirun(4, *arguments, options=("--with-ft", "ulfm"))
         if program != "another_dies_meanwhile" or CRASH not in said:
             break
     assert said.count(": well") == survivors, said

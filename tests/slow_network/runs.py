@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 from bench.slow_network import network
+from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "bench.slow_network"]
@@ -41,7 +41,7 @@ def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,  # beside programs that take all cores
+        timeout=LIMIT,
         stdin=subprocess.DEVNULL,
     )
 
@@ -64,12 +64,3 @@ def folders() -> set[Path]:
 
 def links() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
-
-
-def wait_until(what: object, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not what():  # type: ignore[operator]
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True

@@ -15,8 +15,9 @@ import pytest
 
 from bench.slow_network import network
 from bench.slow_network.__main__ import main
-from tests.slow_network.runs import PROGRAM, ROOT, call, folders, links, linux_only, needs_network, traces, wait_until
+from tests.slow_network.runs import PROGRAM, ROOT, call, folders, links, linux_only, needs_network, traces
 from tests.thinning import exhaustive
+from tests.waiting import SOON, until
 
 TORCHRUN = ["--launcher", "torchrun"]
 TWO = ["--ranks", "2", "--rate", "1gbit"]
@@ -37,7 +38,8 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
         text=True,
     )
     try:
-        assert wait_until(lambda: all(Path(mark + host).exists() for host in network.names(2)), 60)
+        until(lambda: all(Path(mark + host).exists() for host in network.names(2)) or run.poll() is not None)
+        assert run.poll() is None, run.communicate()[0]
         yield run, mark
     finally:
         run.kill()
@@ -107,10 +109,10 @@ def test_a_signal_ends_and_removes_everything(
     tmp_path: Path, number: signal.Signals, options: list[str], stubborn: str, cache: str
 ) -> None:
     before, had = links(), folders()
-    with started(tmp_path, f"import signal, time\n{stubborn}\ntime.sleep(100)", *options) as (run, mark):
+    with started(tmp_path, f"import signal, time\n{stubborn}\ntime.sleep(1000)", *options) as (run, mark):
         assert bool(traces(cache)) == ("--rtt" in options)
         run.send_signal(number)
-        assert run.wait(15) == 128 + number
+        assert run.wait(SOON) == 128 + number
         assert not traces(mark)
         assert not traces(cache)
         assert links() == before
@@ -133,8 +135,8 @@ def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(
         living = folders()
         first.kill()
         first.wait()
-        assert wait_until(lambda: not traces(first_mark))  # the kernel ends the ranks
-        assert wait_until(lambda: len(traces(cache)) == bool(options))  # and the relay, but that of the other run
+        until(lambda: not traces(first_mark))  # the kernel ends the ranks
+        until(lambda: len(traces(cache)) == bool(options))  # and the relay, but that of the other run
         assert links() == before
         done = call("clean")
         assert done.returncode == 0
@@ -142,7 +144,8 @@ def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(
         assert len(removed & living) == 1
         assert not removed & folders()
         started_with = sys.executable + " -c "  # the second run lives
-        assert wait_until(lambda: len([t for t in traces(other_mark) if t.startswith(started_with)]) == 2), other.poll()
+        until(lambda: len([t for t in traces(other_mark) if t.startswith(started_with)]) == 2)
+        assert other.poll() is None
 
 
 @linux_only

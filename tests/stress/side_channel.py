@@ -46,7 +46,8 @@ class SideChannel:
                     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
                 )
             )
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.size)
+            file = dist.FileStore(store, self.size)
+            dist.init_process_group("gloo", store=file, rank=self.rank, world_size=self.size)
             limit = timedelta(seconds=_BROADCAST)
             self.comm, self.new = dist.group.WORLD, lambda: dist.new_group(backend="gloo", timeout=limit)
             self._group = dist.new_group(backend="gloo")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -36,11 +37,11 @@ class Jobs:
         """Run the cases of files. All ranks end well, but for one that is killed. They are waited for no longer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(P, folder, killed, *names, file=self._process.stdin, flush=True)
-        ended = self._process.stdout.readline().strip()
+        print(json.dumps([P, str(folder), killed, names]), file=self._process.stdin, flush=True)
+        ended = json.loads(self._process.stdout.readline())
         outputs = [path.read_text() if (path := folder / f"rank{rank}").exists() else "" for rank in range(P)]
         said = "\n".join(f"-- rank {rank} of {P}\n{output}" for rank, output in enumerate(outputs))
-        assert ended == str(_expected(P, killed)), f"ended: {ended}, None: it was still running\n{said}"
+        assert ended == _expected(P, killed), f"ended: {ended}, None: it was still running\n{said}"
         print(said)
 
     def end(self) -> None:
@@ -107,5 +108,5 @@ if __name__ == "__main__":
     for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"):
         importlib.import_module(module)
     for line in sys.stdin:
-        size, to, victim, *files = line.split()
-        print([None if s is None else int(s) for s in _fork_all(int(size), Path(to), int(victim), files)], flush=True)
+        size, to, victim, files = json.loads(line)
+        print(json.dumps(_fork_all(size, Path(to), victim, files)), flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseAdamW, Stateful
 from tests.torch.training_ranks import RANK, Chosen, P, case, gradients
 
-FOLDER = Path(tempfile.gettempdir(), f"dcp of {Path(sys.argv[3]).resolve().parent.name}")
+FOLDER = Path(sys.argv[3]).with_name("dcp")
 
 
 def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def group() -> Iterator[None]:
     folder = WORLD.bcast(tempfile.mkdtemp() if RANK == 0 else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=(Path(folder) / "store").as_uri(), rank=RANK, world_size=P)
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", P), rank=RANK, world_size=P)
     yield
     WORLD.Barrier()
     dist.destroy_process_group()

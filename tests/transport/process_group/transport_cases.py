@@ -28,7 +28,7 @@ from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
 from tests.transport import conformance
 from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
-from tests.waiting import SOON, until
+from tests.waiting import SOON, until, until_awaited
 
 RANK, P = int(sys.argv[1]), int(sys.argv[2])
 FOLDER = Path(sys.argv[3])
@@ -357,7 +357,7 @@ def a_rank_ends_in_a_call() -> None:
     kept.append(new_group(SURVIVORS))
     works(of())
     if RANK == ODD:
-        is_awaited(of())
+        until_awaited(of())
         sys.exit(0)
     with soon(), pytest.raises(sc.TransportError, match=f"rank {ODD} has ended"):
         sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=of(), algorithm="allgather")
@@ -368,7 +368,7 @@ def a_rank_is_killed() -> None:
     ring(transport, 100_000)
     works(transport)
     if transport.rank == victim:
-        is_awaited(transport)
+        until_awaited(transport)
         os.kill(os.getpid(), signal.SIGKILL)
     residual = np.ones(50, np.float32)
     for algorithm in sc.algorithms():
@@ -382,13 +382,6 @@ def a_rank_is_killed() -> None:
     store = dist.FileStore(str(FOLDER / "survivors"), transport.size - 1)
     store.add("here", 1)
     until(lambda: store.add("here", 0) == transport.size - 1)
-
-
-def is_awaited(transport: Any) -> None:
-    """Wait until another rank has said that it waits for this one, in a call that this one has not begun."""
-    with soon():
-        while transport.number >= max(transport._waits_in.values(), default=0):
-            transport._listen(0.1)
 
 
 def ranks_end_one_after_another() -> None:
