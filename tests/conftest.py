@@ -1,18 +1,21 @@
-"""What all tests share: which of them run (see docs/internals/testing.md), signals, and fixtures of several folders."""
+"""What all tests share: which of them run (see docs/internals/testing.md), what is around them, and some fixtures."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
@@ -20,6 +23,18 @@ from tests.thinning import covering_array
 
 # 1: as `make test-all`, 2: leave out nothing; here, and in the pytest of ranks that tests start.
 ALL = "SPARSECOMM_TEST_ALL"
+# What the shell may say to this library, of a job, to libraries with threads, to Python, and to what writes tables.
+OF_THE_USER = re.compile(
+    r"SPARSECOMM_(?!TEST_ALL$)|SLURM_|TORCHELASTIC_|TORCH_|GLOO_|MASTER_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|OMP_|"
+    r"\w+_NUM_THREADS$|PYTHON(WARNINGS|OPTIMIZE|HASHSEED|IOENCODING|STARTUP|UTF8)$|LC_|LANG|(NO|FORCE|CLI)_?COLOR|"
+    r"COLUMNS$|LINES$"
+)
+
+# The same examples in every run, however slow the machine is.
+settings.register_profile(
+    "alike", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("alike")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,9 +53,21 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="sparsecomm-rank-")
         config.option.basetemp = os.path.join(folder, "pytest")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    elif "PYTEST_XDIST_WORKER" not in os.environ:
+        _forget_the_user()
     # A script's background job ignores SIGINT, and so would all that tests start. Some of them test what Ctrl-C does.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _forget_the_user() -> None:
+    """Do as in a shell in which nobody has set anything; what tests start, the processes of xdist too, does alike."""
+    for name in filter(OF_THE_USER.match, list(os.environ)):
+        del os.environ[name]
+    os.environ["LC_ALL"] = "C.UTF-8"
+    # In the user's there may be a profile; that of the checkout is kept from run to run.
+    os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
+    os.umask(0o022)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

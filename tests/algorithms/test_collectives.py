@@ -52,7 +52,7 @@ def test_the_result_is_the_oracles(algorithm: str, P: int, dtype: str) -> None:
 def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) -> None:
     wires = [wire for wire in WIRES if dtype != "float64" or wire not in NARROW]
 
-    @settings(max_examples=6, deadline=None, derandomize=True)
+    @settings(max_examples=6)
     @given(
         st.data(),
         st.integers(1, 300),
@@ -85,7 +85,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
 def test_promise_1_what_is_not_finite_reaches_all_ranks_as_it_is(algorithm: str, P: int, wire: str) -> None:
     """In every format: a NaN that a rank selects, and an infinity that meets no NaN and none of the other sign."""
 
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=10)
     @given(st.data(), st.integers(1, 150), data.seeds, st.lists(st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1))
     def check(draw: st.DataObject, n: int, seed: int, specials: list[float]) -> None:
         k, rng = draw.draw(data.counts(n)), np.random.default_rng(seed)

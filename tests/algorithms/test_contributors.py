@@ -18,7 +18,7 @@ OP = "mean_of_contributors"
 KNOWING = [name for name, algorithm in sc.algorithms().items() if not algorithm.contributors_unknown]
 OTHERS = [name for name in sc.algorithms() if name not in KNOWING]
 EXACT_WIRES = [name for name, wire in WIRES.items() if wire.kind is EXACT]
-check = settings(max_examples=12, deadline=None, derandomize=True)
+check = settings(max_examples=12)
 
 
 def test_who_knows_the_number() -> None:

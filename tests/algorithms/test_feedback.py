@@ -33,7 +33,7 @@ TAKING_BACK = [
 ]
 
 every_size = pytest.mark.parametrize("P", [*RANKS, *MORE])
-check = settings(max_examples=6, deadline=None, derandomize=True)
+check = settings(max_examples=6)
 
 
 class Rank(NamedTuple):

@@ -34,7 +34,7 @@ SPLITS: dict[str, SplitVariant] = {
     },
     "ssar": {"algorithm": "ssar_split_allgather"},
 }
-check = settings(max_examples=15, deadline=None, derandomize=True)
+check = settings(max_examples=15)
 
 
 def trips(P: int, calls: int, **options: Any) -> list[tuple[float, float]]:
@@ -185,7 +185,7 @@ def test_ranks_that_keep_something_else_begin_again(variant: str, P: int) -> Non
     """Any of them may have forgotten anything, or have what it knew a call ago; no rank fails, and none is wrong."""
     options, n, k = SPLITS[variant], 3000, 300
 
-    @settings(max_examples=8 if P < 9 else 3, deadline=None, derandomize=True)
+    @settings(max_examples=8 if P < 9 else 3)
     @given(st.lists(st.tuples(st.integers(0, P - 1), st.sampled_from(["ranges", "bounds", "old"])), min_size=1), steps)
     def calls(losses: list[tuple[int, str]], step: Any) -> None:
         given = [gradients_of(("normal", 1.0, False, 7 + call), n, P) for call in range(3)]
@@ -225,7 +225,7 @@ def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
     k = options.get("k", 64)
     exchange = Communicator.exchange_parcels
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=12)
     @given(st.integers(0, P - 1), st.integers(0, 2), st.integers(0, 4), data.seeds)
     def calls(leaver: int, left_call: int, trip: int, seed: int) -> None:
         given = [[data.integers(n, "float32", seed + 10 * call + rank) for rank in range(P)] for call in range(4)]

@@ -17,7 +17,7 @@ from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import MANAGED, CudaTensor
 
-check = settings(max_examples=25, deadline=None, derandomize=True)
+check = settings(max_examples=25)
 
 
 def on_device(array: np.ndarray) -> interop.Tensor:

@@ -12,7 +12,7 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data, reference
 from tests.backends.devices import Device
 
-check = settings(max_examples=40, deadline=None, derandomize=True)
+check = settings(max_examples=40)
 lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
 pytestmark = pytest.mark.parametrize("device", ["portable", "cuda"], indirect=True)
 

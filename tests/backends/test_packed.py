@@ -34,7 +34,7 @@ on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
 def check(device: Device, examples: int = 60) -> settings:
-    return settings(max_examples=8 if device.name == "cuda" else examples, deadline=None, derandomize=True)
+    return settings(max_examples=8 if device.name == "cuda" else examples)
 
 
 def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:

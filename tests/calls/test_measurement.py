@@ -40,7 +40,7 @@ def gradient(rank: int, number: int) -> np.ndarray:
 # -- what it finds ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(2, 17).flatmap(lambda P: st.lists(st.integers(0, 4), min_size=P, max_size=P)),
     st.floats(1e-6, 0.1),
@@ -72,7 +72,7 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
     assert ("between nodes" in found[0].source, "inside" in found[0].source) == (several, shared)
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(2, 9), st.randoms(use_true_random=False))
 def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
     """Clocks that jitter, stand still, or go backwards."""

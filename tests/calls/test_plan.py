@@ -269,7 +269,7 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) ->
 def test_results_with_kept_plans_are_those_of_fresh_ones(P: int) -> None:
     seen = set()
 
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=40)
     @given(sequences)
     def check(sequence: list[dict[str, Any]]) -> None:
         kept, fresh = train(Plans, P, sequence), train(Forgetful, P, sequence)

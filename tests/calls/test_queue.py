@@ -61,7 +61,7 @@ def threaded() -> CallQueue:
 
 
 def test_calls_of_both_kinds_are_made_in_the_order_of_the_program() -> None:
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=30)
     @given(st.lists(st.sampled_from(["submit", "call", "wait", "test"]), max_size=30), st.booleans())
     def check(steps: list[str], threaded: bool) -> None:
         queue_, log, under_way, expected = made(threaded), [], [], []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparsecomm.local_steps.fragments import SyncSchedule, split_by_size
 
-CHECK = settings(max_examples=300, deadline=None, derandomize=True)
+CHECK = settings(max_examples=300)
 
 
 @st.composite

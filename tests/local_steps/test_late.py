@@ -19,7 +19,7 @@ SHAPES = {"a": (40,), "b": (6, 5), "c": (0,)}
 EXACT = PLAIN | {"decay": 1.0}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from([2, 4]), st.integers(1, 2), st.booleans(), st.sampled_from(["plain", "packed_int2"]))
 def test_nothing_is_lost_or_counted_twice(
     data: st.DataObject, P: int, fragments: int, by_speed: bool, wire: str

@@ -19,8 +19,8 @@ from sparsecomm.transport import simulated
 from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
 from tests.reducer.programs import run
 
-CHECK = settings(max_examples=200, deadline=None, derandomize=True)
-FEW = settings(max_examples=15, deadline=None, derandomize=True)
+CHECK = settings(max_examples=200)
+FEW = settings(max_examples=15)
 SPEEDS = (1, 1, 2, 2, 2, 4, 4, 4)  # the units that a local step takes
 TIMES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7, 8.0]), min_size=1, max_size=4)
 

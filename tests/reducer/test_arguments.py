@@ -178,7 +178,7 @@ def test_a_warm_up_is_the_papers() -> None:
     assert sc.Warmup(0.1, 0)(0) == 0.1
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.floats(1e-6, 1), st.integers(0, 1000), st.floats(1e-6, 1), st.integers(1, 9), st.integers(0, 20))
 def test_a_warm_up_stays_between_its_ends(density: float, steps: int, start: float, stages: int, dense: int) -> None:
     warmup = sc.Warmup(density, steps, start, stages, dense)

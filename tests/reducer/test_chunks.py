@@ -50,7 +50,7 @@ def by_hand(pushed: list[list[Arrays]], k: int, chunk: int, decay: float) -> tup
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
-    @settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
+    @settings(max_examples=10, phases=[Phase.generate])
     @given(data.seeds, st.sampled_from([0.001, 0.1, 0.7]), st.fixed_dictionaries(OPTIONS))
     def check(seed: int, density: float, options: dict[str, Any]) -> None:
         chunk = options["chunk"]

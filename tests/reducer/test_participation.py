@@ -32,7 +32,7 @@ ALGORITHMS = [*sc.algorithms(), "hierarchical:split", "split:2"]
 PRESENT, ABSENT = ["push", "parts"], ["nothing", "None", "None, out"]
 SENT = {name for name, shape in SHAPES.items() if np.prod(shape)}
 EXACT = [name for name, wire in WIRES.items() if not wire.kind.planes]  # whole numbers stay as they are
-CHECK = settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
+CHECK = settings(max_examples=5, phases=[Phase.generate])
 
 
 # -- the bit in the header --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from sparsecomm.transport import simulated
 from tests import data
 from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, reducer_of, residuals, run, same, total
 
-CHECK = settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+CHECK = settings(max_examples=12, phases=[Phase.generate])
 DTYPES = {name: MIXED[name] for name in SHAPES}
 OPTIONS = {
     "scope": st.sampled_from(["tensor", "bucket", "model"]),

@@ -161,7 +161,7 @@ def train(
     return [p.detach() for p in before]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     way=st.sampled_from(["one", "names", "modules"]),

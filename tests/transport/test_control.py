@@ -236,7 +236,7 @@ kinds = st.one_of(st.sampled_from([WAITING, LEFT, 2, LEFT_BY_DEATH, APART, REALI
 texts = st.one_of(st.binary(max_size=40), st.binary(min_size=8, max_size=8), st.just(b"\xc2\xb2,1;\xff"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.builds(ControlMessage, st.integers(1, 3), numbers, kinds, texts), max_size=6))
 def test_whatever_ranks_say_calls_end_with_errors_of_the_library(said: list[ControlMessage]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsecomm as sc
@@ -109,7 +109,6 @@ costs = st.floats(0, 1e-3)
 links = st.builds(Link, costs, costs)
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     st.builds(Costs, links, st.none() | links, costs, costs, costs, costs),
     st.integers(1, 64).flatmap(lambda P: st.tuples(st.just(P), st.integers(1, P))),

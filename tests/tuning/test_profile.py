@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsecomm as sc
@@ -47,7 +47,6 @@ profiles = st.builds(
 )
 
 
-@settings(deadline=None, derandomize=True)
 @given(profiles)
 def test_there_and_back(made: Profile) -> None:
     assert Profile.from_json(made.as_json()) == made

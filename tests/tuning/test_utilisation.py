@@ -23,7 +23,7 @@ PUBLISHED = {
 }  # fmt: skip
 THEIRS = Training(4, 30_800_000, 0.030)
 
-check = settings(max_examples=150, deadline=None, derandomize=True)
+check = settings(max_examples=150)
 trainings = st.builds(
     Training, st.integers(2, 32), st.integers(10**4, 10**9), st.floats(1e-3, 10).filter(lambda seconds: seconds > 0)
 )

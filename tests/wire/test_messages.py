@@ -128,7 +128,7 @@ def test_the_header_is_as_documented() -> None:
     assert [CallSignature("split", 2, 1, 4, 9, 3, **{flag: True}).pack()[7] for flag in ("residual", "out")] == [2, 4]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(st.data(), st.sampled_from(list(WIRES)), st.booleans())
 def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wire: str, several: bool) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
@@ -151,7 +151,7 @@ def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wir
 huge = st.one_of(st.integers(0, 25), st.integers(0, 2**64 - 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(list(WIRES)), st.binary(max_size=100), huge, huge, huge)
 def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
     draw: st.DataObject, wire: str, payload: bytes, items: int, expected: int, number: int
