@@ -17,6 +17,7 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import simulated
 from tests import data
 from tests.backends.test_cpu import same
+from tests.processes import LIMIT
 
 BACKEND = CpuBackend(1)
 INDICES, VALUES = np.arange(6, dtype=np.int32), np.ones(6, np.float32)
@@ -99,7 +100,7 @@ def test_a_child_process_after_fork_has_threads_of_its_own() -> None:
         for warned in (DeprecationWarning, RuntimeWarning):  # of fork beside threads, the point; JAX has its own
             warnings.simplefilter("ignore", warned)
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=60)
+            indices = pool.apply_async(_topk_in_child, (x,)).get(timeout=LIMIT)
     np.testing.assert_array_equal(indices, expected.indices)
 
 
@@ -124,7 +125,7 @@ for _ in range(3):
 for _ in range(100):
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # ends one that waits for ever
+        signal.alarm(100)  # ends one that waits for ever
         work()
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -134,7 +135,7 @@ os._exit(0)
 
 
 def test_nobody_waits_for_scratch_memory_and_a_fork_beside_threads_has_some() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], timeout=LIMIT, check=False)
     assert done.returncode == 0
 
 

@@ -17,6 +17,7 @@ from bench.paper import beyond, plots, tables
 from bench.paper.models import MODELS, RANKS
 from bench.slow_network import network
 from sparsecomm.primitives.costs import Costs, Link
+from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +139,7 @@ def test_a_run_measures_what_is_missing(tmp_path: Path) -> None:
             env=os.environ,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stderr

@@ -437,7 +437,7 @@ def test_mpirun_has_the_same_command_and_its_status_is_ours(
 ) -> None:
     end = f"exit {status}" if status >= 0 else f"kill {status} $$"
     fake = tmp_path / "mpirun"
-    fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {tmp_path}/said\n{end}\n')
+    fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > "{tmp_path}/said"\n{end}\n')
     fake.chmod(0o755)
     monkeypatch.setattr(launch, "_launcher_command", lambda ranks: [str(fake), str(ranks)])
     given = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]

@@ -17,7 +17,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.transport.cuda_aware import cuda_aware
-from tests.processes import LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
+from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive, whole
 
 
@@ -71,8 +71,8 @@ def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     """``sparsecomm info | head -1`` is no error to speak of."""
-    command = f"{sys.executable} -m sparsecomm info 2>{tmp_path}/said; echo $? >{tmp_path}/status"
-    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) as ran:
+    command = ["sh", "-c", '"$0" -m sparsecomm info 2>said; echo $? >status', sys.executable]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE) as ran:
         assert ran.stdout is not None
         ran.stdout.close()
     assert (tmp_path / "said").read_text() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -23,6 +24,7 @@ from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Network, Training, predict
 from tests.cli.test_cli import shell
 from tests.processes import LIMIT, needs_mpirun, torchrun
+from tests.waiting import until
 
 MODEL = ("--parameters", "30.8M", "--step-time", "30ms")
 FAR = ("--ranks", "4", "--rate", "50mbit", "--rtt", "80ms", *MODEL)
@@ -305,11 +307,14 @@ def streams(pairs: dict[int, int], addresses: list[str | None], pace: float) -> 
 @pytest.mark.parametrize("pace", [0.0, 8e6])
 def test_streams(pace: float) -> None:
     """Who receives has the rate, who sends the segments; the third rank only waits; none exceeds its pace."""
-    sender, receiver, other = streams({0: 1}, ["127.0.0.1"] * 3, pace)
-    assert receiver.rate is not None
-    assert receiver.rate > 1e6
-    if pace:
-        assert receiver.rate < 2 * 2 * pace
+    found: list[links._Told] = []
+
+    def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
+        found[:] = streams({0: 1}, ["127.0.0.1"] * 3, pace)
+        return found[1].rate is not None and 1e6 < found[1].rate < (2 * 2 * pace or math.inf)
+
+    until(undisturbed)
+    sender, _, other = found
     assert sender.rate is None
     assert sender.sent > 0
     assert sender.control

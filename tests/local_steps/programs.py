@@ -201,7 +201,7 @@ def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> t
     seen, divisions, step = set[int](), set[tuple[int, ...]](), 0
     while local.round < 8:
         step += 1
-        time.sleep(0.01 if rank == 0 else 0.03)
+        time.sleep(0.01 if rank == 0 else 0.05)
         if rank == 0 and step == 10:
             rendezvous()
         change = random.integers(-8, 8, 50)

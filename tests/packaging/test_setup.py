@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -42,11 +43,12 @@ def test_a_wrapper_that_is_not_there() -> None:
 )
 def test_a_wrapper_of_no_known_mpi(header: str | None, error: str, tmp_path: Path) -> None:
     wrapper = tmp_path / "mpicc"
-    wrapper.write_text(f"#!/bin/sh\necho cc -I{tmp_path} -lmpi\n")
+    command = shlex.join(["cc", f"-I{tmp_path}", "-lmpi"])
+    wrapper.write_text(f"#!/bin/sh\necho {shlex.quote(command)}\n")
     wrapper.chmod(0o755)
     if header is not None:
         (tmp_path / "mpi.h").write_text(header)
-    said = refused(MPICC=str(wrapper), CPATH="")
+    said = refused(MPICC=shlex.quote(str(wrapper)), CPATH="")
     assert error in said
     assert f"the MPI of '{wrapper}'" in said
 

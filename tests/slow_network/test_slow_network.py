@@ -88,7 +88,7 @@ def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Pa
 def test_the_status_is_passed_on(tmp_path: Path, launcher: str) -> None:
     mark = tmp_path / "the command that fails"
     # The first that fails ends the others. Only torchrun's has RANK.
-    fails = ["sh", "-c", f": {mark}; sleep 0.5; test ${{RANK:-1}} = 0 && sleep 1000; exit 3"]
+    fails = ["sh", "-c", f": '{mark}'; sleep 0.5; test ${{RANK:-1}} = 0 && sleep 1000; exit 3"]
     done = call("run", "--ranks", "2", "--rate", "1gbit", "--launcher", launcher, "--no-measure", "--", *fails)
     assert done.returncode == 3, done.stderr
     assert not traces(str(mark))
