@@ -125,17 +125,22 @@ def end(job: subprocess.Popen[bytes]) -> None:
 def interrupt_a_wait() -> None:
     """Send SIGINT to this process, from a thread, as soon as the main thread has been at one place for a while.
 
-    It has no frame in compiled modules: it is where it has called them.
+    It has no frame in compiled modules: it is where it has called them. While it waits for a core it is nowhere.
     """
-    main = threading.main_thread().ident
+    main = threading.main_thread()
+    task = Path(f"/proc/self/task/{main.native_id}")
 
     def watch() -> None:
-        seen, place = 0, None
+        seen, place, used = 0, None, ""
         while seen < 20:
             time.sleep(0.01)
-            frame = sys._current_frames().get(main)
+            frame = sys._current_frames().get(main.ident)
             before, place = place, frame and (id(frame), frame.f_lasti)
-            seen = seen + 1 if place == before else 0
+            had, used = used, (task / "schedstat").read_text().split()[0]
+            if place != before:
+                seen = 0
+            elif used != had or (task / "stat").read_text().rpartition(")")[2].split()[0] == "S":
+                seen += 1
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
