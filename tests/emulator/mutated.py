@@ -2,11 +2,13 @@
 
     python -m tests.emulator.mutated FOLDER DRIVER ...
 
-It exits with `FINE`, `CAUGHT` or `BROKEN`; a fault may also end it by a signal.
+It exits with `FINE`, `CAUGHT` or `BROKEN`; a fault may also end it by a signal, and one that never ends does: what
+counts is the time of the processor, which does not depend on what else runs.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from tests.emulator.runtime import EmulatedRuntime, EmulatorError
 
 FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
 SEEDS = 2
+MAX_SECONDS = 20  # of the processor for a driver, which takes one
 N = 9001  # three tiles of `filter`; 16 bytes do not divide it
 
 
@@ -302,4 +305,6 @@ def main(sources: Path, *drivers: str) -> int:
 
 
 if __name__ == "__main__":
+    limit = MAX_SECONDS * len(sys.argv[2:])
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
     sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

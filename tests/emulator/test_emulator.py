@@ -13,6 +13,7 @@ import pytest
 
 from sparsecomm.backends.cuda.modules import TUNING, structure_definitions
 from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
+from tests.processes import LIMIT
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def sanitized(program: str, *arguments: str) -> subprocess.CompletedProcess[str]
         env=environment,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=LIMIT,
     )
 
 

@@ -32,6 +32,7 @@ from tests.emulator.mutated import (
     topk_with_residual,
 )
 from tests.emulator.runtime import ROOT
+from tests.processes import LIMIT
 from tests.thinning import rarely
 
 
@@ -158,12 +159,10 @@ def planted(fault: Fault, folder: Path) -> Path:
     return folder
 
 
-def driven(
-    sources: Path, *drivers: Callable[[Path, int], None], seconds: float = 300
-) -> subprocess.CompletedProcess[str]:
+def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.CompletedProcess[str]:
     names = [driver.__name__ for driver in drivers]
     command = [sys.executable, "-m", "tests.emulator.mutated", str(sources), *names]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=seconds)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def driven(
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:
-        done = driven(planted(fault, tmp_path / "kernels"), fault.driver, seconds=30)
+        done = driven(planted(fault, tmp_path / "kernels"), fault.driver)
     except subprocess.TimeoutExpired:  # some write anywhere, and then end by a signal or not at all
         return
     print(done.stdout)

@@ -30,6 +30,7 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.emulator.runtime import ROOT
 from tests.emulator.transport import CarelessTransport
+from tests.processes import LIMIT
 
 SEEDS = range(6)
 N, K = 900, 60
@@ -275,7 +276,7 @@ def test_without_a_fault_all_is_right_in_every_order(body: Callable[..., Found])
 def seen() -> dict[str, str]:
     """What is seen of each fault, by its name."""
     command = [sys.executable, "-m", "tests.emulator.test_orderings"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT
+
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "kernels" / "cpu"
 COMPILER = os.environ.get("CXX", "g++")
@@ -29,7 +31,7 @@ def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
     assert all(process.wait() == 0 for process in compiling)
     program = str(tmp_path / "check_kernels")
     subprocess.run([COMPILER, *sanitize, *objects, "-o", program, "-pthread"], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "portable" in done.stdout
     assert "passed" in done.stdout

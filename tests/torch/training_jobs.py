@@ -14,15 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import LIMIT, ROOT
+
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "error,ignore:Adam divides gradients,ignore:DTensor random operators",
     "OMP_NUM_THREADS": "1",
-    "SPARSECOMM_TIMEOUT": "200",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-SECONDS = 300  # on a machine that does much else
 
 
 class Jobs:
@@ -57,7 +56,7 @@ def _fork_all(P: int, folder: Path, killed: int, names: list[str]) -> list[int |
     """Run the ranks; return how each has ended, None for those that still ran."""
     ranks = [_fork(rank, P, folder, names, at_once=killed >= 0) for rank in range(P)]
     ended: list[int | None] = [None] * P
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline and None in ended:
         _look(ranks, ended)
         if any(status not in (None, right) for status, right in zip(ended, _expected(P, killed), strict=True)):

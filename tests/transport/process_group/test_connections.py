@@ -165,11 +165,17 @@ def read(peer: socket.socket, nbytes: int) -> bytes:
     return found
 
 
-def read_frame(peer: socket.socket) -> tuple[tuple[int, ...], bytes]:
-    """Return the words of a header, and the piece that follows."""
-    words = FRAME.unpack(read(peer, FRAME.size))
-    assert words[0] == MAGIC
-    return words, read(peer, words[-1])
+def read_frame(peer: socket.socket, *, nothing: bool = False) -> tuple[tuple[int, ...], bytes]:
+    """Return the words of a header, and the piece that follows; leave out frames of nothing, or count them, too.
+
+    They may follow in any test: on a busy machine the system may take what comes late for lost.
+    """
+    while True:
+        words = FRAME.unpack(read(peer, FRAME.size))
+        assert words[0] == MAGIC
+        piece = read(peer, words[-1])
+        if nothing or words[1] != NOTHING:
+            return words, piece
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -326,9 +332,10 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((HOST, 0), backlog=0 if lossy else None))
         listener.settimeout(SECONDS)
-        rank.set_peer(0, HOST, listener.getsockname()[1], mine)
+        port = listener.getsockname()[1]
+        rank.set_peer(0, HOST, port, mine)
         rank.start(300.0)
-        until(lambda: len(connections_to(listener.getsockname()[1])) == 2)  # before the first is accepted
+        until(lambda: len(connections_to(port)) == 2)  # before the first is accepted
         peers = []
         for i in range(2):
             peers.append(stack.enter_context(listener.accept()[0]))
@@ -336,6 +343,8 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
             assert read(peers[i], HELLO.size) == hello((mine, theirs), 1, i, 2)
             peers[i].sendall(hello((mine, theirs), 0, i))
         until(lambda: rank.traffic(0)[-1] == 2)
+        held = [stack.enter_context(held_too(fd)) for fd in of_this_process() if ports(fd)[1] == port]
+        assert len(held) == 2
         assert rank.send(0, 1, data, None)
         assert rank.send(0, 2, data, None)
         closing = threading.Thread(target=rank.close, args=(SECONDS,))
@@ -344,13 +353,14 @@ def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -
         for peer in peers:
             kinds.append([])
             while GOODBYE not in kinds[-1]:
-                kinds[-1].append(read_frame(peer)[0][1])
+                kinds[-1].append(read_frame(peer, nothing=True)[0][1])
             peer.close()
         closing.join()
+        lost = [each for each in held if segments_lost(each)]
     if lossy:  # it is known when the second connection is looked at, be it after the first
         assert kinds[0] in ([DATA, NOTHING] * 2 + [GOODBYE], [DATA, DATA, NOTHING, GOODBYE])
         assert kinds[1] == [DATA, NOTHING] * 2 + [GOODBYE]
-    else:
+    elif not lost:  # as it may be where this process gets no core
         assert kinds == [[DATA, DATA, GOODBYE]] * 2
 
 
@@ -436,9 +446,10 @@ def test_what_is_no_message_ends_the_connection(raw: bytes) -> None:
 @pytest.mark.parametrize("piece", [64, 2**20])
 def test_a_length_alone_takes_no_memory(piece: int) -> None:
     with stranger() as (rank, (peer,), _):
-        before = resident()
         announced = [FRAME.pack(MAGIC, DATA, 1, 1 + i, 2**31, 0, piece, piece) + bytes(piece) for i in range(4)]
-        peer.sendall(frame(0, bytes(2**20)) + b"".join(announced))
+        raw = frame(0, bytes(2**20)) + b"".join(announced)
+        before = resident()
+        peer.sendall(raw)
         collect(rank, 1, 0)
         assert resident() - before < 2**24
         peer.close()
@@ -777,7 +788,7 @@ def test_what_comes_with_the_hello_is_counted() -> None:
 def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() -> None:
     """As one does that is just being forked, or that is about to become another program."""
     with stranger() as (rank, (peer,), _):
-        held = [os.dup(fd) for fd in of_this_process() if local_port(fd) == peer.getpeername()[1]]
+        held = [os.dup(fd) for fd in of_this_process() if ports(fd)[0] == peer.getpeername()[1]]
         assert held
         peer.close()
         assert following(rank)[:2] == (DISCONNECTED, 1)
@@ -800,14 +811,24 @@ def mode_of(fd: int) -> int:
         return 0
 
 
-def local_port(fd: int) -> int:
-    """Return the port of a connection of TCP; 0 if it is something else."""
-    with socket.socket(fileno=os.dup(fd)) as same:
+def held_too(fd: int) -> socket.socket:
+    """Return the same connection, by a descriptor of its own."""
+    return socket.socket(fileno=os.dup(fd))
+
+
+def ports(fd: int) -> tuple[int, int]:
+    """Return the ports of a connection of TCP, this end's first; zeros if it is something else."""
+    with held_too(fd) as same:
         try:
-            same.getpeername()
-            return int(same.getsockname()[1])
+            return int(same.getsockname()[1]), int(same.getpeername()[1])
         except (OSError, ValueError, TypeError, IndexError):
-            return 0
+            return 0, 0
+
+
+def segments_lost(connection: socket.socket) -> int:
+    """Return how many have been sent again."""
+    found: int = struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100)[0]
+    return found
 
 
 def cpu_seconds(thread: int) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import sparsecomm
+from tests.processes import LIMIT
 
 HERE = Path(__file__).parent
 SOURCES = Path(sparsecomm.__file__).parent / "transport" / "process_group"
@@ -27,7 +28,7 @@ def test_connections_are_clean_under_sanitizers(sanitizers: str, tmp_path: Path)
     sanitize = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     subprocess.run([COMPILER, *flags, *sanitize, *map(str, sources), "-o", str(program)], check=True)
     environ = os.environ | {"TSAN_OPTIONS": "report_thread_leaks=0"}  # of forks, which have none of the threads
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, env=environ)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=LIMIT, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "passed\n"
     assert done.stderr == ""

@@ -12,13 +12,12 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
+from tests.processes import LIMIT, ROOT
 from tests.thinning import whole
 from tests.transport.conformance import CASES
 
-ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("transport_cases.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-SECONDS = 300  # on a machine that does much else
 
 # Every start of a process takes seconds, so the ranks of a job make all of its cases. A group of one rank and one of
 # three are among them: in `parts_of_the_world`, and as the survivors of the first end of four.
@@ -52,12 +51,12 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
         start = [sys.executable, str(PROGRAM), str(rank), str(P), str(folder), *names]
         with (folder / f"out{rank}").open("w") as out, (folder / f"err{rank}").open("w") as err:
             jobs.append(subprocess.Popen(start, cwd=ROOT, env=ENVIRONMENT, stdout=out, stderr=err))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + LIMIT
     try:
         for job in jobs:
             job.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f"still running after {SECONDS} s")
+        print(f"still running after {LIMIT} s")
     finally:
         for job in jobs:
             job.kill()
@@ -84,7 +83,7 @@ def test_a_process_ends_in_order_after_an_interrupted_first_call() -> None:
         env=ENVIRONMENT | {"PYTHONWARNINGS": ""},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=LIMIT,
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "interrupted\n"), ended.stderr
