@@ -66,7 +66,6 @@ def _fork(rank: int, P: int, port: int, program: Callable[[int], None], output: 
             MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME="lo",
             OMP_NUM_THREADS="1",
-            SPARSECOMM_TIMEOUT="60",
         )
         program(rank)
         status = 0

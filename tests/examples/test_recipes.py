@@ -123,7 +123,7 @@ def test_gpt2_at_density_1_trains_as_dense(tmp_path: Path, forks: Run) -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-sys.argv += "--steps 12 --clip 0 --density 1.0 --wire packed --out {tmp_path}/gpt2.jsonl".split()
+sys.argv += [*"--steps 12 --clip 0 --density 1.0 --wire packed --out".split(), {str(tmp_path / "gpt2.jsonl")!r}]
 from bench import gpt2
 gpt2.main()
 """
