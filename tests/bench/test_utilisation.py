@@ -39,7 +39,7 @@ def run(*command: str) -> tuple[int, str]:
 
 
 def test_a_small_grid_is_measured_kept_and_gone_on_with(tmp_path: Path) -> None:
-    options = ["--no-network", "--ranks", "2", "--elements", "50000", "--step", "0.001", "--seconds", "0.01", "1"]
+    options = ["--no-network", "--ranks", "2", "--elements", "50000", "--step", "0.001", "--seconds", "0.01", "60"]
     status, said = utilisation(tmp_path / "it", *options, "--H", "1", "2")
     assert status == 0, said
     kept = json.loads((tmp_path / "it.json").read_text())
