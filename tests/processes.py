@@ -30,7 +30,8 @@ MORE_RANKS_THAN_CORES = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-ENVIRONMENT = os.environ | MORE_RANKS_THAN_CORES | {"PYTHONPATH": str(ROOT)}
+# What "auto" chooses would depend on what else the machine does, if links were measured: results would, too.
+ENVIRONMENT = os.environ | MORE_RANKS_THAN_CORES | {"PYTHONPATH": str(ROOT), "SPARSECOMM_PROFILE": "none"}
 # That of this environment, else that on PATH.
 MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 LIMIT = 900  # seconds after which what was started hangs, also beside many programs that take all cores
@@ -73,8 +74,9 @@ def run_python(*command: str, seconds: float = LIMIT, meanwhile: Meanwhile | Non
 
 
 def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhile: Meanwhile | None) -> tuple[int, str]:
-    with tempfile.TemporaryDirectory() as folder:  # not a pipe, which would stay open with a rank that survives
-        file = Path(folder) / "output"
+    # What launchers and ranks leave behind goes with the folder, be it while one of them still ends.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "output"  # not a pipe, which would stay open with a rank that survives
 
         def output() -> str:
             return file.read_text(errors="replace")
@@ -83,7 +85,7 @@ def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhil
             job = subprocess.Popen(
                 start,
                 cwd=ROOT,
-                env=ENVIRONMENT | environment,
+                env=ENVIRONMENT | environment | {"TMPDIR": folder},
                 stdout=to,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

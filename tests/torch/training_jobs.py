@@ -20,6 +20,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": str(ROOT),
     "PYTHONWARNINGS": "error,ignore:Adam divides gradients,ignore:DTensor random operators",
     "OMP_NUM_THREADS": "1",
+    "SPARSECOMM_PROFILE": "none",  # "auto" chooses alike in every run
     "GLOO_SOCKET_IFNAME": "lo",
 }
 

@@ -27,7 +27,6 @@ def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
     if way == "SparseAdamW":
         return model, SparseAdamW(model.named_parameters(), lr=0.05, density=0.2, comm=comm)
     named = model.named_parameters()
-    # By what "auto" measures it may take dense sums, which leave nothing in residuals.
     options: dict[str, Any] = {"comm": comm, "algorithm": "split", "dense_below": 0, "momentum": 0.5}
     return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, 0.1, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,23 @@ def test_real_ranks_do_what_simulated_ones_do(
     assert ours == simulated.run(P, lambda ranks: program(ranks, ranks.rank), node_of_rank=[0] * P)[RANK].value
     results = [found[:4] for found, _ in everyones(ours)]
     assert results == [results[0]] * P
+
+
+@several
+def test_links_are_measured_at_the_first_call(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What "auto" makes of them depends on what else runs: it is the same on all ranks, and loses nothing."""
+    monkeypatch.delenv("SPARSECOMM_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, residual = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
+    result = sc.sparse_allreduce(x, 3, comm=comm, residual=residual)
+    assert len(set(everyones(bits(result)))) == 1
+    total = sum(everyones(residual))
+    total[result.indices] += result.values
+    np.testing.assert_array_equal(total, P * x)
+    (source,) = set(everyones(sc.explain(100, 3, comm=comm).source))
+    assert source.startswith("measured at set-up: ")
 
 
 # -- communicators ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ CASES_OF_A_JOB = [
     *CASES,
     "what_a_transport_says_of_itself",
     "gradients_are_summed",
+    "links_are_measured_at_the_first_call",
     "pings_that_are_long_due",
     "what_is_no_group",
     "ranks_of_another_version",

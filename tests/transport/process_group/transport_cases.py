@@ -97,6 +97,21 @@ def gradients_are_summed() -> None:
         assert np.array_equal(after, sum(x.astype(np.float64) for x in xs + held)), algorithm
 
 
+def links_are_measured_at_the_first_call() -> None:
+    """What "auto" makes of them depends on what else runs: it is the same on all ranks, and loses nothing."""
+    group, x, residual = new_group(), np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
+    result = sc.sparse_allreduce(x, 3, comm=group, residual=residual)
+    found = all_gather((result.indices, result.values, residual, sc.explain(100, 3, comm=group).source))
+    total = sum(theirs[2] for theirs in found)
+    total[result.indices] += result.values
+    assert np.array_equal(total, P * x)
+    for theirs in found:
+        assert np.array_equal(theirs[0], result.indices)
+        assert np.array_equal(theirs[1], result.values)
+        assert theirs[3] == found[0][3]
+        assert theirs[3].startswith("measured at set-up: ")
+
+
 def works(comm: Any) -> None:
     """Make a call whose result is known."""
     result = sc.sparse_allreduce(np.arange(50, dtype=np.float32), 3, comm=comm, algorithm="butterfly")
