@@ -42,10 +42,11 @@ from sparsecomm.errors import (
     TransportError,
     WeightMismatchError,
 )
-from sparsecomm.local_steps import LocalSteps, NesterovSGD, OuterOptimizer, reshard
+from sparsecomm.local_steps import LocalSteps, NesterovSGD, OuterOptimizer
 from sparsecomm.membership import grow, join, shrink
 from sparsecomm.optimizers.arrays import SparseAdamW
 from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup
+from sparsecomm.states.schema import reshard
 from sparsecomm.tensors.sparse import SparseVector
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.momentum import Clip
 from sparsecomm.reducer.options import OnStep, ReducerOptions, Scope
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.dtypes import DTypeName
 from sparsecomm.transport import Comm
 from sparsecomm.wire import Op, WireName

@@ -336,7 +336,7 @@ def test_another_number_of_ranks(before: int, after: int) -> None:
 
 
 DAMAGE = {
-    "no moments": (lambda state: state.pop("moments"), "reading moments raised KeyError"),
+    "no moments": (lambda state: state.pop("moments"), "'moments' is missing"),
     "another step": (lambda state: state["moments"]["bias"].update(step=-1), "step of bias is -1"),
     "fewer": (lambda state: state["moments"].pop("bias"), "lack 'bias'"),
     "a shape": (lambda state: state["moments"]["bias"].update(mean=np.zeros(3, np.float32)), "has shape"),

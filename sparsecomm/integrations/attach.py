@@ -14,9 +14,11 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsecomm.checkpoints.checkpoints import Files
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
-from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, load, register, save
+from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, register
+from sparsecomm.torch.checkpoints import TorchFormat
 from sparsecomm.transport import of
 
 __all__ = ["FOLDER", "KEY", "Attached", "attach", "ddp_of", "ddps_in"]
@@ -75,7 +77,7 @@ class Attached:
 
     def save(self, folder: Path, checkpoint: str) -> None:
         """Save each rank's residuals in ``folder / checkpoint``, where ``checkpoint`` is the id. Collective."""
-        save(folder / checkpoint, self.step, self.objects)
+        _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
         """Load the residuals of a checkpoint, on any number of ranks. Collective.
@@ -91,9 +93,12 @@ class Attached:
             InvalidInputError: the residuals cannot be read, or do not fit the model.
         """
         known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
-        found = load(folder / (str(checkpoint) if known else "none"), self.objects)
+        files = _files(folder, str(checkpoint) if known else "none")
+        there = files.any_on_all()
+        if there:
+            files.load(self.objects, None)
         self.begin_run()
-        if found is not None:
+        if there:
             return
         for reducer in self.reducers:
             reducer.discard()
@@ -214,6 +219,10 @@ def _check(ddp: DistributedDataParallel, given: list[object], sparse: list[Spars
                 f"optimizer: no SparseAdamW has {name}, so its gradient would not be exchanged; pass all optimizers "
                 "of the model as a list, or freeze the parameter"
             )
+
+
+def _files(folder: Path, checkpoint: str) -> Files:
+    return Files(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
 
 
 def _modified(path: Path) -> int:

@@ -2,6 +2,5 @@
 
 from sparsecomm.local_steps.local_steps import LocalSteps
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
-from sparsecomm.local_steps.state import reshard
 
-__all__ = ["LocalSteps", "NesterovSGD", "OuterOptimizer", "reshard"]
+__all__ = ["LocalSteps", "NesterovSGD", "OuterOptimizer"]

@@ -9,14 +9,12 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError, SparseCommError
-from sparsecomm.local_steps import state as states
 from sparsecomm.local_steps.deadline import Watch
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import End, FragmentExchange, awaited
@@ -25,14 +23,17 @@ from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.members import compared_members, settings_words
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, SharedState, load_outer
 from sparsecomm.local_steps.pace import Pace, Pacing, StepTimer
+from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
-from sparsecomm.reducer.state import COMMON
+from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signatures import with_options
+from sparsecomm.states.loading import Prepared, Undo, load
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
@@ -344,7 +345,7 @@ class LocalSteps:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
 
         Also in the middle of a round. An exchange under way is waited for, and what it brought is in the state, to be
@@ -360,10 +361,7 @@ class LocalSteps:
                 exchange.wait()
             under_way = self._exchanges.values()
             round_no, local_step, passed = self._place
-            return {
-                "format": states.FORMAT,
-                "world_size": ranks.size,
-                "rank": ranks.rank,
+            fields = {
                 "sync_every": self._schedule.sync_every,
                 "fragment_sync_delay": self._schedule.delay,
                 "round": round_no,
@@ -397,8 +395,9 @@ class LocalSteps:
                 ],
                 "mixed": dict(self._mixed),
             }
+            return LOCAL_STEPS.state(ranks, fields)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from a state that `state_dict` returned on this rank of as many ranks, bit for bit; or `reshard`.
 
         Collective: all ranks load, or none. Load the local parameters and the inner optimizer's state, too. The outer
@@ -415,13 +414,13 @@ class LocalSteps:
         """Load a state with what an integration makes of it: on all ranks, or on none. Collective.
 
         Args:
-            prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
+            prepare: as `sparsecomm.states.loading.load` takes it; it calls `prepare_state`.
         """
-        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in COMMON]
+        inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
         with self._lock:
-            load(self._connect(), "LocalSteps", [*states.COMMON, *inner], prepare)
+            load(self._connect(), "LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
 
-    def prepare_state(self, state: Mapping[str, Any], undo: Undo) -> Prepared:
+    def prepare_state(self, state: State, undo: Undo) -> Prepared:
         """Convert and check a state, for `load_with`. Nothing is sent.
 
         Args:
@@ -432,8 +431,8 @@ class LocalSteps:
         """
         ranks = self._idle("load_state_dict", ended=True)
         shared, outer = self._globals, self._outer
-        args = self.fragments, self._schedule, self._pacing.by_speed, outer is not None, ranks.rank, ranks.size
-        found = states.prepare(state, shared.specs, *args)
+        settings = self.fragments, self._schedule, self._pacing.by_speed, outer is not None
+        found = fit(LOCAL_STEPS.read_own(state, ranks), shared.specs, *settings)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
         exchanges = [
             (i, round_no, means and shared.from_host(means), nanoseconds, sent and shared.from_host(sent), without)
@@ -441,9 +440,8 @@ class LocalSteps:
         ]
         parameters = shared.from_host(found["global_parameters"])
         found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
-        common = {key: found[key] for key in states.COMMON}
-        if found["steps"]:  # ranks differ in their local steps; what they have exchanged is compared
-            common["local_step"] = 0
+        common = {key: found[key] for key in LOCAL_STEPS.keys}
+        common["local_step"] = 0 if found["steps"] else found["local_step"]  # by speed, ranks differ in it
         for i, each in enumerate(inner):
             common |= {f"reducers[{i}].{key}": value for key, value in each.common.items()}
 

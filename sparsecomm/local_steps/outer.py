@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsecomm.calls.encoding import decode, encode
-from sparsecomm.calls.loading import Prepared, Undo, as_float, load, reading, told
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.states.loading import Prepared, Undo, as_float, error_text, load, reading
+from sparsecomm.states.values import from_bytes, to_bytes
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Transport
 
@@ -159,7 +159,7 @@ class SharedState:
         self._outer, self._specs = outer, specs
         self._error: BaseException | None = None
         try:
-            self._data = encode(None if outer is None else outer.state_dict())
+            self._data = to_bytes(None if outer is None else outer.state_dict())
         except Exception as error:  # all ranks are told
             self._data, self._error = np.empty(0, np.uint8), error
         self.nbytes = len(self._data)
@@ -172,7 +172,7 @@ class SharedState:
         """
         limit = (64 << 20) + 64 * sum(spec.nbytes for spec in self._specs.values())
         if not 0 < nbytes <= limit:
-            why = f": {told(self._error)}" if ranks.rank == root and self._error else ""
+            why = f": {error_text(self._error)}" if ranks.rank == root and self._error else ""
             raise InvalidInputError(
                 f"rank {ranks.rank}: the state of rank {root}'s outer optimizer cannot be sent{why}. Expected numbers, "
                 f"texts, arrays, and lists and dictionaries of such, of {limit:,} bytes at most; got {nbytes:,}"
@@ -181,7 +181,7 @@ class SharedState:
         ranks.broadcast(data, root)
 
         def prepare(undo: Undo) -> Prepared:
-            state = decode(data)
+            state = from_bytes(data)
             if self._outer is not None and ranks.rank != root:
                 state = load_outer(self._outer, state, self._specs, undo)
             return Prepared({"outer": state}, lambda: None)

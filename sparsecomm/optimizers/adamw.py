@@ -38,13 +38,13 @@ import numpy as np
 from sparsecomm.api import sparse_allreduce
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.backends.base import Moments
-from sparsecomm.calls.loading import as_float, reading
 from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
-from sparsecomm.reducer.state import is_count
+from sparsecomm.states.loading import as_float, reading
+from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.transport import Comm, Transport
 
@@ -266,15 +266,24 @@ class LazyAdamW:
         self.steps, self.done, self._pending = made, done, None
 
     def check_whole(self) -> None:
-        """Check that no update has stopped half-way.
+        """Check that the moments can be saved: no update has stopped half-way, and all are finite.
 
         Raises:
-            InvalidInputError: one has.
+            InvalidInputError: one has, or a moment is not finite.
         """
         if self._pending is not None:
             raise InvalidInputError(
                 "a step of AdamW was interrupted, or failed, while it changed weights; call step() again, which goes on"
             )
+        for name, moments in self.moments.items():
+            with self.on_stream(self.specs[name]):
+                for field in ("mean", "squares"):
+                    array = getattr(moments, field)
+                    if not np.isfinite(float(array.sum(dtype=np.float64))) and not bool(np.isfinite(array).all()):
+                        raise InvalidInputError(
+                            f"state: {field} of {name} is not finite, so the state could not be loaded again; load an "
+                            "older checkpoint"
+                        )
 
     def label(self, rules: Mapping[str, AdamWRule]) -> str:
         """Return what ranks must have in common in the next step, besides the reducer's own settings."""

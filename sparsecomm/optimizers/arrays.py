@@ -7,7 +7,6 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
-from sparsecomm.calls.loading import Prepared, reading
 from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
@@ -16,13 +15,19 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.reducer.state import REDUCER
+from sparsecomm.states.loading import Prepared
+from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import from_host, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 __all__ = ["SparseAdamW"]
+
+_SCHEMA = REDUCER.extended(
+    "SparseAdamW", {"moments": common("moments by name", lambda value, _: isinstance(value, dict))}
+)
 
 
 class SparseAdamW:
@@ -195,7 +200,8 @@ class SparseAdamW:
             with adamw.on_stream(spec):
                 moments[name] = {field: to_host(array).reshape(spec.shape) for field, array in its._asdict().items()}
             moments[name]["step"] = adamw.steps[name]
-        return {**self._reducer.state_dict(), "moments": moments}
+        fields = {**self._reducer.state_dict(), "moments": moments}
+        return {**fields, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
@@ -207,9 +213,8 @@ class SparseAdamW:
         adamw = self._adamw
 
         def prepare(undo: object) -> Prepared:
-            kept = self._reducer.prepare_state(state)
-            with reading("moments", "moments by name"):
-                saved = dict(state["moments"])
+            kept = self._reducer.prepare_state(state, _SCHEMA)
+            saved = kept.fields["moments"]
             made, moments, steps = {}, {}, {}
             for name, spec in adamw.specs.items() if saved else ():
                 if name not in saved:

@@ -12,12 +12,10 @@ from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backend
 from sparsecomm.calls.arguments import chunk_of
-from sparsecomm.calls.loading import Prepared, Undo, load
 from sparsecomm.calls.options import Options
 from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean, listed
-from sparsecomm.reducer import state as states
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
@@ -27,7 +25,10 @@ from sparsecomm.reducer.options import DENSITY, FILLED, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.report import choice_lines, peer_lines
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
+from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import OpenStep, Step, error_of
+from sparsecomm.states.loading import Prepared, Undo, load
+from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.wire import Op, WireName
@@ -407,7 +408,7 @@ class Reducer:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> states.StateDict:
+    def state_dict(self) -> StateDict:
         """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
 
         Every rank has its own. It records the number of ranks; `reshard` makes states for another one. What "split"
@@ -419,60 +420,63 @@ class Reducer:
             InvalidInputError: in the middle of a step.
         """
         with self._lock:
-            ranks = self._idle("state_dict")
+            transport = self._idle("state_dict")
             now = self._group.now
             residuals, velocities = now.to_host()
             now.forget_calls()
-            return {
-                "format": states.FORMAT,
-                "world_size": ranks.size,
-                "rank": ranks.rank,
-                "step": self.step,
-                "order": now.order,
-                "bucket_bytes": now.bucket_bytes,
-                "costs": states.costs_dict(self._group.queue.measured),
-                "residuals": residuals,
-                "velocities": velocities,
-            }
+            return REDUCER.state(
+                transport,
+                {
+                    "residuals": residuals,
+                    "velocities": velocities,
+                    "step": self.step,
+                    "order": now.order,
+                    "bucket_bytes": now.bucket_bytes,
+                    "costs": costs_dict(self._group.queue.measured),
+                },
+            )
 
-    def load_state_dict(self, state: states.State) -> None:
-        """Go on from a state that `state_dict` returned on this rank of as many ranks, or that `reshard` made.
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
 
-        Collective: all ranks load, or none. The states are of one step. Whatever reading a state raises, also on
-        another rank, counts as a state that does not fit; only an interrupt (Ctrl-C) is raised as it is.
+        Collective: all ranks load, or none. The states must be of one step. Any exception while a state is read, on any
+        rank, counts as a state that does not fit; an interrupt (Ctrl-C) is raised as it is.
 
         Raises:
-            InvalidInputError: it does not fit, or another rank's does not; the message names the rank, the key, what
-                was found and what was expected. Nothing has changed on any rank.
-            CollectiveMismatchError: another rank does not load, but goes on.
+            InvalidInputError: the state does not fit on some rank. The message names the rank, the key, the value and
+                the expected value. Nothing has changed on any rank.
+            CollectiveMismatchError: another rank makes another call.
             TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         self.load_with(lambda undo: self.prepare_state(state))
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
-        """Load a state with what an integration adds to it: all of it on all ranks, or none. Collective.
+        """Load a state that extends a reducer's, on all ranks or on none. Collective.
 
         Args:
-            prepare: as `sparsecomm.calls.loading.load` takes it; it calls `prepare_state`.
-            keys: what it returns besides.
+            prepare: see `sparsecomm.states.loading.load`; it calls `prepare_state`.
+            keys: of what it compares besides.
         """
         with self._lock:
-            ranks = self._idle("load_state_dict")
-            load(ranks, f"Reducer {self._group.number}", [*states.COMMON, *keys], prepare)
+            load(self._idle("load_state_dict"), f"Reducer {self._group.number}", [*REDUCER.keys, *keys], prepare)
 
-    def prepare_state(self, state: states.State) -> Prepared:
-        """Convert and check a state, for `load_with`. Nothing is sent, nothing changes.
+    def prepare_state(self, state: State, schema: Schema = REDUCER) -> Prepared:
+        """Convert and check a state, for `load_with`. Nothing is sent, and nothing changes.
+
+        Args:
+            state: see `load_state_dict`.
+            schema: of the state: `REDUCER`, or an extension of it.
 
         Raises:
-            InvalidInputError: `load_state_dict` would not take it.
+            InvalidInputError: the state does not fit.
         """
         with self._lock:
-            ranks = self._idle("load_state_dict")
-            found = states.prepare(state, self._specs, ranks.rank, ranks.size, bool(self._settings.correction.momentum))
+            read = schema.read_own(state, self._idle("load_state_dict"))
+            found = fit(read, self._specs, bool(self._settings.correction.momentum))
             made = self._group.arranged(found["order"], found["bucket_bytes"])
             made.fill(found["residuals"], found["velocities"])
 
-        costs = None if found["costs"] is None else states.measured_costs(found["costs"])
+        costs = None if found["costs"] is None else measured_costs(found["costs"])
 
         def commit() -> None:
             self._group.now = made
@@ -480,7 +484,7 @@ class Reducer:
                 self._group.queue.use_measured(costs)
             self._open = self._begin(found["step"])
 
-        return Prepared({key: found[key] for key in states.COMMON}, commit)
+        return Prepared({key: found[key] for key in REDUCER.keys}, commit, found)
 
     def residual(self, name: str) -> Array:
         """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.

@@ -13,8 +13,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer

@@ -10,13 +10,13 @@ import torch
 
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
-from sparsecomm.calls.loading import Prepared
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.states.loading import Prepared
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array, from_host
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.parameters import NamedParameters

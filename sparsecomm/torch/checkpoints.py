@@ -6,21 +6,21 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import quote
 
 import numpy as np
 import torch
 
-from sparsecomm.checkpoints import OF_ARRAYS, Checkpoint, Files, Folder
+from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
+from sparsecomm.checkpoints.formats import Folder, Format
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.local_steps import reshard
+from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
-from sparsecomm.torch.hook import SparseState
-from sparsecomm.torch.optimizer import KEY, SparseOptimizer
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import Parameters
 from sparsecomm.torch.shards import is_sharded
 from sparsecomm.transport import Comm, of
 
@@ -48,7 +48,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
     Raises:
         SparseCommError: as `sparsecomm.save`.
     """
-    TorchFiles().save(folder, step, objects, comm, keep)
+    Files(TorchFormat(), folder, comm).save(step, objects, keep)
 
 
 def load(
@@ -63,12 +63,12 @@ def load(
         folder, objects, comm, step: as in `sparsecomm.load`.
 
     Returns:
-        What was loaded; ``None``: there is no checkpoint that all ranks see.
+        What was loaded; tensors are in host memory. ``None``: no rank sees a checkpoint.
 
     Raises:
         SparseCommError: as `sparsecomm.load`.
     """
-    found = TorchFiles().load(folder, objects, comm, step)
+    found = Files(TorchFormat(), folder, comm).load(objects, step)
     if found is not None and found.ranks != of(comm).size:
         for one in objects.values():
             if isinstance(one, DiLoCo):
@@ -76,42 +76,52 @@ def load(
     return found
 
 
-class TorchFiles(Files):
-    """Files as ``torch.save`` makes them. Code in them is not run."""
+class TorchFormat(Format):
+    """Files as ``torch.save`` writes them (.pt). ``torch.load(weights_only=True)`` reads them, so code never runs."""
 
     suffix = ".pt"
 
-    def write(self, file: BinaryIO, states: dict[str, Any]) -> None:
-        torch.save(states, file)
-        file.flush()
-        try:
-            torch.load(file.name, weights_only=True, mmap=True)  # which leaves tensors in the file
+    def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
+        trial = io.BytesIO()
+        try:  # with the tensors' elements left out
+            torch.save(mapped(value, torch.Tensor, _without_elements), trial)
+            torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
             unknown = re.search(r"GLOBAL (\S+)", str(error))
             raise InvalidInputError(
                 f"objects: {unknown[1] if unknown else error} cannot be loaded again; expected tensors, numbers, "
-                "texts, and lists and dictionaries of them, or types that torch.serialization.add_safe_globals was "
-                "told of"
+                "strings, and lists and dictionaries of them, or types given to torch.serialization.add_safe_globals"
             ) from error
+        with _checksums():
+            torch.save(value, file)
 
-    def read(self, path: Path, *, own: bool) -> dict[str, Any]:
-        # Of other ranks' tensors none goes to the GPU that it came from. Files are never written to, so that tensors
-        # may stay in them.
-        states: dict[str, Any] = torch.load(path, map_location=None if own else "cpu", weights_only=True, mmap=True)
-        return states if own else mapped(states, torch.Tensor, _check_whole)
+    def parse(self, file: BinaryIO, path: Path, *, verify: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # files are never written to
 
     def state_of(self, one: Any) -> Any:
         state = super().state_of(one)
-        return mapped(state, np.ndarray, torch.from_numpy) if isinstance(one, OF_ARRAYS) else state
+        return mapped(state, np.ndarray, torch.from_numpy) if is_state(state) else state
 
-    def for_this_rank(self, one: object, states: list[Any], rank: int, size: int, *, own: bool) -> Any:
-        if isinstance(one, OF_ARRAYS):
-            states = mapped(states, torch.Tensor, torch.Tensor.numpy)
-        if not own and isinstance(one, SparseOptimizer):
-            return {**states[0], KEY: reshard([state[KEY] for state in states], rank, size)}
-        if not own and isinstance(one, (Parameters, SparseState, DiLoCo)):
-            return reshard(states, rank, size)
-        return super().for_this_rank(one, states, rank, size, own=own)
+    def for_world(self, states: list[Any], rank: int, size: int) -> Any:
+        return super().for_world([mapped(state, torch.Tensor, _check_whole) for state in states], rank, size)
+
+
+def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty(0) if type(tensor) is torch.Tensor else tensor
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let ``torch.save`` write checksums, also if the program has turned them off."""
+    get, turn = (getattr(torch.serialization, f"{verb}_crc32_options", lambda *_: True) for verb in ("get", "set"))
+    before = get()
+    if not before:
+        turn(True)
+    try:
+        yield
+    finally:
+        if not before:
+            turn(False)
 
 
 def _check_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +145,7 @@ class Stateful:
         comm: the ranks; ``None``: all.
     """
 
-    _files = TorchFiles()
+    _format = TorchFormat()
 
     def __init__(self, one: Any, checkpoint: Any = None, *, name: str = "state", comm: Comm = None) -> None:
         self._one, self._name, self._checkpoint, self._comm = one, name, checkpoint, comm
@@ -144,34 +154,46 @@ class Stateful:
         """Return this rank's state as bytes; to load, room for what is to be loaded.
 
         Raises:
-            InvalidInputError: the checkpoint has none of this name.
+            InvalidInputError: the checkpoint has no object of this name.
         """
-        ranks = of(self._comm)
+        transport = of(self._comm)
         if self._checkpoint is None:
-            kept = io.BytesIO()
-            torch.save(self._files.state_of(self._one), kept)
-            return {self._key(ranks.rank, ranks.size): torch.frombuffer(kept.getbuffer(), dtype=torch.uint8)}
+            data = io.BytesIO()
+            torch.save(self._format.state_of(self._one), data)
+            return {self._key(transport.rank, transport.size): torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        path = isinstance(self._checkpoint, (str, os.PathLike))
-        reader: Any = FileSystemReader(self._checkpoint) if path else self._checkpoint
+        is_path = isinstance(self._checkpoint, (str, os.PathLike))
+        reader: Any = FileSystemReader(self._checkpoint) if is_path else self._checkpoint
         saved = reader.read_metadata().state_dict_metadata
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
-        own = self._key(ranks.rank, ranks.size)
-        found = {key: size for key, size in sizes.items() if re.fullmatch(self._key(r"\d+", r"\d+"), key)}
+        found = {key: size for key, size in sizes.items() if self._ranks_in(key)}
         if not found:
             raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
+        own = self._key(transport.rank, transport.size)
         keys = [own] if own in found else list(found)
         return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object, from what `state_dict` has made room for. Collective."""
-        ranks, (*_, last) = of(self._comm), sorted(state)
-        old = int(last.rpartition("of")[2])
-        own = old == ranks.size
-        keys = [self._key(rank, old) for rank in ([ranks.rank] if own else range(old))]
-        states = [torch.load(io.BytesIO(state[key].numpy().tobytes()), weights_only=True) for key in keys]
-        self._one.load_state_dict(self._files.for_this_rank(self._one, states, ranks.rank, ranks.size, own=own))
+        transport = of(self._comm)
+        by_rank = {at: key for key in state if (at := self._ranks_in(key)) is not None}
+        own = (transport.rank, transport.size)
+        old = transport.size if own in by_rank else max(size for _, size in by_rank)
+        ranks = [own] if own in by_rank else [(rank, old) for rank in range(old)]
+        if missing := [each for each in ranks if each not in by_rank]:
+            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0][0]} of {old}")
+        data = [io.BytesIO(state[by_rank[each]].numpy().tobytes()) for each in ranks]
+        states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
+        self._one.load_state_dict(states[0] if own in by_rank else self._format.for_world(states, *own))
 
-    def _key(self, rank: int | str, size: int | str) -> str:
-        return f"{self._name}-rank{rank}-of{size}"
+    def _key(self, rank: int, size: int) -> str:
+        # DCP joins keys by dots.
+        return f"{quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
+
+    def _ranks_in(self, key: str) -> tuple[int, int] | None:
+        """Return the rank and the world size in a key of this object; ``None``: it is of another."""
+        found = re.fullmatch(r"(.*)-rank(\d+)-of(\d+)", key, re.DOTALL)
+        if found is None or key != self._key(int(found[2]), int(found[3])):
+            return None
+        return int(found[2]), int(found[3])

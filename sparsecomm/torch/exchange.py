@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsecomm.calls.loading import Prepared
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State
+from sparsecomm.states.loading import Prepared
+from sparsecomm.states.schema import State
 from sparsecomm.torch.parameters import NamedParameters, Parameters, is_zero, queue_callback
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm

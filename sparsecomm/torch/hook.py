@@ -14,8 +14,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.parameters import (
     ExchangeOptions,
     NamedParameters,

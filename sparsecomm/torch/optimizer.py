@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
-from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
 from sparsecomm.signatures import with_options
+from sparsecomm.states.loading import Prepared, Undo, reading
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.optimizer_state import (
     comparable,

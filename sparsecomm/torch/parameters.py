@@ -11,15 +11,17 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm.calls.loading import Prepared, Undo, reading
 from sparsecomm.calls.weights import check_every, check_weights
+from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.reducer.state import State, StateDict
+from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signatures import with_options
+from sparsecomm.states.loading import Prepared, Undo
+from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
@@ -42,6 +44,13 @@ __all__ = [
 ]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
+
+
+def _is_scale(value: object, _: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 < number(value) < math.inf)
+
+
+SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
 
 # The attributes in which wrappers hold the module that they wrap: parts of the names of its parameters.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -372,7 +381,7 @@ class Parameters(TrainedParameters):
     def state_dict(self) -> StateDict:
         """Return what `Reducer.state_dict` does, with tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
-        return {**state, "loss_scale": self._scale}
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
@@ -384,12 +393,8 @@ class Parameters(TrainedParameters):
 
     def prepare_state(self, state: State) -> Prepared:
         """Convert and check a state, for `load_with`. Nothing is sent, nothing changes."""
-        kept = self.reducer.prepare_state(state)
-        with reading("loss_scale", "a number above 0, or None"):
-            scale = state.get("loss_scale")
-            if scale is not None and (type(scale) not in (int, float) or not 0 < scale < math.inf):
-                raise InvalidInputError(f"state: loss_scale is {scale!r:.80}; expected a number above 0, or None")
-            scale = None if scale is None else float(scale)
+        kept = self.reducer.prepare_state(state, SCHEMA)
+        scale = None if kept.fields["loss_scale"] is None else float(kept.fields["loss_scale"])
 
         def commit() -> None:
             kept.commit()

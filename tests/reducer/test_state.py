@@ -78,21 +78,21 @@ def trained(ranks: simulated.SimulatedTransport, momentum: float = 0.5, steps: i
 
 
 WRONG = {
-    "no state": (lambda s: [1, 2], "got list; expected what Reducer.state_dict"),
-    "keys": (lambda s: {"step": 3}, "expected what Reducer.state_dict"),
+    "no state": (lambda s: [1, 2], "got list; expected the dictionary that Reducer.state_dict"),
+    "keys": (lambda s: {"step": 3}, "expected the dictionary that Reducer.state_dict"),
     "format": (lambda s: s | {"format": 9}, "format 9"),
-    "world size": (lambda s: s | {"world_size": 7}, "of 7 ranks.*reshard"),
+    "world size": (lambda s: s | {"world_size": 7}, "world size 7, .*reshard"),
     "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "that of rank"),
-    "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lack 'c'"),
-    "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "have 'z' besides"),
+    "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lacks 'c'"),
+    "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "has 'z' besides"),
     "shape": (lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}}, r"residuals\['c'\] has shape \(3,\)"),
-    "no velocities": (lambda s: s | {"velocities": {}}, "velocities of the state lack"),
+    "no velocities": (lambda s: s | {"velocities": {}}, "velocities lacks"),
     "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"\['c'\] has shape"),
     "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
-    "costs": (lambda s: s | {"costs": {"link": None, "node": None}}, "'costs' cannot be"),
-    "no costs": (lambda s: s | {"costs": {"link": [1.0, 0.0, 1.0], "node": None}}, "'costs' cannot be"),
+    "costs": (lambda s: s | {"costs": {"link": None, "node": None}}, "'costs'. is "),
+    "no costs": (lambda s: s | {"costs": {"link": [1.0, 0.0, 1.0], "node": None}}, "'costs'. is "),
     "costs of others": (lambda s: s | {"costs": {"link": [1.0 + s["rank"], 1.0, 1.0], "node": None}}, "has costs"),
-    "another's velocities": (lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}}, "lack nothing and"),
+    "another's velocities": (lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}}, "lacks nothing and"),
 }
 DAMAGED = [
     ("format", np.ones(3)),
@@ -109,27 +109,11 @@ DAMAGED = [
 ]
 
 
-def test_a_state_without_what_came_later_is_loaded() -> None:
-    """Format 1, as the first version wrote it."""
-    state = {
-        "format": 1,
-        "world_size": 1,
-        "rank": 0,
-        "step": 7,
-        "order": ["b", "a"],
-        "bucket_bytes": 4096,
-        "residuals": {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.float32)},
-        "velocities": {"a": np.full(3, 2, np.float32), "b": np.zeros(2, np.float32)},
-    }
-    tensors = {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}
-    for options in ({}, {"masking": False}, {"decay": 0.9}):
-        reducer = sc.Reducer(tensors, 0.5, momentum=0.9, **options)
-        reducer.load_state_dict(state)
-        same(reducer.state_dict()["residuals"], state["residuals"])
-        same(reducer.state_dict()["velocities"], state["velocities"])
-        assert reducer.step == 7
-    with pytest.raises(sc.InvalidInputError, match="load it with the version that saved it, or begin without it"):
-        reducer.load_state_dict(state | {"format": 0})
+def test_a_state_of_another_version_is_refused_with_advice() -> None:
+    reducer = sc.Reducer({"a": np.zeros(3, np.float32)}, 0.5)
+    for old in (1, "Reducer 1", "LocalSteps 3"):
+        with pytest.raises(sc.InvalidInputError, match="version that saved it, or begin without it"):
+            reducer.load_state_dict(reducer.state_dict() | {"format": old})
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -174,9 +158,9 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(
                 refused(change(reducer.state_dict()), message)
             reducer = trained(ranks, momentum=0.0)
             state, before = before, reducer.state_dict()
-            refused(state, "velocities of the state lack nothing and have")
+            refused(state, "velocities lacks nothing and has")
         for key, value in DAMAGED if damaged else ():
-            message = rf"'{key}' cannot be|got format|{key} raised"
+            message = rf"'{key}'. is |got format|states: got|{key} raised"
             refused(before | {key: value}, message)
             with pytest.raises(sc.InvalidInputError, match=message):
                 sc.reshard([before | {key: value}], 0, 2)
@@ -210,14 +194,14 @@ def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: in
 def test_states_that_do_not_belong_together_are_refused() -> None:
     states = run(3, lambda ranks: trained(ranks).state_dict())
     for wrong, rank, message in (
-        (states[:2], 0, r"those of \[2\] are missing"),
-        ([*states, states[1]], 0, "rank 1 is there twice"),
-        ([], 0, "there are none"),
+        (states[:2], 0, "got 2 of 3; rank 2 is missing"),
+        ([*states, states[1]], 0, "rank 1 appears twice"),
+        ([], 0, "got none"),
         (states, 2, "expected a rank from 0 to size - 1"),
-        ([1], 0, "got int"),
+        ([1], 0, "got .*int"),
         ([states[0] | {"step": 9}, *states[1:]], 0, "differ in step"),
-        ([states[0] | {"velocities": {}}, *states[1:]], 0, "names differ"),
-        ([states[0] | {"world_size": 2**60}], 0, r"those of \[1, 2, 3, 4, 5\] and others are missing"),  # at once
+        ([states[0] | {"velocities": {}}, *states[1:]], 0, "names or shapes"),
+        ([states[0] | {"world_size": 2**60}], 0, "got 1 of"),  # at once
     ):
         with pytest.raises(sc.InvalidInputError, match=message):
             sc.reshard(wrong, rank, 2)
@@ -282,16 +266,6 @@ def test_counters_and_loggers(P: int, algorithm: str) -> None:
         return applied
 
     assert len(set(run(P, program))) == 1
-
-
-def test_reshard_keeps_what_integrations_add() -> None:
-    def state(rank: int, scale: float) -> dict[str, object]:
-        made = sc.Reducer({"x": np.zeros(3, np.float32)}, dense_below=0).state_dict()
-        return {**made, "world_size": 2, "rank": rank, "loss_scale": scale}
-
-    assert sc.reshard([state(0, 8.0), state(1, 8.0)], 0, 1)["loss_scale"] == 8.0
-    with pytest.raises(sc.InvalidInputError, match="loss_scale"):
-        sc.reshard([state(0, 8.0), state(1, 4.0)], 0, 1)
 
 
 def test_reducers_say_what_they_are() -> None:

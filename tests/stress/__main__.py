@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
-    "calls", "messages", "peers", "inputs", "states", "threads", "signals", "interrupts", "endurance", "stopped",
-    "lost", "soak", "strangers", "all",
+    "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "signals", "interrupts",
+    "endurance", "stopped", "lost", "soak", "strangers", "all",
 )  # fmt: skip
 
 

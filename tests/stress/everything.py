@@ -24,6 +24,8 @@ _ATTACKS = {  # numbers are scaled
     "states": "--states 1000",
     "states over mpi": "--over mpi --states 50",
     "states over gloo": "--over gloo --states 50",
+    "files": "--files 300",
+    "kills": "--kills 100",
     "calls with sanitizers": "--sanitized BUILD --calls 300",
     "messages with sanitizers": "--sanitized BUILD --messages 50_000",
     "inputs with sanitizers": "--sanitized BUILD --inputs 500",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.stress.calls import Calls
 from tests.stress.sanitizers import COMPILER
 from tests.thinning import exhaustive, whole
 
+needs_process_groups = pytest.mark.skipif(find_spec("torch") is None, reason="no PyTorch")
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
 
 
@@ -42,6 +44,8 @@ def attack(command: str, seed: int | None) -> None:
         exhaustive("peers --messages 4000 --jobs 1", None),
         ("inputs --inputs 300 --jobs 0", 1),
         ("states --states 60 --jobs 0", 1),
+        pytest.param("files --files 300 --jobs 0", None, marks=pytest.mark.exhaustive),
+        pytest.param("kills --kills 30", None, marks=[pytest.mark.exhaustive, needs_process_groups]),
         ("signals --calls 400 --ranks 1 3 --over simulated", 1),
         pytest.param("threads --calls 1000 --forks 20 --pool-only", 1, marks=[needs_compiler, pytest.mark.exhaustive]),
     ],

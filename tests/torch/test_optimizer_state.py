@@ -79,7 +79,7 @@ def change(what: str, state: Any) -> Any:
     ("what", "said"),
     [
         ("plain", "there are no residuals"),
-        ("world_size", "the state is of 7 ranks"),
+        ("world_size", "the state has world size 7"),
         ("step", "the state of rank 1 has step 7, and that of rank 0 has 2"),
         *((what, "rank 1") for what in ("group", "rate", "value", "foreign", "text")),
     ],

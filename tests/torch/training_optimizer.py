@@ -134,7 +134,7 @@ def states_that_do_not_fit() -> None:
     plain = sgd(Chosen().parameters())
     for state, match in (
         (plain.state_dict(), "it is of a plain optimizer"),
-        ({**plain.state_dict(), "sparsecomm": {}}, "expected what Reducer.state_dict"),
+        ({**plain.state_dict(), "sparsecomm": {}}, "expected the dictionary that SparseState.state_dict"),
         (Training(model=Chosen({"a": (20, 14)})).optimizer.state_dict(), "lack 'b'"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):

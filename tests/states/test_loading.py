@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.loading import Prepared, Undo, load
+from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
 from tests.interrupts import InterruptError, interrupted
 from tests.reducer.programs import run

@@ -1,0 +1,236 @@
+"""Checkpoint files that are damaged, foreign, or of another job; and what is never removed or written.
+
+Random damages on 2 to 4 ranks are an attack: `tests/stress/files.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.checkpoints.claims import claim
+from sparsecomm.transport import simulated
+from tests.ranks import errors, run
+from tests.stress.files import DAMAGES, Case
+
+MODULES = ["sparsecomm", "sparsecomm.torch"]
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> Any:
+    if request.param != "sparsecomm":
+        pytest.importorskip("torch.distributed")
+    return import_module(request.param)
+
+
+def suffix(module: Any) -> str:
+    return ".npz" if module is sc else ".pt"
+
+
+def save(module: Any, folder: Path, *steps: int, P: int = 2, keep: int = 1, own: bool = False) -> None:
+    """Save these steps on P ranks, in one folder or in one for each rank."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        for step in steps:
+            module.save(folder / str(ranks.rank) if own else folder, step, {"x": step}, comm=ranks, keep=keep)
+
+    run(P, program)
+
+
+def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[int]:
+    """Return the steps that the ranks load."""
+
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        found = module.load(folder / str(ranks.rank) if own else folder, {"x": None}, comm=ranks)
+        assert found.values == {"x": found.step}
+        return int(found.step)
+
+    return run(P, program)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_left_out_and_named(
+    damage: str, module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(module, tmp_path, 1, 2, keep=2)
+    path = tmp_path / f"step2-rank1-of2{suffix(module)}"
+    others = [tmp_path / f"step{step}-rank{rank}-of2{suffix(module)}" for step, rank in ((1, 1), (2, 0))]
+    rng, before, harmless = np.random.default_rng(0), path.read_bytes(), damage in ("flipped", "grown")
+    for _ in range(20 if harmless else 1):
+        if harmless:
+            path.write_bytes(before)
+        DAMAGES[damage](path, others[1:] if damage == "swapped" else others, rng)
+        caplog.clear()
+        found = load(module, tmp_path)
+        assert found in ([1, 1], [2, 2] if harmless else None)  # some bytes of an archive mean nothing
+    if found == [1, 1] and damage != "missing":
+        assert path.name in caplog.text
+    save(module, tmp_path, 3)
+    assert load(module, tmp_path) == [3, 3]
+    for rank in range(2):
+        (tmp_path / f"step3-rank{rank}-of2{suffix(module)}").unlink()
+    assert load(module, tmp_path) == found  # the damaged one did not count as the older one that stays
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_random_damages(number: int) -> None:
+    logging.getLogger("sparsecomm").setLevel(logging.ERROR)
+    Case(5, number).play()
+
+
+def test_the_newest_that_all_have_is_found_behind_any_number_of_newer_ones(module: Any, tmp_path: Path) -> None:
+    save(module, tmp_path, 1, 2, 3, own=True, keep=3)
+    shutil.copytree(tmp_path / "1", tmp_path / "backup")
+    save(module, tmp_path, *range(4, 44), own=True, keep=50)
+    shutil.rmtree(tmp_path / "1")
+    (tmp_path / "backup").rename(tmp_path / "1")
+    assert load(module, tmp_path, own=True) == [3, 3]
+
+
+@pytest.mark.parametrize("lost", ["folder", "all damaged", "of an earlier version"])
+def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, module: Any, tmp_path: Path) -> None:
+    save(module, tmp_path, 1, own=True)
+    if lost == "folder":
+        shutil.rmtree(tmp_path / "1")
+    elif lost == "all damaged":
+        (tmp_path / f"1/step1-rank1-of2{suffix(module)}").write_bytes(b"")
+    elif module is sc:
+        for rank in range(2):
+            (tmp_path / f"{rank}/step1-rank{rank}-of2.npz").rename(tmp_path / f"{rank}/step1-rank{rank}-of2.arrays")
+    else:
+        for rank in range(2):
+            import_module("torch").save({"x": 1}, tmp_path / f"{rank}/step1-rank{rank}-of2.pt")
+    said = {
+        "folder": r"there on all ranks. Rank 0 sees: steps 1, and rank 1: none. Restore",
+        "all damaged": "step1-rank1-of2.* cannot be read: BadZipFile",
+        "of an earlier version": "earlier version",
+    }
+    for error in errors(2, lambda ranks: module.load(tmp_path / str(ranks.rank), {"x": None}, comm=ranks)):
+        assert isinstance(error, sc.InvalidInputError)
+        assert re.search(said[lost], str(error))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_first_checkpoint_is_there_if_one_rank_has_renamed_its_file(
+    own: bool, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then all ranks have written theirs. If none has, there is no checkpoint."""
+    rename = os.replace
+    dead = {1}
+
+    def replace(part: Path, path: Path) -> None:
+        if any(f"-rank{rank}-" in path.name for rank in dead):
+            raise KeyboardInterrupt
+        rename(part, path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises((KeyboardInterrupt, sc.InvalidInputError)):
+        save(module, tmp_path, 5, own=own)
+    monkeypatch.undo()
+    assert load(module, tmp_path, own=own) == [5, 5]
+    final = next(tmp_path.rglob(f"step5-rank0-of2{suffix(module)}"))
+    final.rename(f"{final}.part")
+    folder = (lambda rank: tmp_path / str(rank)) if own else lambda rank: tmp_path
+    assert run(2, lambda ranks: module.load(folder(ranks.rank), {"x": None}, comm=ranks)) == [None, None]
+
+
+JOB = """
+import sys, time
+from pathlib import Path
+from sparsecomm.checkpoints.claims import claim
+claim(Path(sys.argv[1]), "another")
+print("claimed", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsecomm.checkpoints.claims._PATIENCE", 0.1)
+    job = subprocess.Popen([sys.executable, "-c", JOB, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "claimed\n"
+        for error in errors(3, partial(_save_one, tmp_path)):
+            assert isinstance(error, sc.InvalidInputError)
+            assert f"another job saves checkpoints into {tmp_path} (process {job.pid} on " in str(error)
+        assert not list(tmp_path.glob("step*"))
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+        assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
+        claim(tmp_path, "another name")  # of the job that has it
+        assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
+    finally:
+        job.kill()
+        job.communicate()
+
+
+def _save_one(folder: Path, ranks: simulated.SimulatedTransport) -> None:
+    sc.save(folder, 1, {"x": 1}, comm=ranks)
+
+
+def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        weights = {"w": np.ones(20, np.float32)}
+        optimizer = sc.SparseAdamW(weights, comm=ranks)
+        optimizer.step(weights)
+        sc.save(tmp_path, 1, {"sparse": optimizer}, comm=ranks)
+        if ranks.rank == 1:
+            optimizer._adamw.moments["w"].squares[3] = np.inf
+        with pytest.raises(sc.InvalidInputError, match="squares of w is not finite"):
+            sc.save(tmp_path, 2, {"sparse": optimizer}, comm=ranks)
+        found = sc.load(tmp_path, {"sparse": optimizer}, comm=ranks)
+        assert found is not None
+        assert found.step == 1
+        optimizer.step(weights)
+
+    run(2, program)
+
+
+def test_torch_writes_checksums_also_where_the_program_has_turned_them_off(tmp_path: Path) -> None:
+    torch, module = pytest.importorskip("torch"), import_module("sparsecomm.torch")
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this PyTorch always writes them")
+    torch.serialization.set_crc32_options(False)
+    try:
+        save(module, tmp_path, 1)
+        assert torch.serialization.get_crc32_options() is False
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(tmp_path / "step1-rank0-of2.pt") as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("names", [("opt.1", "1"), ("opt(1)", "opt[1]"), ("a-rank0-of2", "a"), ("ü %", ".")])
+def test_stateful_finds_objects_of_any_name(names: tuple[str, ...], tmp_path: Path) -> None:
+    torch, module = pytest.importorskip("torch"), import_module("sparsecomm.torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    made = {name: sc.Reducer({"x": np.zeros(3, np.float32)}, 0.5) for name in names}
+    for i, reducer in enumerate(made.values()):
+        for _ in range(i + 1):
+            reducer.reduce({"x": np.arange(3, dtype=np.float32)})
+    objects = {f"{i}.{name}": module.Stateful(made[name], name=name) for i, name in enumerate(names)}
+    with torch.no_grad():
+        dcp.save(objects, checkpoint_id=tmp_path / "c", no_dist=True)
+        again = {name: sc.Reducer({"x": np.zeros(3, np.float32)}, 0.5) for name in names}
+        found = {f"{i}.{name}": module.Stateful(again[name], tmp_path / "c", name=name) for i, name in enumerate(names)}
+        dcp.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert [again[name].step for name in names] == [1, 2]
+    with pytest.raises(sc.InvalidInputError, match="has no 'other'"):
+        module.Stateful(made[names[0]], tmp_path / "c", name="other").state_dict()

@@ -1,0 +1,160 @@
+"""Plain values as archives: what was written comes back, and bytes that nobody wrote are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import sys
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as of_numpy
+
+import sparsecomm as sc
+from sparsecomm.states.values import checksum, from_bytes, to_bytes
+from tests.stress.mutations import NUMBERS, damaged
+
+CHECK = settings(max_examples=150, deadline=None, derandomize=True)
+ARRAYS = of_numpy.arrays(
+    st.sampled_from(["?", "i1", "<i8", ">u4", "<f2", ">f4", "<f8", ">c8"]),
+    of_numpy.array_shapes(min_dims=0, min_side=0),
+)
+NUMBERS_64 = st.integers(-(2**63), 2**64 - 1)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS_64 | st.floats() | st.text() | ARRAYS,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | NUMBERS_64, inner),
+    max_leaves=20,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        a = a.astype(a.dtype.newbyteorder("="))
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+@CHECK
+@given(VALUES)
+def test_what_was_written_comes_back(value: Any) -> None:
+    assert same(value, from_bytes(to_bytes(value)))
+
+
+def test_checksums_do_not_depend_on_the_layout() -> None:
+    a = np.arange(12, dtype="<f4").reshape(3, 4)
+    for other in (np.asfortranarray(a), a.astype(">f4"), np.repeat(a, 2, 1)[:, ::2], np.ascontiguousarray(a.T).T):
+        assert checksum([other]) == checksum([a])
+        assert same(from_bytes(to_bytes(other)), a)
+    assert len({checksum(v) for v in (a, a.reshape(4, 3), a + 1, a.astype("f8"), [a], 0.0, -0.0, None, "None")}) == 9
+
+
+def test_bfloat16_needs_its_numpy_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is only written where it could be read again."""
+    torch, ml_dtypes = pytest.importorskip("torch"), pytest.importorskip("ml_dtypes")
+    value = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    found = from_bytes(to_bytes({"x": value}))["x"]
+    assert found.dtype == ml_dtypes.bfloat16
+    assert found.tolist() == value.tolist()
+    assert checksum(value) == checksum(found)
+
+    def unknown(name: Any) -> Any:
+        raise TypeError(name)
+
+    monkeypatch.setattr(sys.modules["sparsecomm.states.values"], "_named_dtype", unknown)
+    with pytest.raises(sc.InvalidInputError, match=r"bfloat16 at \['x'\].* ml_dtypes"):
+        to_bytes({"x": value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, np.zeros(2, object), np.zeros(2, "g"), {(): 1}, 2**64, 1j, b"x", [[[], object()], print]],
+)
+def test_what_is_not_plain_is_refused(value: Any) -> None:
+    with pytest.raises(sc.InvalidInputError):
+        to_bytes({"a": [value]})
+
+
+def test_values_within_themselves_are_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(sc.InvalidInputError, match="nested"):
+        to_bytes(loop)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/this/must/not/be",)
+
+
+def archive(**members: Any) -> np.ndarray:
+    buffer = io.BytesIO()
+    np.savez(buffer, **members)
+    return np.frombuffer(buffer.getbuffer(), np.uint8)
+
+
+def test_a_pickle_is_refused_and_not_loaded() -> None:
+    evil = np.array([Evil()], object)
+    tree = np.frombuffer(json.dumps({"array": [0, "object", [1]]}).encode(), np.uint8)
+    single = io.BytesIO()
+    np.save(single, np.zeros(3))
+    for raw in (pickle.dumps(Evil()), b"", b"\0" * 7, b"\xff" * 64, single.getvalue()):
+        with pytest.raises(sc.InvalidInputError, match="cannot read an archive of values"):
+            from_bytes(np.frombuffer(raw, np.uint8))
+    for members in ({"values": tree, "0": evil}, {"values": evil}, {"0": evil}):
+        with pytest.raises(sc.InvalidInputError, match="cannot read an archive of values"):
+            from_bytes(archive(**members))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "",
+        str(2**70),
+        "{}",
+        '{"tuple":1}',
+        '{"array":[0,"float32",[6]]}',
+        '{"array":[0,"float64",[5]]}',
+        '{"array":[0,"float32",[-1]]}',
+        '{"array":[0,"object",[5]]}',
+        '{"array":[1,"float32",[5]]}',
+        '{"array":["../../etc/passwd","float32",[5]]}',
+        '{"dict":[[[1],2]]}',
+        '{"dict":[[1.5,2]]}',
+        '{"dict":[[true,2]]}',
+        '{"tuple":[],"dict":[]}',
+        "[" * 200 + "]" * 200,
+        "[" * 100_000,
+        '{"eval":"1"}',
+    ],
+)
+def test_a_description_that_cannot_be_is_refused(tree: str) -> None:
+    members = {"values": np.frombuffer(tree.encode(), np.uint8), "0": np.zeros(5, np.float32)}
+    with pytest.raises(sc.InvalidInputError, match="cannot read an archive of values"):
+        from_bytes(archive(**members))
+
+
+def test_damaged_bytes_are_values_or_refused() -> None:
+    state = {
+        "velocities": {"a": np.arange(5, dtype="f4"), "b": np.zeros((2, 3))},
+        "rate": 0.7,
+        "steps": [3, None, True],
+    }
+    taken = refused = 0
+    for each in damaged(to_bytes(state), 2000, 8, list(NUMBERS), np.random.default_rng(0)):
+        with suppress(sc.InvalidInputError):
+            refused += 1
+            assert same(from_bytes(each), state)
+            taken += 1
+    refused -= taken
+    assert taken > 20
+    assert refused > 1000

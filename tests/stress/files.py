@@ -1,0 +1,210 @@
+"""Damaged checkpoint files on 2 to 4 ranks: the newest checkpoint whose files are whole is loaded, alike on all ranks.
+
+In each case ranks save several checkpoints, of NumPy's or of PyTorch's files, in one folder or in one for each rank.
+Then some files are damaged: bits are flipped, files are cut, swapped with those of other ranks, copied over others,
+renamed, or replaced by foreign ones, FIFOs, devices and huge ones. `load` must return a checkpoint with the values that
+were saved in it, the same on all ranks, and no older than the newest one that was not damaged. If none can be loaded,
+all ranks must raise. A further save must keep a checkpoint that can be loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.stress.harness import Numbered, numbered
+
+__all__ = ["DAMAGES", "Case", "DamagedFiles"]
+
+Damage = Callable[[Path, list[Path], np.random.Generator], object]
+
+
+def _flip(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    raw = bytearray(path.read_bytes())
+    for at in rng.integers(0, len(raw), rng.integers(1, 4)):
+        raw[at] ^= 1 << int(rng.integers(8))
+    path.write_bytes(raw)
+
+
+def _cut(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    os.truncate(path, int(rng.integers(0, path.stat().st_size)))
+
+
+def _grow(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    os.truncate(path, path.stat().st_size + int(rng.integers(1, 10_000)))
+
+
+def _huge(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    os.truncate(path, 1 << 40)
+
+
+def _swap(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    other, between = others[rng.integers(len(others))], path.with_suffix(".between")
+    path.rename(between)
+    other.rename(path)
+    between.rename(other)
+
+
+def _copy_over(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    shutil.copy(others[rng.integers(len(others))], path)
+
+
+def _another(make: Callable[[Path], object]) -> Damage:
+    def replace(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+        path.unlink()
+        make(path)
+
+    return replace
+
+
+def _compress(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: archive.read(info) for info in archive.infolist()}
+    except zipfile.BadZipFile:  # it was damaged before
+        members = {}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def _foreign(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, values=np.arange(5))
+
+
+DAMAGES: dict[str, Damage] = {
+    "flipped": _flip,
+    "cut": _cut,
+    "grown": _grow,
+    "huge": _huge,
+    "swapped": _swap,
+    "copied over": _copy_over,
+    "compressed": _compress,
+    "empty": _another(Path.touch),
+    "FIFO": _another(lambda path: os.mkfifo(path)),
+    "device": _another(lambda path: path.symlink_to("/dev/zero")),
+    "folder": _another(Path.mkdir),
+    "dangling link": _another(lambda path: path.symlink_to("/nowhere/at/all")),
+    "missing": _another(lambda path: None),
+    "pickle": _another(lambda path: path.write_bytes(pickle.dumps({"checkpoint": {}, "states": {}}))),
+    "text": _another(lambda path: path.write_text("step 3\n")),
+    "foreign": _another(_foreign),
+}
+
+
+@dataclass
+class Case:
+    """A case by its number."""
+
+    seed: int
+    number: int
+
+    def __post_init__(self) -> None:
+        rng = self.rng = np.random.default_rng([self.seed, self.number])
+        self.P, self.steps = int(rng.integers(2, 5)), int(rng.integers(1, 5))
+        self.torch, self.shared = bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+        self.suffix = ".pt" if self.torch else ".npz"
+
+    def play(self) -> str:
+        """Play it on simulated ranks; return what happened, and raise what should not be."""
+        module: Any = sc
+        if self.torch:
+            import sparsecomm.torch as module
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+
+            def folder(rank: int) -> Path:
+                return root if self.shared else root / str(rank)
+
+            def value(step: int, rank: int) -> Any:
+                array = np.random.default_rng([self.number, step, rank]).standard_normal(50).astype(np.float32)
+                array[-2:] = step, rank
+                if not self.torch:
+                    return array
+                import torch
+
+                return torch.from_numpy(array)
+
+            def save(steps: list[int], keep: int) -> None:
+                def program(ranks: simulated.SimulatedTransport) -> None:
+                    for step in steps:
+                        objects = {"x": value(step, ranks.rank), "step": step}
+                        module.save(folder(ranks.rank), step, objects, comm=ranks, keep=keep)
+
+                simulated.run(self.P, program)
+
+            def load() -> list[Any]:
+                def program(ranks: simulated.SimulatedTransport) -> Any:
+                    found = module.load(folder(ranks.rank), {"x": None, "step": None}, comm=ranks)
+                    assert found is not None
+                    assert found.step == found.values["step"]
+                    np.testing.assert_array_equal(found.values["x"], value(found.step, ranks.rank))
+                    return found.step
+
+                return simulated.run(self.P, program, catch=True)
+
+            save(list(range(1, self.steps + 1)), self.steps)
+            whole = set(range(1, self.steps + 1))
+            kinds = []
+            for _ in range(int(self.rng.integers(1, 4))):
+                kind = list(DAMAGES)[self.rng.integers(len(DAMAGES))]
+                paths = sorted(root.rglob(f"step*{self.suffix}"), reverse=True)
+                regular = [path for path in paths if path.is_file() and 0 < path.stat().st_size < 1 << 30]
+                if len(regular) < 2:
+                    break
+                path = regular[min(int(self.rng.exponential(2)), len(regular) - 1)]
+                others = [other for other in regular if other.name != path.name]
+                if not others:
+                    break
+                touched = {path} | (set(others) if kind == "swapped" else set())
+                before = {each: each.read_bytes() for each in touched if each.stat().st_size < 1 << 30}
+                DAMAGES[kind](path, others, self.rng)
+                for each in touched:
+                    if not (each.is_file() and each.stat().st_size < 1 << 30 and each.read_bytes() == before.get(each)):
+                        whole.discard(int(each.name[4:].partition("-")[0]))
+                kinds.append(kind)
+            began = time.monotonic()
+            results = load()
+            assert time.monotonic() - began < 60, f"{kinds}: took as long as a timeout"
+            errors = [result.error for result in results]
+            newest = max(whole, default=0)
+            if any(errors):
+                assert all(isinstance(error, sc.InvalidInputError) for error in errors), f"{kinds}: {errors}"
+                assert not whole, f"{kinds}: {newest} is whole, and was not loaded: {errors}"
+                return "refused"
+            steps = {result.value for result in results}
+            assert len(steps) == 1, f"{kinds}: ranks have loaded steps {steps}"
+            (step,) = steps
+            assert step >= newest, f"{kinds}: {newest} is whole, and {step} was loaded"
+            save([self.steps + 1], 1)
+            last = {result.value for result in load()}
+            assert last == {self.steps + 1}, f"{kinds}: after another save {last} was loaded"
+            for path in root.rglob(f"step{self.steps + 1}-*"):
+                path.unlink()
+            assert {result.value for result in load()} == {step}, f"{kinds}: the good one of step {step} was removed"
+            return "loaded the newest" if step == self.steps else "loaded an older one"
+
+
+class DamagedFiles(Numbered):
+    unit, chunk = "files", 100
+    options = numbered(unit, 2000)
+
+    def check(self, number: int) -> None:
+        """Play a case."""
+        logging.getLogger("sparsecomm").setLevel(logging.ERROR)
+        case = Case(self.report.seed, number)
+        self.counts[f"{'torch' if case.torch else 'arrays'}: {case.play()}"] += 1
