@@ -175,8 +175,8 @@ class ProcessGroupTransport(FailureDetector):
         group = self._group()
         if group is None:
             raise TransportError(f"rank {self.rank}: the process group of this transport was destroyed")
-        host = data.detach().cpu()
         if data.device.type == "cpu" or f"{data.device.type}:" not in dist.get_backend_config(group):
+            host = data.detach().cpu()
             self.broadcast(host.view(-1).view(torch.uint8).numpy(), root)
             if host.data_ptr() != data.data_ptr():
                 data.copy_(host)
