@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
@@ -14,9 +14,10 @@ from sparsecomm.checks import shown, whole
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.transport import Transport
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["check_every", "check_weights"]
+__all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "compare_weights"]
 
 
 @naming_rank
@@ -40,33 +41,67 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         InvalidInputError: an argument cannot be used. Nothing was sent.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
+    def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
+        ranks = transport.of(comm)
+        comparison = make(ranks)
+        if ranks.size > 1:
+            queue_of(ranks).call(comparison)
+        return comparison
+
+    compare_weights(tensors, call)
+
+
+def compare_weights(
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],
+) -> None:
+    """Do as `check_weights`, by a call that `Reducer.opening_call` makes, for example.
+
+    Args:
+        tensors: as there.
+        call: makes the call that the function it is given prepares, and returns it.
+    """
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
-    ranks = transport.of(comm)
-    if ranks.size == 1:
-        return
-    described, checksums = [], []
-    for name, tensor in named:
-        what, data = interop.content(tensor, name)
-        described.append(f"{name}, {what}")
-        checksums.append(_checksum(data))
-    comparison = WordsComparison(ranks, checksums, zlib.crc32(repr(["weights", *described]).encode()) or 1)
     try:
-        queue_of(ranks).call(comparison)
+        comparison = call(lambda ranks: WeightComparison(ranks, named))
     except CollectiveMismatchError as error:
+        first = named[0][0] if named else "none"
         raise CollectiveMismatchError(
             f"check_weights: ranks differ in the number, order, names, types or shapes of their tensors, or make other "
-            f"calls; rank {ranks.rank} has {len(named)} tensors, the first of them "
-            f"{described[0] if described else 'none'}. {error}"
+            f"calls; this rank has {len(named)} tensors, the first of them {first}. {error}"
         ) from error
-    firsts = comparison.words
-    if (first := min(firsts)) < len(named):
-        rank = firsts.index(first)
-        differing = [r for r, position in enumerate(firsts) if position < len(named)]
-        raise WeightMismatchError(
-            f"{described[first]}: the weights of rank {rank} are not those of rank 0. It is the first of {len(named)} "
-            f"tensors that differs; {format_ranks(differing)} of {ranks.size} differ from rank 0. Give all ranks "
-            "the same: load the same checkpoint, or broadcast them (PyTorch: sparsecomm.torch.broadcast_parameters)"
-        )
+    comparison.check()
+
+
+class WeightComparison(WordsComparison):
+    """The call of `check_weights`."""
+
+    def __init__(self, ranks: Transport, named: list[tuple[str, Any]]) -> None:
+        """Prepare it for named tensors, which are read now, if there are other ranks."""
+        self._described: list[str] = []
+        checksums = []
+        for name, tensor in named if ranks.size > 1 else ():
+            what, data = interop.content(tensor, name)
+            self._described.append(f"{name}, {what}")
+            checksums.append(_checksum(data))
+        super().__init__(ranks, checksums, zlib.crc32(repr(["weights", *self._described]).encode()) or 1)
+
+    def check(self) -> None:
+        """Check what the call has found.
+
+        Raises:
+            WeightMismatchError: tensors differ between ranks.
+        """
+        described, firsts = self._described, self.words
+        if described and (first := min(firsts)) < len(described):
+            rank = firsts.index(first)
+            differing = [r for r, position in enumerate(firsts) if position < len(described)]
+            raise WeightMismatchError(
+                f"{described[first]}: the weights of rank {rank} are not those of rank 0. It is the first of "
+                f"{len(described)} tensors that differs; {format_ranks(differing)} of {len(firsts)} differ from rank "
+                "0. Give all ranks the same: load the same checkpoint, or broadcast them (PyTorch: "
+                "sparsecomm.torch.broadcast_parameters)"
+            )
 
 
 def check_every(every: object) -> int | None:
@@ -80,6 +115,17 @@ def check_every(every: object) -> int | None:
     raise InvalidInputError(
         f"check_weights_every={shown(every)}: expected a number of steps, 0 for the first step only, or None"
     )
+
+
+def check_due(every: int | None, step: int, checked: int | None) -> bool:
+    """Return whether weights are to be compared before a step.
+
+    Args:
+        every: the option ``check_weights_every``.
+        step: number of the step.
+        checked: the last step before which they were compared if that was due; ``None``: none.
+    """
+    return every is not None and (checked is None or bool(every and step % every == 0 and checked != step))
 
 
 def _checksum(data: Array) -> int:

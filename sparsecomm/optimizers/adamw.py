@@ -31,13 +31,15 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from sparsecomm.api import sparse_allreduce
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.backends.base import Moments
+from sparsecomm.calls.call import SumCall
+from sparsecomm.calls.sparse import prepare
 from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -197,8 +199,7 @@ class LazyAdamW:
         for i, name in enumerate(names):
             if gradients.get(name) is not None:
                 squares[i], squares[-1] = self._reducer.sum_of_squares(name, gradients[name]) * scale**2, 1
-        options: dict[str, Any] = {"algorithm": "dense", "wire": "plain", "op": "mean", "label": "first second moments"}
-        *total, some = sparse_allreduce(squares, 1.0, comm=self.comm, **options).to_dense()
+        *total, some = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
         if not np.isfinite(total).all() or not some:
             return False
         mean = np.array(total) / np.maximum(sizes, 1)
@@ -318,6 +319,12 @@ class LazyAdamW:
             for name, moments in self.moments.items()
             for field, array in moments._asdict().items()
         }
+
+
+def _mean_of(squares: Array, ranks: Transport) -> SumCall:
+    """Return the call that takes the mean of the ranks' mean squares."""
+    args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
+    return prepare(squares, 1.0, ranks, *args, background=True)[1]
 
 
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:

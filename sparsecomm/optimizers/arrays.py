@@ -8,6 +8,7 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.weights import check_every, check_weights
+from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed
 from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
@@ -100,7 +101,7 @@ class SparseAdamW:
         self._adamw = LazyAdamW(self.weights, self._reducer, comm)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)
-        self._checked: int | None = None  # the step in which weights were compared last
+        self._checked: int | None = None  # the last step whose opening went well: weights were compared if that was due
 
     @property
     def reducer(self) -> Reducer:
@@ -138,7 +139,10 @@ class SparseAdamW:
         if not self._reducer.pending:
             self._check_weights()
             self._reducer.label = adamw.label(rules)
-            if not adamw.begin(gradients, rules):
+            begun = adamw.begin(gradients, rules)
+            self._checked = self._reducer.step
+            self._reducer.end_opening()
+            if not begun:
                 return Step(self._reducer.step, self._reducer.density, usable=False)
         for name in self.weights:
             if not self._reducer.parts(name):
@@ -164,11 +168,8 @@ class SparseAdamW:
 
     def _check_weights(self) -> None:
         """Compare weights and moments with other ranks, if that is due."""
-        step, every = self._reducer.step, self._check_every
-        if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
-            return
-        check_weights({**self.weights, **self._adamw.replicated()}, comm=self._comm)
-        self._checked = step
+        if check_due(self._check_every, self._reducer.step, self._checked):
+            self._reducer.check_weights({**self.weights, **self._adamw.replicated()})
 
     # -- other ranks, and state ---------------------------------------------------------------------------------------
 

@@ -7,12 +7,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import Backend
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import Task
+from sparsecomm.calls.weights import WeightComparison, compare_weights
 from sparsecomm.checks import flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean, listed
@@ -30,7 +33,7 @@ from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.sparse import Array
+from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
 __all__ = ["Reducer"]
@@ -272,6 +275,38 @@ class Reducer:
         """Lay out buckets with the other ranks, as the first `push` does. Collective, the first time."""
         with self._lock:
             self._connect()
+
+    def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
+        """Make a call that precedes the first gradient of a step. Collective.
+
+        After an interrupt call this again. Where a thread makes calls, the interrupt has ended only the wait, and this
+        waits for the same call. If an opening call fails, the opening begins again with its first call. So ranks of
+        which one has failed later than another make the same calls.
+
+        Args:
+            name: of the call.
+            make: returns the call; it is not called if the call has been made since the last `end_opening`.
+
+        Returns:
+            The call, and its result.
+
+        Raises:
+            SparseCommError: the call failed.
+        """
+        with self._lock:
+            ranks = self._connect()
+            return self._open.opening_call(name, lambda: make(ranks))
+
+    def end_opening(self) -> None:
+        """Forget the opening calls: they went well, and the next ones are new."""
+        with self._lock:
+            self._open.end_opening()
+
+    def check_weights(self, tensors: Mapping[str, object]) -> None:
+        """Do as `sparsecomm.check_weights`, by an opening call."""
+        with self._lock:
+            if self._connect().size > 1:
+                compare_weights(tensors, lambda make: cast("WeightComparison", self.opening_call("weights", make)[0]))
 
     def sum_of_squares(self, name: str, gradient: object) -> float:
         """Return the sum of the squares of the elements of a gradient of this tensor. Nothing is sent.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
-from sparsecomm.calls.queue import Handle
+from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.primitives.gather import gather_words
 from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.counters import Counters
@@ -77,6 +77,7 @@ class OpenStep:
         self.ready: list[str] = []
         self.unsummed: tuple[str, ...] = ()
         self._calls: list[tuple[Handle, _BucketCall]] = []
+        self._opening: dict[str, tuple[Handle, Task]] = {}
         if group.ranks is not None:
             for bucket in group.now.buckets:
                 bucket.begin()
@@ -85,6 +86,26 @@ class OpenStep:
     def begun(self) -> bool:
         """Whether anything has been pushed, or accumulated."""
         return bool(self.pushed or self.parts)
+
+    # -- before the first gradient ------------------------------------------------------------------------------------
+
+    def opening_call(self, name: str, make: Callable[[], Task]) -> tuple[Task, SparseVector]:
+        """Make a call once: see `Reducer.opening_call`."""
+        made = self._opening.get(name)
+        if made is None:
+            task = make()
+            made = self._opening[name] = self._group.queue.submit(task), task
+        handle, task = made
+        try:
+            return task, handle.wait()
+        except BaseException:
+            if handle.error is not None:
+                self._opening.clear()
+            raise
+
+    def end_opening(self) -> None:
+        """Forget the opening calls."""
+        self._opening.clear()
 
     # -- gradients in -------------------------------------------------------------------------------------------------
 

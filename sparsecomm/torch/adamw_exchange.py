@@ -74,7 +74,10 @@ class AdamWExchange(Exchange):
             return
         gradients = {name: None if drop else self._mine(name, gradient_of(p)) for name, p in self.named.items()}
         self._begin_step()
-        if self.adamw.begin(gradients, self._rules(), scale):
+        begun = self.adamw.begin(gradients, self._rules(), scale)
+        if not self.reducer.pending:
+            super()._end_opening()
+        if begun:
             for name, gradient in gradients.items():
                 if not self.reducer.parts(name):
                     self.adamw.push(name, gradient, self._rules()[name], scale)
@@ -121,6 +124,11 @@ class AdamWExchange(Exchange):
         if not self.reducer.pending:
             self._check_weights()
             self.reducer.label = self.adamw.label(self._rules())
+
+    def _end_opening(self) -> None:
+        """Leave this to `exchange` where first moments are still to be made."""
+        if self.adamw.moments:
+            super()._end_opening()
 
     def _ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.used else None

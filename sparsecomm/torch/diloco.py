@@ -205,8 +205,10 @@ class DiLoCo:
             return
         if not self._compared:
             self._parameters.connect()
-            self._parameters.check_weights(self.global_parameters())
+            reducer = self._local_steps.reducers[0]
+            self._parameters.check_weights(self.global_parameters(), reducer)
             self._compared = True
+            reducer.end_opening()
         self._local_steps.step(self._views())
 
     def finish(self) -> None:

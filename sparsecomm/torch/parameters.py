@@ -13,6 +13,7 @@ import torch
 from sparsecomm import transport
 from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.checks import number
+from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
@@ -127,10 +128,13 @@ class TrainedParameters:
             )
         return ranks
 
-    def check_weights(self, tensors: Mapping[str, object]) -> None:
-        """Check that all ranks have these tensors alike, and the frozen parameters that are not sharded. Collective."""
+    def check_weights(self, tensors: Mapping[str, object], reducer: Reducer) -> None:
+        """Check that all ranks have these tensors alike, and the frozen parameters that are not sharded. Collective.
+
+        It is an opening call of ``reducer``.
+        """
         whole = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
-        check_weights({**tensors, **whole}, comm=self.comm)
+        reducer.check_weights({**tensors, **whole})
 
 
 class Parameters(TrainedParameters):
@@ -342,11 +346,14 @@ class Parameters(TrainedParameters):
 
     def _check_weights(self) -> None:
         """Check that all ranks have the same weights, before the first call of a step, if that is due in it."""
-        step, every = self.reducer.step, self._check_every
-        if every is None or (self._checked is not None and not (every and step % every == 0 and self._checked != step)):
-            return
-        self.check_weights(self._replicated())
-        self._checked = step
+        if check_due(self._check_every, self.reducer.step, self._checked):
+            self.check_weights(self._replicated(), self.reducer)
+            self._end_opening()
+
+    def _end_opening(self) -> None:
+        """Note that all calls that precede the first gradient of the step have gone well."""
+        self._checked = self.reducer.step
+        self.reducer.end_opening()
 
     def _replicated(self) -> Mapping[str, object]:
         """Return what all ranks must have alike, by name."""
