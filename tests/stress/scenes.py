@@ -167,6 +167,28 @@ def _load_reducer(ranks: SideChannel, within: Within) -> Any:
     return bits(step, _residuals(reducer))
 
 
+# -- SparseAdamW ------------------------------------------------------------------------------------------------------
+
+
+def _adamw_step(number: int) -> Scene:
+    """Steps of AdamW, before every other of which weights are compared; one is interrupted, and called again."""
+
+    def scene(ranks: SideChannel, within: Within) -> Any:
+        weights = _zeros()
+        optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), check_weights_every=2)
+        for i in range(4):
+            given, interrupts = gradients(ranks.rank, i), within if i == number else interrupted
+            while max(optimizer._adamw.steps.values()) == i:
+                try:
+                    with interrupts():
+                        optimizer.step(given)
+                except InterruptError:
+                    interrupts = interrupted
+        return bits(weights, _residuals(optimizer.reducer))
+
+    return scene
+
+
 # -- LocalSteps -------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +287,8 @@ SCENES: dict[str, Scene] = {
     "reducer-clip": _reducer_step(1, clip=5.0, reorder=False),
     "reducer-nonfinite": _reducer_step(1, skip_nonfinite=True, reorder=False),
     "reducer-chunks": _reducer_step(1, scope="chunk", chunk=10, decay=0.5, reorder=False),
+    "adamw-first": _adamw_step(0),
+    "adamw": _adamw_step(2),
     "local-first": _local_step(1),
     "local": _local_step(3, fragments=2),
     "local-delay": _local_step(2, fragment_sync_delay=1),
