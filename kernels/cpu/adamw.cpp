@@ -12,12 +12,18 @@ namespace sparsecomm {
 
 namespace {
 
-// Returns whether x times a factor is finite for all elements, or false if that is not sure: from the largest of them.
+// Sets a maximum to a value that is larger. NaN is not.
+template <class T>
+void raise(std::atomic<T>& maximum, T value) {
+    T seen = maximum;
+    while (value > seen && !maximum.compare_exchange_weak(seen, value)) {}
+}
+
+// Returns the largest magnitude, as bits: above infinity if there is a NaN.
 template <class X>
-bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor, int threads) {
-    using Accumulator = typename X::Accumulator;
+typename X::Bits largest_of(const typename X::Bits* x, size_t size, int threads) {
     using Signed = std::make_signed_t<typename X::Bits>;  // of which vectors of all instruction sets find the largest
-    std::atomic<double> largest{0};
+    std::atomic<Signed> largest{0};
     ranges(size, threads, [&](size_t begin, size_t end) {
         constexpr size_t STREAMS = 8;  // of one alone the processor does not fetch enough ahead
         const size_t length = (end - begin) / STREAMS;
@@ -26,11 +32,17 @@ bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor,
             for (size_t s = 0; s < STREAMS; s++) each[s] = std::max(each[s], Signed(magnitude(x[begin + s * length + i])));
         for (size_t i = begin + STREAMS * length; i < end; i++) top = std::max(top, Signed(magnitude(x[i])));
         for (const Signed one : each) top = std::max(top, one);
-        const double value = double(X::widen(typename X::Bits(top)));
-        double seen = largest;
-        while (!(value <= seen) && !largest.compare_exchange_weak(seen, value)) {}
+        raise(largest, top);
     });
-    return largest * factor < 0.5 * double(std::numeric_limits<Accumulator>::max());  // not for NaN
+    return typename X::Bits(largest.load());
+}
+
+// Returns whether x times a factor, and its square, are finite for all elements; false if that is not sure.
+template <class X>
+bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor, double scale, int threads) {
+    constexpr double MAX = 0.5 * double(std::numeric_limits<typename X::Accumulator>::max());
+    const double largest = double(X::widen(largest_of<X>(x, size, threads)));
+    return largest * factor < MAX && largest * scale < std::sqrt(MAX);  // not for NaN
 }
 
 Quotients<F32, float> quotients_of(F32) { return isa().quotients32; }
@@ -51,11 +63,16 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
         const auto tiny = Accumulator(eps), factor = Accumulator(scale);
         const auto quotient = [&](size_t i) { return factor * X::widen(dividend[i]) / floor_power_of_two(std::sqrt(square[i]) + tiny); };
         std::atomic<bool> finite{true};
-        if (if_finite && !quotients_are_finite<X>(dividend, x.size, std::abs(double(factor)) / double(floor_power_of_two(tiny)), threads)) {
+        const double of_scale = std::abs(double(factor)), of_quotient = of_scale / double(floor_power_of_two(tiny));
+        if (if_finite && !quotients_are_finite<X>(dividend, x.size, of_quotient, of_scale, threads)) {
             ranges(x.size, threads, [&](size_t begin, size_t end) {
                 using Word = typename Bits::Bits;
                 Word beyond = 0;
-                for (size_t i = begin; i < end; i++) beyond |= Word(magnitude(bit_cast<Word>(quotient(i))) >= Bits::infinity);
+                for (size_t i = begin; i < end; i++) {
+                    const Accumulator scaled = factor * X::widen(dividend[i]);
+                    beyond |= Word(magnitude(bit_cast<Word>(quotient(i))) >= Bits::infinity);
+                    beyond |= Word(magnitude(bit_cast<Word>(scaled * scaled)) >= Bits::infinity);
+                }
                 if (beyond) finite = false;
             });
         }
@@ -67,8 +84,16 @@ bool add_quotient(Dense x, const void* squares, double eps, double scale, bool i
     });
 }
 
-void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
-           double unit_eps, double eps, int32_t step, int threads) {
+double largest(Dense x, int threads) {
+    return with_format(x.type, [&](auto format) {
+        using X = decltype(format);
+        return double(X::widen(largest_of<X>(static_cast<const typename X::Bits*>(x.data), x.size, threads)));
+    });
+}
+
+Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+               double unit_eps, double eps, int32_t step, int threads) {
+    Extremes extremes{0, 0, 0};
     with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
@@ -79,7 +104,11 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
         auto* last = moments.last;
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
-        const auto update = [=](size_t i, Accumulator quotient, const Accumulator* of, bool first) {
+        constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
+        struct Maxima {
+            Accumulator square = 0, ratio = 0, weight = 0;
+        };
+        const auto update = [=](Maxima& maxima, size_t i, Accumulator quotient, const Accumulator* of, bool first) {
             const Accumulator before = floor_power_of_two(std::sqrt(square[i]) + unit_tiny);
             const Accumulator g = quotient * before;
             const Accumulator m = of[0] * mean[i] + of[1] * g;
@@ -89,19 +118,32 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
             mean[i] = m;
             square[i] = v;
             last[i] = step;
-            waiting[i] *= before / floor_power_of_two(root + unit_tiny);
-            weight[i] = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * (m / (root + tiny))) - w)));
+            const Accumulator kept = waiting[i] * std::min(before / floor_power_of_two(root + unit_tiny), MAX);
+            waiting[i] = std::min(std::max(kept, -MAX), MAX);
+            const Accumulator ratio = m / (root + tiny);
+            const auto narrow = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * ratio) - w)));
+            weight[i] = narrow;
+            maxima.square = std::max(maxima.square, v);
+            maxima.ratio = std::max(maxima.ratio, std::abs(ratio));
+            maxima.weight = std::max(maxima.weight, std::abs(W::widen(narrow)));
         };
         const auto row_of = [=](size_t i) {
             const int64_t passed = int64_t(step) - last[i];
             return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
         };
         if (!index) {
+            std::atomic<double> square{0}, ratio{0}, largest_weight{0};
             ranges(means.count, threads, [&](size_t begin, size_t end) {
-                for (size_t i = begin; i < end; i++) update(i, value[i], row_of(i), last[i] == 0);
+                Maxima maxima;
+                for (size_t i = begin; i < end; i++) update(maxima, i, value[i], row_of(i), last[i] == 0);
+                raise(square, double(maxima.square));
+                raise(ratio, double(maxima.ratio));
+                raise(largest_weight, double(maxima.weight));
             });
+            extremes = {square, ratio, largest_weight};
             return;
         }
+        Maxima maxima;
         constexpr size_t AHEAD = 16;  // entries whose memory is prefetched
         for (size_t e = 0; e < means.count; e++) {
             if (e + AHEAD < means.count) {
@@ -113,9 +155,11 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
                 __builtin_prefetch(waiting + next, 1);
             }
             const auto i = index[e];
-            update(i, value[e], row_of(i), last[i] == 0);
+            update(maxima, i, value[e], row_of(i), last[i] == 0);
         }
+        extremes = {double(maxima.square), double(maxima.ratio), double(maxima.weight)};
     });
+    return extremes;
 }
 
 }  // namespace sparsecomm

@@ -149,7 +149,8 @@ void widen(Dense x, const Dense* r, void* out, int threads);
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
 // r += scale * x / floor_power_of_two(sqrt(squares) + eps), in the accumulator; each operation is rounded. With
-// `if_finite` returns false, and writes nothing, if a quotient is not finite. Reads x and squares once, or with `if_finite` twice.
+// `if_finite` returns false, and writes nothing, if a quotient, or the square of scale * x, is not finite. Reads x and squares
+// once, or with `if_finite` x twice, and squares where x is that large.
 //
 //   x        [in]      n elements
 //   squares  [in]      n elements of the accumulator's type
@@ -163,15 +164,26 @@ struct Moments {
     int32_t* last;
 };
 
-// AdamW on some weights, as many steps as they waited for: see `Backend.adamw`. Each operation is rounded.
+// The largest magnitude; NaN if there is one. Reads x once.
+double largest(Dense x, int threads);
+
+// Maxima over the weights that a call of `adamw` has updated; NaN is left out.
+struct Extremes {
+    double square;  // second moment
+    double ratio;   // |mean| / (sqrt(square) + eps)
+    double weight;  // magnitude
+};
+
+// AdamW on some weights, as many steps as they waited for: see `Backend.adamw`. Each operation is rounded. A residual that
+// would become infinite in its new unit becomes the largest finite number.
 //
 //   weights  [in,out]  n elements
 //   moments  [in,out]  n elements each
 //   residual [in,out]  n elements of the accumulator's type
 //   means    [in]      indices below n; or null, and a value for each of the n elements
 //   rows     [in]      `count` rows of 6 numbers of the accumulator's type, count > 0
-void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
-           double unit_eps, double eps, int32_t step, int threads);
+Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+               double unit_eps, double eps, int32_t step, int threads);
 
 // x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
 // to the type of x.

@@ -83,7 +83,12 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         int* last
 
     cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
-    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
+    cdef struct Extremes "sparsecomm::Extremes":
+        double square
+        double ratio
+        double weight
+    double c_largest "sparsecomm::in_default_mode<sparsecomm::largest>"(Dense, int) except +
+    Extremes c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
@@ -444,8 +449,18 @@ class CpuBackend(Backend):
         cdef const void* first = cnp.PyArray_DATA(rows)
         cdef void* waiting = cnp.PyArray_DATA(residual)
         cdef int threads = self.threads
+        cdef Extremes extremes
         with nogil:
-            c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
+            extremes = c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
+        return extremes.square, extremes.ratio, extremes.weight
+
+    def largest(self, Tensor x not None):
+        cdef Dense data = dense(x)
+        cdef int threads = self.threads
+        cdef double found
+        with nogil:
+            found = c_largest(data, threads)
+        return found
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)

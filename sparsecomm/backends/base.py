@@ -200,6 +200,11 @@ class Backend:
         """Return whether x holds neither NaN nor infinity."""
         return self.threshold(x, np.inf, None).nnz == 0
 
+    def largest(self, x: Tensor) -> float:
+        """Return the largest magnitude in x; NaN if there is one, and 0 of no elements."""
+        values = self.memory_of(x) if x.dtype.itemsize > 2 else self.accumulate(x, None)
+        return float(abs(values).max()) if x.size else 0.0
+
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """Set residual = residual + x, rounded as in `topk`."""
 
@@ -235,7 +240,7 @@ class Backend:
             squares: shape ``(size,)``, in the accumulator's type.
             eps, scale: numbers, rounded to that type.
             residual: in that type.
-            if_finite: change nothing if a quotient is NaN or infinite.
+            if_finite: change nothing if a quotient, or the square of scale * x, is NaN or infinite.
 
         Returns:
             Whether the residual was changed.
@@ -243,6 +248,8 @@ class Backend:
         xp = _library(squares)
         quotient = self.accumulate(x, None)
         quotient *= quotient.dtype.type(scale)
+        if if_finite and x.size and not self.finite(self.as_tensor(quotient * quotient, x.shape)):
+            return False
         quotient /= unit(xp, squares, quotient.dtype.type(eps))
         if if_finite and x.size and not self.finite(self.as_tensor(quotient, x.shape)):
             return False
@@ -260,8 +267,10 @@ class Backend:
         unit_eps: float,
         eps: float,
         step: int,
-    ) -> None:
+    ) -> tuple[float, float, float]:
         """Make the steps of AdamW that weights have waited for, by `adamw_step`. Each operation is rounded.
+
+        A residual that would become infinite in its new unit becomes the largest finite number.
 
         Args:
             weights: changed in place, rounded to their type.
@@ -272,7 +281,60 @@ class Backend:
                 updated last so many steps ago. The last row also stands for all longer waits.
             unit_eps, eps: numbers, rounded to that type.
             step: the number of this step, at least 1.
+
+        Returns:
+            The maxima over the weights that have an entry, without NaN: of the second moments, of |mean| / (sqrt(second
+            moment) + eps), and of the magnitudes of the weights.
         """
+        xp, (mean, squares, last) = _library(moments.mean), moments
+        index, before, (change, m, v, factor) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
+        max_ = xp.finfo(m.dtype).max
+        kept = xp.clip(residual[index] * xp.minimum(factor, max_), -max_, max_)
+        if isinstance(entries, DenseSum):
+            self.cast_into(before + change, weights)
+        else:
+            self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
+        mean[index], squares[index], last[index], residual[index] = m, v, step, kept
+        after = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
+        found = v, m / (xp.sqrt(v) + m.dtype.type(eps)), after[index]
+        square, ratio, weight = (float(xp.nanmax(abs(each))) if each.size else 0.0 for each in found)
+        return square, ratio, weight
+
+    def adamw_overflows(
+        self,
+        weights: Tensor,
+        moments: Moments,
+        entries: SparseVector,
+        table: Array,
+        unit_eps: float,
+        eps: float,
+        step: int,
+    ) -> Array:
+        """Return the indices of weights which `adamw` would make infinite or NaN, or their moments. Nothing changes.
+
+        A weight that is not finite now is not among them, unless its moments would not be finite.
+
+        Args:
+            weights, moments, entries, table, unit_eps, eps, step: as of `adamw`.
+        """
+        xp = _library(moments.mean)
+        index, before, (change, m, v, _) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
+        fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
+        bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
+        positions = xp.flatnonzero(bad)
+        return positions if isinstance(entries, DenseSum) else entries.indices[positions]
+
+    def _adamw(
+        self,
+        weights: Tensor,
+        moments: Moments,
+        entries: SparseVector,
+        table: Array,
+        unit_eps: float,
+        eps: float,
+        step: int,
+    ) -> tuple[Any, Array, tuple[Array, Array, Array, Array]]:
+        """Return the indices of entries, all weights in the accumulator's type, and what `adamw_step` returns."""
         xp, (mean, squares, last) = _library(moments.mean), moments
         real, index, quotient = mean.dtype.type, slice(None), None  # type: Any, Any, Any
         if isinstance(entries, DenseSum):
@@ -281,7 +343,7 @@ class Backend:
             index, quotient = entries.indices, entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        change, m, v, factor = adamw_step(
+        made = adamw_step(
             xp,
             before[index],
             quotient,
@@ -292,12 +354,7 @@ class Backend:
             real(unit_eps),
             real(eps),
         )
-        kept = residual[index] * factor
-        if isinstance(entries, DenseSum):
-            self.cast_into(before + change, weights)
-        else:
-            self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
-        mean[index], squares[index], last[index], residual[index] = m, v, step, kept
+        return index, before, made
 
     def scale(self, dense: Tensor, factor: float) -> None:
         """Set dense = factor * dense: in the accumulator's type, rounded to that of ``dense``.

@@ -19,6 +19,12 @@ unit: it starts at `START` (1 - b2) times the mean square of the tensor's first 
 
 A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
 
+**Overflows.** A step that would make a weight or a moment infinite is no step, on any rank. A rank drops the gradient of
+a tensor if the square of an entry overflows, like a gradient with a NaN. Sums of several such entries are found after
+the exchange: all ranks hold the same moments and weights and get the same sums, so they come to the same verdict. It
+costs no pass over memory: bounds on moments and weights say that nothing can overflow, unless numbers are close to the
+end of their type. Only then each update is computed before it is made.
+
 This module is compiled, so that no signal handler runs between two of its statements.
 
 The exchange, in which owners keep what they do not send, is that of Tang et al. (DoubleSqueeze), ICML 2019.
@@ -32,11 +38,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends import Backends, default_float_mode
+from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.sparse import prepare
@@ -48,6 +54,9 @@ from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport
 
 __all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficients", "read_moments", "step_eps"]
@@ -134,6 +143,57 @@ class AdamWRule:
         return np.stack(made, axis=1).astype(dtype)
 
 
+class _Reach(NamedTuple):
+    """How far the rows of a table can move a weight: at most rate * (kept * r + new), if |mean| is at most r units of
+    sqrt(second moment) + eps now.
+    """
+
+    rate: float
+    kept: float
+    new: float
+
+    @classmethod
+    def of(cls, table: Array) -> _Reach:
+        kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept, new = kept_mean / np.sqrt(kept_squares), new_mean / np.sqrt(new_squares)
+        return cls(rate.max(), np.where(kept_mean == 0, 0, kept).max(), np.where(new_mean == 0, 0, new).max())
+
+
+class _Update(NamedTuple):
+    """What the sums of a step make of a tensor. The fields in the middle are arguments of `Backend.adamw`."""
+
+    spec: TensorSpec
+    entries: SparseVector
+    table: Array
+    unit_eps: float
+    eps: float
+    step: int
+    reach: _Reach
+
+    def is_safe(self, bounds: tuple[float, float, float], largest: float, dtype: DType) -> bool:
+        """Return whether nothing can overflow; False if that is not sure.
+
+        Args:
+            bounds: as of `LazyAdamW`.
+            largest: the largest magnitude in the entries, or more.
+            dtype: of the weights.
+        """
+        square, ratio, weight = bounds
+        max_, (rate, kept, new) = float(np.finfo(self.spec.accumulator.accumulator).max), self.reach
+        gradient = largest * (math.sqrt(square) + self.unit_eps)
+        moved = rate * (kept * ratio + new)
+        return gradient < 0.5 * math.sqrt(max_) and 1.02 * (weight + moved) < min(max_, dtype.rounds_to_infinity)
+
+
+def _bounds(backend: Backend, weight: Tensor, moments: Moments, eps: float) -> tuple[float, float, float]:
+    """Return the maxima of `LazyAdamW._bounds` as they are now. Reads everything once or twice."""
+    shape = (weight.size,)
+    squares = backend.largest(backend.as_tensor(moments.squares, shape))
+    ratios = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps))
+    return squares, backend.largest(backend.as_tensor(ratios, shape)), backend.largest(weight)
+
+
 class LazyAdamW:
     """The moments of named weights, and the steps that the sums of a reducer make: shared by all frameworks.
 
@@ -167,7 +227,11 @@ class LazyAdamW:
         self.moments: dict[str, Moments] = {}
         self.steps = dict.fromkeys(self.specs, 0)
         self.done: Step | None = None
-        self._pending: list[Any] | None = None  # the rest of an update that was interrupted
+        self._pending: list[_Update] | None = None  # the rest of an update that was interrupted
+        self._planned: tuple[Mapping[str, SparseVector], list[_Update]] | None = None  # for the sums of `accept`
+        self._overflows: dict[str, Array] = {}  # indices of weights for which the step was not accepted, by name
+        # By name: bounds on second moments, |mean| / (sqrt(second moment) + eps) and magnitudes of weights.
+        self._bounds: dict[str, tuple[float, float, float]] = {}
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor on the current stream."""
@@ -213,7 +277,7 @@ class LazyAdamW:
                 made[spec.name] = moments = self.zeros(spec)
                 start = START * (1 - rules[spec.name].betas[1]) * square
                 moments.squares[:] = max(start, float(np.finfo(moments.squares.dtype).tiny))
-        self.moments = made
+        self.moments, self._bounds = made, {}
         return True
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
@@ -232,39 +296,86 @@ class LazyAdamW:
         if done is self.done:
             return
         if not done.usable:
+            self._drop_overflows()
             self.done = done
-            _log.warning("step %s: a gradient of some rank is not finite, so no rank updates its weights", done.number)
+            _log.warning(
+                "step %s: a gradient of some rank is not finite, or the step would make weights or moments infinite, so "
+                "no rank updates its weights",
+                done.number,
+            )
             return
         if self._pending is None:
-            pending, tables = [], {}
-            for name, entries in done.left.items():
-                rule, spec, t = rules[name], self.specs[name], self.steps[name] + 1
-                key = rule, spec.accumulator.name, t
-                if key not in tables:
-                    tables[key] = rule.table(t, np.dtype(spec.accumulator.accumulator))
-                residual = self._reducer.residual(name).reshape(-1)
-                weight = spec.tensor(weights[name], name, writable=True)
-                pending.append(
-                    (
-                        spec,
-                        weight,
-                        residual,
-                        entries,
-                        tables[key],
-                        rule.eps,
-                        step_eps(np, rule.eps, rule.betas[1], t),
-                        t,
-                    )
-                )
-            self._pending = pending
+            self._pending = self._updates(done.left, rules)
         while self._pending:
-            spec, weight, *rest = self._pending[-1]
-            backend, moments = self._backends.of(spec.device), self.moments[spec.name]
+            update = self._pending[-1]
+            spec = update.spec
+            name, backend, moments = spec.name, self._backends.of(spec.device), self.moments[spec.name]
+            weight = spec.tensor(weights[name], name, writable=True)
+            residual = self._reducer.residual(name).reshape(-1)
             with self._timelines[spec.device].on_stream(weight):
-                backend.adamw(weight, moments, *rest)
+                found = backend.adamw(weight, moments, residual, *update[1:-1])
                 self._pending.pop()
+                if (known := self._bounds.get(name)) is not None:
+                    self._bounds[name] = max(known[0], found[0]), max(known[1], found[1]), max(known[2], found[2])
         made = {name: steps + (name not in done.without_gradient) for name, steps in self.steps.items()}
-        self.steps, self.done, self._pending = made, done, None
+        self.steps, self.done, self._pending, self._planned = made, done, None, None
+
+    def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[_Update]:
+        """Return the updates that sums make."""
+        if self._planned is not None and self._planned[0] is sums:
+            return list(self._planned[1])
+        updates, tables = [], {}
+        for name, entries in sums.items():
+            rule, spec, t = rules[name], self.specs[name], self.steps[name] + 1
+            key = rule, spec.accumulator.name, t
+            if key not in tables:
+                table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+                tables[key] = table, _Reach.of(table)
+            table, reach = tables[key]
+            eps = step_eps(np, rule.eps, rule.betas[1], t)
+            updates.append(_Update(spec, entries, table, rule.eps, eps, t, reach))
+        self._planned = sums, updates
+        return list(updates)
+
+    # -- overflows ----------------------------------------------------------------------------------------------------
+
+    def accept(
+        self,
+        weights: Mapping[str, object],
+        rules: Mapping[str, AdamWRule],
+        sums: Mapping[str, SparseVector],
+        largest: float,
+    ) -> bool:
+        """Return whether the step that sums make leaves all weights and moments finite: see `Reducer.wait`.
+
+        Args:
+            weights, rules: as of `update`.
+            sums: by name.
+            largest: the largest magnitude in sums.
+        """
+        overflows = {}
+        for update in self._updates(sums, rules):
+            spec, name = update.spec, update.spec.name
+            weight = spec.tensor(weights[name], name)
+            known = self._bounds.get(name)
+            if known is not None and update.is_safe(known, largest, weight.dtype):
+                continue
+            backend, moments = self._backends.of(spec.device), self.moments[name]
+            with self._timelines[spec.device].on_stream(weight):
+                self._bounds[name] = bounds = _bounds(backend, weight, moments, update.eps)
+                if not update.is_safe(bounds, largest, weight.dtype):
+                    found = backend.adamw_overflows(weight, moments, *update[1:-1])
+                    if len(found):
+                        overflows[name] = found
+        self._overflows = overflows
+        return not overflows
+
+    def _drop_overflows(self) -> None:
+        """Drop what waits in this rank's residuals for weights that could not be updated."""
+        for name, indices in self._overflows.items():
+            with self.on_stream(self.specs[name]):
+                self._reducer.residual(name).reshape(-1)[indices] = 0
+        self._overflows, self._planned = {}, None
 
     def check_whole(self) -> None:
         """Check that the moments can be saved: no update has stopped half-way, and all are finite.
@@ -293,6 +404,7 @@ class LazyAdamW:
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Go on with moments that were loaded, and the number of steps of each tensor."""
         self.steps, self.moments, self._pending = {name: steps.get(name, 0) for name in self.specs}, dict(moments), None
+        self._planned, self._overflows, self._bounds = None, {}, {}
 
     def spread(self, ranks: Transport, rebuilt: Rebuilt) -> None:
         """Give all ranks the moments of a rank that stayed, if others joined or were a step apart. Collective."""

@@ -116,7 +116,9 @@ class SparseAdamW:
                 zeros if another rank has one.
 
         Returns:
-            The outcome. If a rank's gradient was not finite, no rank has updated anything.
+            The outcome. It is not usable, and no rank has updated anything, if a rank's gradient was not finite, or
+            the step would have made a weight or a moment infinite. The gradients wait in the residuals, except those
+            that were not finite or too large.
 
         Raises:
             WeightMismatchError: weights or moments differ between ranks.
@@ -147,7 +149,7 @@ class SparseAdamW:
         for name in self.weights:
             if not self._reducer.parts(name):
                 adamw.push(name, gradients.get(name), rules[name])
-        done = self._reducer.wait()
+        done = self._reducer.wait(lambda sums, largest: adamw.accept(self.weights, rules, sums, largest))
         adamw.update(self.weights, rules, done)
         return done
 

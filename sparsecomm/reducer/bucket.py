@@ -339,6 +339,14 @@ class Bucket:
             if kept is not None:
                 kept[~np.isfinite(kept)] = 0  # CuPy's for its arrays
 
+    @default_float_mode
+    def drop_overflows(self, world_size: int) -> None:
+        """Set to zero what has overflowed, and what is so large that the next sum over the ranks could overflow."""
+        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # wires round up, at most by a factor of 2
+        for kept in (self._residual, self._velocity):
+            if kept is not None:
+                kept[~(abs(kept) <= max_)] = 0
+
     def _add_deferred(self) -> None:
         for spec in self.tensors:
             if spec.name in self._deferred:

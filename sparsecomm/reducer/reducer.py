@@ -32,6 +32,7 @@ from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import OpenStep, Step, error_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
+from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
@@ -110,7 +111,9 @@ class Reducer:
             (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
         skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
             result is then not finite on every rank, so that all scalers see it; finite gradients wait in residuals,
-            the others are dropped. Costs two more reads of the gradients.
+            the others are dropped. The same holds if a residual or a sum of finite gradients overflows; entries of
+            residuals that are so large that they could overflow again are dropped. Costs two more reads of the
+            gradients.
         on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
 
     Attributes:
@@ -358,10 +361,16 @@ class Reducer:
             now, name = self._open, self._spec(name).name
             return now.parts.get(name, 0) + (name in now.pushed)
 
-    def wait(self) -> Step:
+    def wait(self, accept: Accept | None = None) -> Step:
         """Wait until the sums of all tensors are there, and end the step.
 
         This rank has no gradient for tensors that were not pushed.
+
+        Args:
+            accept: for optimizers, with ``skip_nonfinite``: a function of the sums that would be `Step.left`, and of
+                the largest magnitude in all sums. It is called if all sums are finite. If it returns False, the step is
+                not usable, and all gradients wait in the residuals. It must return the same on all ranks, and may be
+                called again.
 
         Raises:
             SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
@@ -373,7 +382,7 @@ class Reducer:
             group, start, now = self._group, time.perf_counter(), self._open
             now.take_rest()
             now.start_ready()
-            error, done = now.settle()
+            error, done = now.settle(accept)
             after = self._begin(now.number + 1, None if now.unsummed else done, now.unsummed)
             asks = self._settings.reorder and group.now.order is None and not now.unsummed
             ordering = group.order_call(now.ready) if asks else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
@@ -17,7 +19,10 @@ from sparsecomm.reducer.group import Group
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
-__all__ = ["OpenStep", "Step", "error_of"]
+__all__ = ["Accept", "OpenStep", "Step", "error_of"]
+
+# Whether a step counts, by its sums by name and the largest magnitude in them.
+Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
 _ABSENCE = 1 << 19  # the round in which ranks tell each other what they lack: algorithms have used none so high
 
@@ -29,7 +34,8 @@ class Step:
     Attributes:
         number: of the step, from 0.
         density: the one that was asked for.
-        usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``): apply nothing.
+        usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``), or the step would make a sum,
+            a parameter or the optimizer's state infinite: apply nothing.
         left: results of tensors for which this rank had no gradient and gave no ``out``, and another rank had one: the
             other ranks apply them.
         without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Nothing of them was
@@ -178,8 +184,11 @@ class OpenStep:
             call = _BucketCall(group, buckets[place], self.density, label, self._counters)
             self._calls.append((group.queue.submit(call), call))
 
-    def settle(self) -> tuple[BaseException | None, Step]:
+    def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls. An interrupt of the wait is raised: call it again.
+
+        Args:
+            accept: as of `Reducer.wait`.
 
         Returns:
             What to raise, if anything, and the outcome, which counts if nothing is `unsummed`.
@@ -192,13 +201,20 @@ class OpenStep:
         usable = finite or not skips
         if self.unsummed and skips:  # no call has changed a residual yet, so none counts
             self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size)
+        left = {name: part for _, call in self._calls for name, part in call.left.items()}
+        if usable and accept is not None and not self.unsummed:
+            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
+        if not usable and not self.unsummed:
+            assert self._group.ranks is not None
+            for bucket in self._group.now.buckets:
+                with bucket.on_stream(None):
+                    bucket.drop_overflows(self._group.ranks.size)
         if not finite and not skips:
             for bucket in self._group.now.buckets:
                 with bucket.on_stream(None):
                     bucket.drop_nonfinite()
-        left = {name: part for _, call in self._calls for name, part in call.left.items()}
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
         step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
         return errors[0][0] if errors else None, step
@@ -218,6 +234,7 @@ class _BucketCall(SumCall):
 
     Attributes:
         names: of the bucket's tensors.
+        largest: the largest magnitude of the result, where it is looked at.
         finite: whether the result is finite; the same on all ranks, since the result is. Of a whole sum that is not
             looked at unless such steps are skipped, since nothing of it stays in the residual. If they are skipped, the
             call leaves the gradient as it is, for `settle`.
@@ -239,7 +256,7 @@ class _BucketCall(SumCall):
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = group.settings.skip_nonfinite
         super().__init__(plan, contribution, label, self._write_sums, within, deferred=skip, keeps=True)
-        self.finite = True
+        self.finite, self.largest = True, 0.0
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
         self._absent = frozenset(bucket.absent())
@@ -308,7 +325,8 @@ class _BucketCall(SumCall):
         start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
         if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
-            self.finite = backend.finite(backend.as_tensor(values, values.shape))
+            self.largest = backend.largest(backend.as_tensor(values, values.shape))
+            self.finite = math.isfinite(self.largest)
         if self._skip:
             self._result = result
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,6 +26,11 @@ class DType:
     def accumulator(self) -> np.dtype:
         """The type in which sums of this type are carried: float32 for 16-bit types and float32, else float64."""
         return np.dtype(np.float64 if self.itemsize == 8 else np.float32)
+
+    @property
+    def rounds_to_infinity(self) -> float:
+        """The smallest magnitude in the accumulator that is rounded to infinity in this type."""
+        return {"float16": 65520.0, "bfloat16": (2 - 2**-8) * 2.0**127}.get(self.name, math.inf)
 
     def __str__(self) -> str:
         return self.name

@@ -18,6 +18,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array, from_host
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.torch.shards import gradient_of, local
@@ -102,6 +103,10 @@ class AdamWExchange(Exchange):
                 shard.copy_(self._weights[name])  # outside the graph
         self._show_steps()
         self._weights, self.exchanged = None, False
+
+    def _accept(self, sums: Mapping[str, SparseVector], largest: float) -> bool:
+        """Return whether a step leaves all finite: see `LazyAdamW.accept`."""
+        return self.adamw.accept(self._contiguous(), self._rules(), sums, largest)
 
     def synchronize(self) -> Step:
         """Exchange gradients, as a backward pass does at its end, or `SparseAdamW.step`."""

@@ -25,6 +25,7 @@ from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded, local
 from sparsecomm.transport import Comm, Transport
@@ -319,7 +320,7 @@ class Parameters(TrainedParameters):
         reducer = self.reducer
         number = reducer.step
         try:
-            done = reducer.wait()
+            done = reducer.wait(self._accept)
         finally:
             if reducer.step != number:
                 self._end_step(reducer.last)
@@ -332,6 +333,8 @@ class Parameters(TrainedParameters):
                 stacklevel=2,
             )
         return done
+
+    _accept: Callable[[Mapping[str, SparseVector], float], bool] | None = None  # of `Reducer.wait`
 
     def _end_step(self, last: Step | None) -> None:
         """Put the means of a step where they belong, when it has ended; ``None``: it has failed."""
