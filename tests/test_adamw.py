@@ -240,7 +240,7 @@ def test_nothing_is_lost(P: int, wire: str) -> None:
 
 
 @pytest.mark.parametrize("P", [2, 4])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, "too large"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, "too large", 1e20])
 def test_what_is_not_finite_changes_nothing_on_any_rank(P: int, bad: Any) -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
         mine = weights()
@@ -262,6 +262,51 @@ def test_what_is_not_finite_changes_nothing_on_any_rank(P: int, bad: Any) -> Non
             assert all(np.isfinite(w).all() for w in mine.values())
 
     run(P, program)
+
+
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("what", ["second moment", "weight", "float16 weight", "sum", "residual"])
+def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> None:
+    """Gradients are finite on all ranks, and so is all that they make; the next step counts again."""
+    dtype = np.float16 if what == "float16 weight" else np.float32
+    big = {"second moment": 1.5e19, "sum": 1e19}.get(what, 1.0)
+
+    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+        mine, i = {"a": np.ones(64, dtype), "b": np.ones(5, dtype)}, 7
+        lr = {"weight": 3e37, "float16 weight": 2e4}.get(what, 0.1)
+        rule = {"betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-30 if what == "sum" else 1e-8}
+        optimizer = sc.SparseAdamW(mine, 0.1, comm=ranks, density=density, wire="packed", **rule)
+        outcomes = []
+        for step in range(5):
+            g = {name: np.ones(w.shape, dtype) * (1 + ranks.rank) for name, w in mine.items()}
+            optimizer.lr = lr if step == 2 else 0.1
+            if step == 2 and what in ("second moment", "sum"):
+                g["a"][i] = big
+            if step == 2 and what == "second moment":
+                optimizer.reducer.residual("a")[i] = 1e20  # of several steps: units are about 1
+            if step == 2 and what == "residual":
+                optimizer.reducer.residual("a")[i] = np.finfo(np.float32).max
+                g["a"][i] = 1.8e19
+            if step == 2 and "weight" in what:
+                mine["a"][i], g["a"][i] = -np.finfo(dtype).max, 100
+                optimizer._adamw._bounds.clear()
+            before, state = copy.deepcopy(mine), copy.deepcopy(optimizer.state_dict()["moments"])
+            done = optimizer.step(g)
+            outcomes.append(done.usable)
+            after = optimizer.state_dict()
+            if not done.usable:
+                assert all(data.same_bits(mine[name], before[name]) for name in mine)
+                for name, its in state.items():
+                    assert all(data.same_bits(after["moments"][name][key], its[key]) for key in ("mean", "squares"))
+            arrays = [*mine.values(), *after["residuals"].values()]
+            arrays += [its[key] for its in after["moments"].values() for key in ("mean", "squares")]
+            assert all(np.isfinite(array).all() for array in arrays)
+        if what != "sum":  # a sum of two gradients that are allowed need not overflow
+            assert outcomes == [True, True, False, True, True]
+        return mine
+
+    first, second = run(2, program)
+    assert all(data.same_bits(first[name], second[name]) for name in first)
 
 
 def test_begins_when_there_is_a_gradient() -> None:
@@ -452,11 +497,14 @@ def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -
         backend, made = CpuBackend(1), []
 
         class Failing:
-            def adamw(self, *arguments: Any) -> None:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(backend, name)
+
+            def adamw(self, *arguments: Any) -> Any:
                 made.append(arguments)
                 if len(made) == 2:
                     raise MemoryError
-                backend.adamw(*arguments)
+                return backend.adamw(*arguments)
 
         with monkeypatch.context() as patch:
             if ranks.rank == 1:

@@ -318,8 +318,9 @@ class Backend:
             weights, moments, entries, table, unit_eps, eps, step: as of `adamw`.
         """
         xp = _library(moments.mean)
-        index, before, (change, m, v, _) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
-        fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
+        with np.errstate(over="ignore", invalid="ignore"):
+            index, before, (change, m, v, _) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
+            fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
         bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
         positions = xp.flatnonzero(bad)
         return positions if isinstance(entries, DenseSum) else entries.indices[positions]

@@ -41,6 +41,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         InvalidInputError: an argument cannot be used. Nothing was sent.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
+
     def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
         ranks = transport.of(comm)
         comparison = make(ranks)

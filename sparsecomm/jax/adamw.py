@@ -15,7 +15,7 @@ from sparsecomm.calls.weights import check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
-from sparsecomm.jax.transform import check_parameters
+from sparsecomm.jax.transform import check_parameters, check_wire
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.wire import WireName
@@ -96,6 +96,7 @@ def sparse_adamw(
 
     def init(params: PyTree) -> SparseAdamWState:
         zeros = init_residuals(params)
+        check_wire(options, zeros)
         last = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int32), params)
         return SparseAdamWState(jnp.zeros((), jnp.int32), zeros, zeros, last, zeros)
 
@@ -109,37 +110,49 @@ def sparse_adamw(
         quotients = jax.tree.map(
             lambda g, v: g.astype(v.dtype) / unit(jnp, v, jnp.asarray(eps, v.dtype)), updates, begun
         )
-        mine = _all_finite(quotients)
+        squared: PyTree = jax.tree.map(lambda g, v: jnp.square(g.astype(v.dtype)), updates, begun)
+        sums = jax.tree.map(jnp.add, state.residuals, quotients)
+        mine = _all_finite(quotients) & _all_finite(squared) & _all_finite(sums)
         sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
         means, residuals = tree_step(
             sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm, training=True
         )
-        usable, dense = _all_finite(means), _is_dense(at, state.step)
+        counts, dense = _all_finite(means), _is_dense(at, state.step)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         decayed = mask(params) if callable(mask) else mask
         decays = jax.tree.map(lambda on: weight_decay * on, decayed or jax.tree.map(lambda _: True, params))
 
-        def leaf(p: Any, mean: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any, decay: Any) -> tuple[Any, ...]:
-            hit = usable & (dense | (mean != 0))
+        def leaf(p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any) -> tuple[Any, ...]:
+            hit = counts & (dense | (mean != 0))
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
             t, lr = step.astype(v.dtype), jnp.asarray(rate, v.dtype)
             rows = coefficients(jnp, waited, t, lr, (b1, b2), jnp.asarray(decay, v.dtype))
             tiny = jnp.asarray(eps, v.dtype)
             made = adamw_step(jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t))
             change, new_m, new_v, factor = made
-            kept = jnp.where(usable, r * jnp.where(hit, factor, 1), old + jnp.where(mine, q, 0))
+            moved = jnp.where(hit, change, 0).astype(p.dtype)
+            fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + moved) | ~jnp.isfinite(p))
+            return hit, moved, new_m, new_v, factor, hit & ~fits
+
+        def end(p: Any, one: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any) -> tuple[Any, ...]:
+            hit, change, new_m, new_v, factor, overflows = one
+            max_ = float(np.finfo(v.dtype).max)
+            rescaled = jnp.clip(r * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
+            kept = jnp.where(overflows, 0, old + jnp.where(mine, q, 0))
+            hit = hit & usable
             return (
-                jnp.where(hit, change, 0).astype(p.dtype),
+                jnp.where(hit, change, 0),
                 jnp.where(hit, new_m, m),
                 jnp.where(hit, new_v, v),
                 jnp.where(hit, step, last),
-                kept,
+                jnp.where(usable, rescaled, kept),
             )
 
-        made = jax.tree.map(
-            leaf, params, means, quotients, state.mu, begun, state.last, residuals, state.residuals, decays
-        )
-        structure = jax.tree.structure(params)
+        steps = jax.tree.map(leaf, params, means, state.mu, begun, state.last, decays)
+        structure: Any = jax.tree.structure(params)
+        leaves = structure.flatten_up_to(steps)
+        usable = counts & ~jnp.any(jnp.stack([overflows.any() for *_, overflows in leaves]))  # the same on all ranks
+        made = jax.tree.map(end, params, steps, quotients, state.mu, begun, state.last, residuals, state.residuals)
         changes, mu, nu, last, residuals = jax.tree.transpose(structure, jax.tree.structure((0,) * 5), made)
         began = usable | (state.step > 0)
         nu, residuals = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
 
-__all__ = ["SparsifyState", "check_parameters", "sparsify"]
+__all__ = ["SparsifyState", "check_parameters", "check_wire", "sparsify"]
 
 
 class SparsifyState(NamedTuple):
@@ -90,7 +90,9 @@ def sparsify(
     record = Options.of(**options)
 
     def init(params: PyTree) -> SparsifyState:
-        return SparsifyState(jnp.zeros((), jnp.int32), init_residuals(params))
+        residuals = init_residuals(params)
+        check_wire(record, residuals)
+        return SparsifyState(jnp.zeros((), jnp.int32), residuals)
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
         if not isinstance(state, SparsifyState) or state.residuals is None:
@@ -115,6 +117,16 @@ def sparsify(
         return means, SparsifyState(state.step + usable, jax.tree.unflatten(structure, kept))
 
     return optax.GradientTransformation(init, update)
+
+
+def check_wire(options: Options, residuals: PyTree) -> None:
+    """Check that sums of the types of residuals can be sent in the wire format of the options.
+
+    Raises:
+        InvalidInputError: they cannot.
+    """
+    for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
+        options.check(dtype)
 
 
 def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int, *, comm: Comm) -> None:

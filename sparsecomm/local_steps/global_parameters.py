@@ -219,11 +219,11 @@ class GlobalParameters:
 
     def broadcast(self, ranks: Transport, root: int) -> None:
         """Give all ranks those of rank ``root``. Collective."""
-        for name, array in self.to_host().items():
-            flat = array.reshape(-1)
+        for name in self.on_streams(self._arrays):
+            flat = to_host(self._arrays[name])
             if flat.size:
                 ranks.broadcast(flat.view(np.uint8), root)
-                self.set(self.from_host({name: flat}))
+                self._arrays[name][:] = from_host(flat, self._arrays[name])
 
     def checksum(self, names: Iterable[str]) -> int:
         """Return a checksum of some of them, of 64 bits."""

@@ -580,22 +580,28 @@ class LocalSteps:
         Returns:
             In how many seconds to call it again; ``None``: when it is woken.
         """
-        with self._lock:
-            self._idles = True
-            try:
+        try:
+            with self._lock:
+                ranks, self._idles = self._connect(), True
                 remaining = self._remaining()
-                if remaining is not None and remaining <= 0:
-                    if awaited(self._connect()):
+                self._idles = remaining is None
+            if remaining is not None and remaining <= 0:
+                waits = awaited(ranks)  # this waits for the calls in the queue, and the program's steps do not
+                with self._lock:
+                    remaining = self._remaining()
+                    if remaining is not None and remaining <= 0 and waits:
                         self._leave_out()
                         remaining = None
-                    else:
+                    elif remaining is not None and remaining <= 0:
                         remaining = min(_MAX_PAUSE, _MIN_PAUSE - remaining / 10)
-            except Exception as error:
+                    self._idles = remaining is None
+            return remaining
+        except Exception as error:
+            with self._lock:
+                self._idles = True
                 self._timer.rest()
                 _log.warning("rank %s: no deadline holds until the next local step: %s", self._connect().rank, error)
-                return None
-            self._idles = remaining is None
-            return remaining
+            return None
 
     def _remaining(self) -> float | None:
         """Return in how many seconds the deadline of the next exchange is over; ``None``: it has none yet."""

@@ -19,11 +19,11 @@ unit: it starts at `START` (1 - b2) times the mean square of the tensor's first 
 
 A tensor for which no rank has a gradient makes no step: neither its weights nor its t change.
 
-**Overflows.** A step that would make a weight or a moment infinite is no step, on any rank. A rank drops the gradient of
-a tensor if the square of an entry overflows, like a gradient with a NaN. Sums of several such entries are found after
-the exchange: all ranks hold the same moments and weights and get the same sums, so they come to the same verdict. It
-costs no pass over memory: bounds on moments and weights say that nothing can overflow, unless numbers are close to the
-end of their type. Only then each update is computed before it is made.
+**Overflows.** A step that would make a weight or a moment infinite is no step, on any rank. A rank drops the gradient
+of a tensor if the square of an entry overflows, like a gradient with a NaN. Sums that overflow are found after the
+exchange: all ranks hold the same moments and weights and get the same sums, so they come to the same verdict. This
+costs no pass over memory: bounds on moments and weights tell that nothing can overflow. Only where numbers are close to
+the largest of their type, the updates are computed before they are made.
 
 This module is compiled, so that no signal handler runs between two of its statements.
 
@@ -262,12 +262,15 @@ class LazyAdamW:
         squares = np.zeros(len(names) + 1)  # and whether there is a gradient
         for i, name in enumerate(names):
             if gradients.get(name) is not None:
-                squares[i], squares[-1] = self._reducer.sum_of_squares(name, gradients[name]) * scale**2, 1
-        *total, some = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
-        if not np.isfinite(total).all() or not some:
+                total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
+                if total >= float(np.finfo(self.specs[name].accumulator.accumulator).max):  # as in later steps
+                    total = math.inf
+                squares[i], squares[-1] = total, 1
+        *totals, some = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
+        if not np.isfinite(totals).all() or not some:
             return False
-        mean = np.array(total) / np.maximum(sizes, 1)
-        mean[mean == 0] = sum(total) / max(sizes.sum(), 1)  # a tensor without a gradient so far
+        mean = np.array(totals) / np.maximum(sizes, 1)
+        mean[mean == 0] = sum(totals) / max(sizes.sum(), 1)  # a tensor without a gradient so far
         largest = [np.finfo(spec.accumulator.accumulator).max for spec in self.specs.values()]
         if (mean >= largest).any():
             return False
@@ -299,7 +302,7 @@ class LazyAdamW:
             self._drop_overflows()
             self.done = done
             _log.warning(
-                "step %s: a gradient of some rank is not finite, or the step would make weights or moments infinite, so "
+                "step %s: a gradient of some rank is not finite, or the step would make weights or moments infinite; "
                 "no rank updates its weights",
                 done.number,
             )

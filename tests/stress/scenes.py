@@ -182,7 +182,7 @@ def _adamw_step(number: int) -> Scene:
                 try:
                     with interrupts():
                         optimizer.step(given)
-                except InterruptError:
+                except InterruptError:  # noqa: PERF203
                     interrupts = interrupted
         return bits(weights, _residuals(optimizer.reducer))
 

@@ -86,7 +86,7 @@ def test_a_state_that_cannot_be_read_on_one_rank_is_loaded_by_none(error: type[B
     assert bits(it.state_dict()) == before
 
 
-# -- steps in which an interrupted rank waits for the others ------------------------------------------------------------
+# -- steps in which an interrupted rank waits for the others ----------------------------------------------------------
 
 
 class RaisedByHandlerError(Exception):
@@ -144,7 +144,7 @@ def test_a_step_interrupted_where_it_waits_goes_on(operation: str) -> None:
             comm = WORLD.Dup()
             step, held = OPERATIONS[operation](comm)
             for i in range(3):
-                late = interrupts and RANK == (0 if i else P - 1)
+                late = interrupts and (0 if i else P - 1) == RANK
                 WORLD.Barrier()
                 if interrupts and not late:
                     time.sleep(0.15)
