@@ -7,7 +7,6 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
-from sparsecomm.calls.weights import check_every, check_weights
 from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed

@@ -29,10 +29,9 @@ from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.report import choice_lines, peer_lines
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
-from sparsecomm.reducer.step import OpenStep, Step, error_of
+from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
-from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName

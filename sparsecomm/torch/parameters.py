@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm.calls.weights import check_every, check_weights
-from sparsecomm.checks import number
 from sparsecomm.calls.weights import check_due, check_every
+from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
