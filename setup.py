@@ -16,6 +16,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  # pip asks for it, and others do 
 
 import hashlib
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -142,6 +143,17 @@ def mpi_wrappers():
     return [[wrapper] for wrapper in found if wrapper is not None]
 
 
+def words_of(shown):
+    """Return the words of the command that a wrapper shows. That of Open MPI does not quote folders with spaces."""
+    try:
+        words = shlex.split(shown)
+    except ValueError:
+        words = []
+    if words and all(Path(word[2:]).is_dir() for word in words if word.startswith("-I")):
+        return words
+    return re.split(r"\s+(?=-)", shown.strip())
+
+
 def mpi_flags(wrapper):
     """Return the ABI of a wrapper's MPI, and the folders and libraries that the wrapper would add.
 
@@ -151,7 +163,7 @@ def mpi_flags(wrapper):
     said = " ".join(wrapper)
     try:
         shown = subprocess.run([*wrapper, "-show"], check=True, capture_output=True, text=True).stdout
-        words = shlex.split(shown)
+        words = words_of(shown)
         options = [word for word in words if word.startswith(("-I", "-D"))]
         compiler = shlex.split(os.environ.get("CC", "cc"))
         preprocess = [*compiler, "-E", "-P", *options, "-x", "c", "-"]
