@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from pathlib import Path
@@ -256,7 +257,8 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) ->
             result = made.wait() if background else made
             outcome = result.indices.tobytes(), result.values.tobytes()
         except (sc.SparseCommError, KeyboardInterrupt) as error:
-            outcome = type(error), str(error)
+            # Links are measured by the clock, and when a call begins depends on the messages of those before.
+            outcome = type(error), re.sub(r"checksum \w+", "checksum", str(error))
         finally:
             vars(ranks).pop("isend", None)
         last = sc.last_call(ranks)
