@@ -39,11 +39,13 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
     )
     try:
         until(lambda: all(Path(mark + host).exists() for host in network.names(2)) or run.poll() is not None)
-        assert run.poll() is None, run.communicate()[0]
+        assert run.poll() is None, run.stdout and run.stdout.read()
         yield run, mark
     finally:
         run.kill()
-        run.communicate()
+        run.wait()
+        assert run.stdout
+        run.stdout.close()
 
 
 @needs_network
