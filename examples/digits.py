@@ -254,7 +254,7 @@ def main() -> None:
     plot(runs, arguments.plot)
     console.print("In your own program:", style="bold")
     console.print(CALL + "\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"The plot is in {arguments.plot.resolve()}", soft_wrap=True)
+    console.print(f"The plot is in {arguments.plot.resolve()}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

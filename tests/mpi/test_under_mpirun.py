@@ -15,6 +15,6 @@ from tests.thinning import exhaustive, whole
 @pytest.mark.parametrize("P", [exhaustive(1), whole(5), exhaustive(2), 3])
 def test_cases(P: int) -> None:
     pytest_ = ["-m", "pytest", "tests/mpi/cases", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
-    status, said = mpirun(P, "-m", "mpi4py", *pytest_)  # mpi4py ends the whole job when one rank fails
+    status, said = mpirun(P, "-m", "mpi4py", *pytest_, seconds=1800)  # mpi4py ends the whole job when one rank fails
     assert status == 0, said
     assert len(re.findall(r"^\d+ passed.* in ", said, re.MULTILINE)) == P, said
