@@ -12,7 +12,7 @@ from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, TransportError, WeightMismatchError
 from sparsecomm.reducer import Reducer
-from sparsecomm.reducer.step import error_of
+from sparsecomm.reducer.step import Accept, error_of
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -99,6 +99,7 @@ class FragmentExchange:
         applied: names of which the global parameter has been changed by the mean.
         moved: by name: if late: to what the local parameter is set.
         written: names of which the local parameter has been written.
+        overflows: by name: indices at which the outer step would have overflowed; the exchange does not count then.
     """
 
     _reducer: Reducer
@@ -135,6 +136,7 @@ class FragmentExchange:
         self.applied: set[str] = set()
         self.moved: dict[str, Array] = {}
         self.written: set[str] = set()
+        self.overflows: dict[str, Array] = {}
         self._end: tuple[End, Handle] | None = None
         self.sums: Mapping[str, SparseVector] = {}
         self._comparison: Handle | None = None
@@ -211,14 +213,17 @@ class FragmentExchange:
             self._end = end, queue_of(self._ranks).submit(end)
         return self._end[0]
 
-    def wait(self) -> None:
-        """Wait until all calls have ended. An interrupt ends the wait; call it again."""
+    def wait(self, accept: Accept | None = None) -> None:
+        """Wait until all calls have ended. An interrupt ends the wait; call it again.
+
+        ``accept``: as of `Reducer.wait`.
+        """
         if self.ended:
             return
         compared = self._wait_for_comparison() if self._tells_first else None
         if self._reducer.step == self._step:
             try:
-                self._reducer.wait()
+                self._reducer.wait(accept)
             except BaseException as error:
                 if self._reducer.step == self._step:
                     raise  # the wait was interrupted
@@ -240,6 +245,12 @@ class FragmentExchange:
             raise compared  # an interrupt of the comparison, which was made here
         if done is not None and compared is not None:  # the sums have the same label on all ranks, so they count
             _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
+
+    def drop_overflows(self) -> None:
+        """Drop from the residuals what would overflow again."""
+        for name, indices in self.overflows.items():
+            self._reducer.residual(name).reshape(-1)[indices] = 0
+        self.overflows = {}
 
     def end_comparison(self) -> None:
         """Wait until the ranks have told each other all, so that no call of the exchange is under way."""

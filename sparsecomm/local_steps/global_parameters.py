@@ -12,6 +12,7 @@ from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.local_steps.outer import NesterovSGD
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
@@ -48,9 +49,11 @@ class GlobalParameters:
         self._backends = Backends()
         self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
         self._arrays: dict[str, Array] = {}
+        self._limits: dict[str, float] = {}  # magnitudes from which local parameters would be infinite
         for name, parameter in pairs:
             with self.on_stream(name, parameter, writable=writable) as local:
                 self._arrays[name] = self._backends.of(local.device).accumulate(local, None)
+                self._limits[name] = local.dtype.rounds_to_infinity
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
@@ -160,6 +163,29 @@ class GlobalParameters:
             backend.scatter_add(backend.as_tensor(parameter, self.specs[name].shape), negated)
         else:
             parameter -= mean
+
+    @default_float_mode
+    def overflows(self, name: str, mean: Array | SparseVector, outer: NesterovSGD | None) -> Array:
+        """Return the indices at which an outer step would make a parameter infinite, or its velocity. Nothing changes.
+
+        Args:
+            name: of the parameter.
+            mean: the mean pseudo-gradient.
+            outer: makes the step; ``None``: the mean is subtracted.
+        """
+        parameter, indices = self._arrays[name], None
+        with np.errstate(over="ignore", invalid="ignore"):
+            if outer is not None:
+                dense = self.dense(name, mean) if isinstance(mean, SparseVector) else mean
+                after = outer.preview(name, parameter, dense)
+            elif isinstance(mean, SparseVector) and not isinstance(mean, DenseSum):
+                indices = mean.indices
+                parameter = parameter[indices]
+                after = parameter - mean.values
+            else:
+                after = parameter - (mean.dense if isinstance(mean, DenseSum) else mean)
+            bad = (~(abs(after) < self._limits[name]) & (abs(parameter) < self._limits[name])).nonzero()[0]
+        return bad if indices is None else indices[bad]
 
     @default_float_mode
     def shifted(self, name: str, local: interop.Tensor, before: Array, sent: Array | None) -> Array:

@@ -36,6 +36,7 @@ from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.sparse import SparseVector
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,8 +107,10 @@ class LocalSteps:
     counted; if not, call `step` again. An outer optimizer other than `NesterovSGD` may have made a step in part. The
     fragment's next exchange then raises `WeightMismatchError` on all ranks, until `rebuild` has made them equal.
 
-    **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank.
-    Finite ones wait in the residuals, others are dropped. Parameters of other fragments that are not finite are set to
+    **NaN.** With ``skip_nonfinite`` the same holds, without an error, if a pseudo-gradient was not finite on any rank,
+    or the outer step would make a parameter or a velocity infinite. The latter is not checked for an outer optimizer
+    other than `NesterovSGD`. Finite ones wait in the residuals, others are dropped, and so are entries that would
+    overflow. Parameters of other fragments that are not finite are set to
     the global ones, too. Reset the inner optimizer's state where it holds NaN.
 
     **Checkpoints.** `state_dict` holds the global parameters, the residuals, the outer optimizer's state, and what an
@@ -358,7 +361,7 @@ class LocalSteps:
         with self._lock:
             ranks = self._idle("state_dict")
             for exchange in self._exchanges.values():
-                exchange.wait()
+                self._wait(exchange)
             under_way = self._exchanges.values()
             round_no, local_step, passed = self._place
             fields = {
@@ -612,7 +615,7 @@ class LocalSteps:
         if end.seconds is None:
             return None
         for exchange in self._exchanges.values():
-            exchange.wait()
+            self._wait(exchange)
             self._follow_speeds(exchange)
             if exchange.error is not None:
                 return None
@@ -770,6 +773,25 @@ class LocalSteps:
             end = exchange.end(self._timer.clock, self._watch.wake)
             self._begun = end, self._schedule.begun_at(exchange.fragment, exchange.round)
 
+    def _wait(self, exchange: FragmentExchange) -> None:
+        """Wait until the calls of an exchange have ended, which counts if the outer step leaves all finite."""
+        outer = self._outer
+        plain = outer if isinstance(outer, NesterovSGD) and type(outer) is NesterovSGD else None
+        if exchange.ended or (outer is not None and plain is None):  # of other optimizers it is not known before
+            exchange.wait()
+            return
+
+        def accept(sums: Mapping[str, SparseVector], largest: float) -> bool:
+            found = {}
+            for name in self._globals.on_streams(self.fragments[exchange.fragment]):
+                mean = exchange.means.get(name, sums.get(name))
+                if mean is not None and len(indices := self._globals.overflows(name, mean, plain)):
+                    found[name] = indices
+            exchange.overflows = found
+            return not found
+
+        exchange.wait(accept)
+
     def _means(self, exchange: FragmentExchange) -> dict[str, Array]:
         """Return the means as flat arrays."""
         names = [name for name in self.fragments[exchange.fragment] if name not in exchange.without_gradient]
@@ -787,7 +809,7 @@ class LocalSteps:
     @default_float_mode
     def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
         """Wait for an exchange and apply it. Return the names of parameters that were replaced."""
-        exchange.wait()
+        self._wait(exchange)
         names, shared = list(self.fragments[exchange.fragment]), self._globals
         keeps = exchange.late and (exchange.usable or not exchange.sent)  # what this rank has trained is not in it
         if not keeps:
@@ -798,8 +820,10 @@ class LocalSteps:
         else:
             names = [] if keeps else names
         if not exchange.usable and exchange.error is None:
+            exchange.drop_overflows()
             _log.warning(
-                "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank",
+                "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank, "
+                "or parameters would not be",
                 self._connect().rank,
                 exchange.round,
                 exchange.fragment,

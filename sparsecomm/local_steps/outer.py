@@ -77,6 +77,19 @@ class NesterovSGD:
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
         """See `OuterOptimizer.step`. An interrupt comes before anything has changed, or when all has."""
+        change, velocity = self._change(name, gradient)
+        parameter -= change
+        if velocity is not None:
+            self._velocities[name] = velocity
+
+    def preview(self, name: str, parameter: Array, gradient: Array) -> Array:
+        """Return what `step` would make of a parameter, with NaN where the velocity would be infinite."""
+        change, velocity = self._change(name, gradient)
+        after: Array = parameter - change
+        return after if velocity is None else after + 0 * velocity
+
+    def _change(self, name: str, gradient: Array) -> tuple[Array, Array | None]:
+        """Return by how much the parameter falls, and the new velocity."""
         velocity = None
         if self.momentum:
             before = self._velocities.get(name)
@@ -87,10 +100,7 @@ class NesterovSGD:
                     before = from_host(before, gradient)
                 velocity = self.momentum * before + gradient
             gradient = gradient + self.momentum * velocity if self.nesterov else velocity
-        change = self.learning_rate * gradient
-        parameter -= change
-        if velocity is not None:
-            self._velocities[name] = velocity
+        return self.learning_rate * gradient, velocity
 
     def state_dict(self) -> dict[str, Any]:
         """See `OuterOptimizer.state_dict`."""

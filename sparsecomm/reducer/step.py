@@ -202,7 +202,7 @@ class OpenStep:
         if self.unsummed and skips:  # no call has changed a residual yet, so none counts
             self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size)
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
-        if usable and accept is not None and not self.unsummed:
+        if usable and skips and accept is not None and not self.unsummed:
             usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)

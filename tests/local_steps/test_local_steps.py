@@ -12,6 +12,7 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import (
     DTYPES,
+    PLAIN,
     SHAPES,
     Oracle,
     bits,
@@ -274,6 +275,42 @@ def test_nan_on_one_rank_counts_for_nobody(alpha: float, fragments: Any, caplog:
     else:
         assert replaced == [(TWO[0], [1, 0]), ((*TWO[0], "e"), [1, 0])]
     assert "fragment 0 was not applied" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["parameter", "float16 parameter", "velocity"])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_an_outer_step_that_would_overflow_counts_for_nobody(what: str, density: float) -> None:
+    """All pseudo-gradients are finite; the next round counts again."""
+    dtype = np.float16 if what == "float16 parameter" else np.float32
+    big = float(np.finfo(dtype).max) * 0.9
+
+    def program(ranks: simulated.SimulatedTransport) -> bytes:
+        parameters = {"a": np.ones(40, dtype), "b": np.ones(3, dtype)}
+        parameters["a"][5] = big
+        outer = sc.NesterovSGD(0.7, 0.9, nesterov=False) if what == "velocity" else None
+        options = PLAIN | {"sync_every": 1, "decay": 1.0, "outer": outer}
+        local = sc.LocalSteps(parameters, density, comm=ranks, **options)
+        for round_no in range(4):
+            before = {name: array.copy() for name, array in local.global_parameters().items()}
+            overflows = round_no == (2 if what == "velocity" else 1)
+            for name in parameters:
+                parameters[name] += dtype(1 + ranks.rank)
+            if what == "velocity":
+                parameters["a"][5] = before["a"][5] + dtype(-0.15 * big if overflows else 1)
+                if overflows:
+                    outer._velocities["a"][5] = np.finfo(dtype).max
+            elif overflows:
+                local.reducers[0].residual("a")[5] = -0.2 * big
+            local.step(parameters)
+            same = all(np.array_equal(before[name], array) for name, array in local.global_parameters().items())
+            assert same == overflows
+            kept = [*parameters.values(), *local.global_parameters().values(), local.reducers[0].residual("a")]
+            assert all(np.isfinite(array).all() for array in kept)
+        assert all(np.isfinite(velocity).all() for velocity in outer._velocities.values()) if outer else True
+        return local.global_parameters()["a"].tobytes()
+
+    first, second = run(2, program)
+    assert first == second
 
 
 def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:

@@ -328,3 +328,30 @@ def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
     results = run(P, program)
     assert all(np.isnan(mine["c"][3]) for mine in results)
     assert len({str(bits(mine)) for mine in results}) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "split", "ssar_split_allgather", "dense"])
+@pytest.mark.parametrize("what", ["residual", "parts", "sum"])
+def test_finite_gradients_that_overflow_make_a_step_unusable_once(algorithm: str, what: str) -> None:
+    """In a residual of one rank, or only in the sum over the ranks. The step after it counts."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        options = {"skip_nonfinite": True, "dense_below": 0, "reorder": False, "wire": "packed"}
+        zeros = {"x": np.zeros(64, np.float32)}
+        density = sc.Warmup(0.2, 0)
+        reducer = sc.Reducer(zeros, density, comm=ranks, op="sum", algorithm=algorithm, **options)
+        outcomes = []
+        for step in range(4):
+            x, big = np.full(64, 1.0 + ranks.rank, np.float32), np.float32(3e38)
+            if step == 1 and (what == "sum" or ranks.rank == 0):
+                if what == "parts":
+                    reducer.accumulate("x", np.where(np.arange(64) == 9, big, np.float32(0)))
+                elif what == "residual":
+                    reducer.residual("x")[9] = big
+                x[9] = big
+            reducer.push("x", x)
+            outcomes.append(reducer.wait().usable)
+            assert np.isfinite(reducer.residual("x")).all()
+        assert outcomes == [True, False, True, True]
+
+    simulated.run(2, program)
