@@ -87,8 +87,8 @@ def test_a_damaged_file_is_left_out_and_named(
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_random_damages(number: int) -> None:
-    logging.getLogger("sparsecomm").setLevel(logging.ERROR)
+def test_random_damages(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "sparsecomm")
     Case(5, number).play()
 
 

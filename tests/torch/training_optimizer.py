@@ -135,7 +135,7 @@ def states_that_do_not_fit() -> None:
     for state, match in (
         (plain.state_dict(), "it is of a plain optimizer"),
         ({**plain.state_dict(), "sparsecomm": {}}, "expected the dictionary that SparseState.state_dict"),
-        (Training(model=Chosen({"a": (20, 14)})).optimizer.state_dict(), "lack 'b'"),
+        (Training(model=Chosen({"a": (20, 14)})).optimizer.state_dict(), "lacks 'b'"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):
             optimizer.load_state_dict(state)
