@@ -91,9 +91,8 @@ double largest(Dense x, int threads) {
     });
 }
 
-Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
-               double unit_eps, double eps, int32_t step, int threads) {
-    Extremes extremes{0, 0, 0};
+void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+           double unit_eps, double eps, int32_t step, int threads) {
     with_entries(weights.type, means, int64_indices, [&](const auto* index, const auto* value, auto format) {
         using W = decltype(format);
         using Accumulator = typename W::Accumulator;
@@ -105,10 +104,7 @@ Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, boo
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
         constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-        struct Maxima {
-            Accumulator square = 0, ratio = 0, weight = 0;
-        };
-        const auto update = [=](Maxima& maxima, size_t i, Accumulator quotient, const Accumulator* of, bool first) {
+        const auto update = [=](size_t i, Accumulator quotient, const Accumulator* of, bool first) {
             const Accumulator before = floor_power_of_two(std::sqrt(square[i]) + unit_tiny);
             const Accumulator g = quotient * before;
             const Accumulator m = of[0] * mean[i] + of[1] * g;
@@ -118,32 +114,23 @@ Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, boo
             mean[i] = m;
             square[i] = v;
             last[i] = step;
-            const Accumulator kept = waiting[i] * std::min(before / floor_power_of_two(root + unit_tiny), MAX);
-            waiting[i] = std::min(std::max(kept, -MAX), MAX);
-            const Accumulator ratio = m / (root + tiny);
-            const auto narrow = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * ratio) - w)));
-            weight[i] = narrow;
-            maxima.square = std::max(maxima.square, v);
-            maxima.ratio = std::max(maxima.ratio, std::abs(ratio));
-            maxima.weight = std::max(maxima.weight, std::abs(W::widen(narrow)));
+            const Accumulator kept = waiting[i];
+            if (kept != 0) {
+                const Accumulator rescaled = kept * (before / floor_power_of_two(root + unit_tiny));
+                waiting[i] = std::abs(rescaled) <= MAX ? rescaled : std::copysign(MAX, kept);
+            }
+            weight[i] = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * (m / (root + tiny))) - w)));
         };
         const auto row_of = [=](size_t i) {
             const int64_t passed = int64_t(step) - last[i];
             return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
         };
         if (!index) {
-            std::atomic<double> square{0}, ratio{0}, largest_weight{0};
             ranges(means.count, threads, [&](size_t begin, size_t end) {
-                Maxima maxima;
-                for (size_t i = begin; i < end; i++) update(maxima, i, value[i], row_of(i), last[i] == 0);
-                raise(square, double(maxima.square));
-                raise(ratio, double(maxima.ratio));
-                raise(largest_weight, double(maxima.weight));
+                for (size_t i = begin; i < end; i++) update(i, value[i], row_of(i), last[i] == 0);
             });
-            extremes = {square, ratio, largest_weight};
             return;
         }
-        Maxima maxima;
         constexpr size_t AHEAD = 16;  // entries whose memory is prefetched
         for (size_t e = 0; e < means.count; e++) {
             if (e + AHEAD < means.count) {
@@ -155,11 +142,9 @@ Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, boo
                 __builtin_prefetch(waiting + next, 1);
             }
             const auto i = index[e];
-            update(maxima, i, value[e], row_of(i), last[i] == 0);
+            update(i, value[e], row_of(i), last[i] == 0);
         }
-        extremes = {double(maxima.square), double(maxima.ratio), double(maxima.weight)};
     });
-    return extremes;
 }
 
 }  // namespace sparsecomm

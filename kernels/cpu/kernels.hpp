@@ -167,13 +167,6 @@ struct Moments {
 // The largest magnitude; NaN if there is one. Reads x once.
 double largest(Dense x, int threads);
 
-// Maxima over the weights that a call of `adamw` has updated; NaN is left out.
-struct Extremes {
-    double square;  // second moment
-    double ratio;   // |mean| / (sqrt(square) + eps)
-    double weight;  // magnitude
-};
-
 // AdamW on some weights, as many steps as they waited for: see `Backend.adamw`. Each operation is rounded. A residual that
 // would become infinite in its new unit becomes the largest finite number.
 //
@@ -182,8 +175,8 @@ struct Extremes {
 //   residual [in,out]  n elements of the accumulator's type
 //   means    [in]      indices below n; or null, and a value for each of the n elements
 //   rows     [in]      `count` rows of 6 numbers of the accumulator's type, count > 0
-Extremes adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
-               double unit_eps, double eps, int32_t step, int threads);
+void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
+           double unit_eps, double eps, int32_t step, int threads);
 
 // x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
 // to the type of x.

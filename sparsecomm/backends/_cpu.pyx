@@ -83,12 +83,8 @@ cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
         int* last
 
     cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
-    cdef struct Extremes "sparsecomm::Extremes":
-        double square
-        double ratio
-        double weight
     double c_largest "sparsecomm::in_default_mode<sparsecomm::largest>"(Dense, int) except +
-    Extremes c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
+    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
     cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
     void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
     void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
@@ -449,10 +445,8 @@ class CpuBackend(Backend):
         cdef const void* first = cnp.PyArray_DATA(rows)
         cdef void* waiting = cnp.PyArray_DATA(residual)
         cdef int threads = self.threads
-        cdef Extremes extremes
         with nogil:
-            extremes = c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
-        return extremes.square, extremes.ratio, extremes.weight
+            c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
 
     def largest(self, Tensor x not None):
         cdef Dense data = dense(x)

@@ -267,7 +267,7 @@ class Backend:
         unit_eps: float,
         eps: float,
         step: int,
-    ) -> tuple[float, float, float]:
+    ) -> None:
         """Make the steps of AdamW that weights have waited for, by `adamw_step`. Each operation is rounded.
 
         A residual that would become infinite in its new unit becomes the largest finite number.
@@ -281,10 +281,6 @@ class Backend:
                 updated last so many steps ago. The last row also stands for all longer waits.
             unit_eps, eps: numbers, rounded to that type.
             step: the number of this step, at least 1.
-
-        Returns:
-            The maxima over the weights that have an entry, without NaN: of the second moments, of |mean| / (sqrt(second
-            moment) + eps), and of the magnitudes of the weights.
         """
         xp, (mean, squares, last) = _library(moments.mean), moments
         index, before, (change, m, v, factor) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
@@ -295,10 +291,6 @@ class Backend:
         else:
             self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
         mean[index], squares[index], last[index], residual[index] = m, v, step, kept
-        after = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        found = v, m / (xp.sqrt(v) + m.dtype.type(eps)), after[index]
-        square, ratio, weight = (float(xp.nanmax(abs(each))) if each.size else 0.0 for each in found)
-        return square, ratio, weight
 
     def adamw_overflows(
         self,

@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -143,11 +143,20 @@ class AdamWRule:
         return np.stack(made, axis=1).astype(dtype)
 
 
+# Bounds on second moments, |mean| / (sqrt(second moment) + eps), and magnitudes of weights.
+_Bounds: TypeAlias = tuple[float, float, float]
+
+
 class _Reach(NamedTuple):
-    """How far the rows of a table can move a weight: at most rate * (kept * r + new), if |mean| is at most r units of
-    sqrt(second moment) + eps now.
+    """How far the rows of a table can move moments and weights.
+
+    Attributes:
+        square: of g^2 that is added to a second moment.
+        rate: of |mean| / (sqrt(second moment) + eps) by which a weight moves.
+        kept, new: that quotient is at most kept * (its value before) + new.
     """
 
+    square: float
     rate: float
     kept: float
     new: float
@@ -157,7 +166,8 @@ class _Reach(NamedTuple):
         kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             kept, new = kept_mean / np.sqrt(kept_squares), new_mean / np.sqrt(new_squares)
-        return cls(rate.max(), np.where(kept_mean == 0, 0, kept).max(), np.where(new_mean == 0, 0, new).max())
+        kept, new = np.where(kept_mean == 0, 0, kept), np.where(new_mean == 0, 0, new)
+        return cls(*(float(each.max()) for each in (new_squares, rate, kept, new)))
 
 
 class _Update(NamedTuple):
@@ -171,27 +181,31 @@ class _Update(NamedTuple):
     step: int
     reach: _Reach
 
-    def is_safe(self, bounds: tuple[float, float, float], largest: float, dtype: DType) -> bool:
-        """Return whether nothing can overflow; False if that is not sure.
+    def bounds_after(self, bounds: _Bounds, largest: float, dtype: DType) -> _Bounds | None:
+        """Return bounds that hold after the update; ``None``: it is not sure that nothing overflows.
 
         Args:
-            bounds: as of `LazyAdamW`.
+            bounds: before it.
             largest: the largest magnitude in the entries, or more.
             dtype: of the weights.
         """
-        square, ratio, weight = bounds
-        max_, (rate, kept, new) = float(np.finfo(self.spec.accumulator.accumulator).max), self.reach
+        (square, ratio, weight), reach = bounds, self.reach
+        max_ = float(np.finfo(self.spec.accumulator.accumulator).max)
         gradient = largest * (math.sqrt(square) + self.unit_eps)
-        moved = rate * (kept * ratio + new)
-        return gradient < 0.5 * math.sqrt(max_) and 1.02 * (weight + moved) < min(max_, dtype.rounds_to_infinity)
+        ratio = max(ratio, reach.kept * ratio + reach.new)
+        weight = 1.01 * (weight + reach.rate * ratio)
+        if gradient < 0.5 * math.sqrt(max_) and weight < min(max_, dtype.rounds_to_infinity):
+            return 1.01 * (square + reach.square * gradient**2), ratio, weight
+        return None
 
 
-def _bounds(backend: Backend, weight: Tensor, moments: Moments, eps: float) -> tuple[float, float, float]:
-    """Return the maxima of `LazyAdamW._bounds` as they are now. Reads everything once or twice."""
+def _bounds(backend: Backend, weight: Tensor, moments: Moments, eps: float, ratio: float | None) -> _Bounds:
+    """Return bounds as they are now: the maxima. ``ratio``: a bound on the quotients, where it is known."""
     shape = (weight.size,)
-    squares = backend.largest(backend.as_tensor(moments.squares, shape))
-    ratios = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps))
-    return squares, backend.largest(backend.as_tensor(ratios, shape)), backend.largest(weight)
+    if ratio is None or not math.isfinite(ratio):
+        ratios = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps))
+        ratio = backend.largest(backend.as_tensor(ratios, shape))
+    return backend.largest(backend.as_tensor(moments.squares, shape)), ratio, backend.largest(weight)
 
 
 class LazyAdamW:
@@ -230,8 +244,8 @@ class LazyAdamW:
         self._pending: list[_Update] | None = None  # the rest of an update that was interrupted
         self._planned: tuple[Mapping[str, SparseVector], list[_Update]] | None = None  # for the sums of `accept`
         self._overflows: dict[str, Array] = {}  # indices of weights for which the step was not accepted, by name
-        # By name: bounds on second moments, |mean| / (sqrt(second moment) + eps) and magnitudes of weights.
-        self._bounds: dict[str, tuple[float, float, float]] = {}
+        self._bounds: dict[str, _Bounds] = {}
+        self._next_bounds: dict[str, _Bounds] = {}  # after the update that was accepted
 
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor on the current stream."""
@@ -316,12 +330,13 @@ class LazyAdamW:
             weight = spec.tensor(weights[name], name, writable=True)
             residual = self._reducer.residual(name).reshape(-1)
             with self._timelines[spec.device].on_stream(weight):
-                found = backend.adamw(weight, moments, residual, *update[1:-1])
+                backend.adamw(weight, moments, residual, *update[1:-1])
                 self._pending.pop()
-                if (known := self._bounds.get(name)) is not None:
-                    self._bounds[name] = max(known[0], found[0]), max(known[1], found[1]), max(known[2], found[2])
+            self._bounds.pop(name, None)
         made = {name: steps + (name not in done.without_gradient) for name, steps in self.steps.items()}
         self.steps, self.done, self._pending, self._planned = made, done, None, None
+        self._bounds |= self._next_bounds
+        self._next_bounds = {}
 
     def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[_Update]:
         """Return the updates that sums make."""
@@ -356,21 +371,23 @@ class LazyAdamW:
             sums: by name.
             largest: the largest magnitude in sums.
         """
-        overflows = {}
+        overflows, after = {}, {}
         for update in self._updates(sums, rules):
             spec, name = update.spec, update.spec.name
             weight = spec.tensor(weights[name], name)
-            known = self._bounds.get(name)
-            if known is not None and update.is_safe(known, largest, weight.dtype):
-                continue
-            backend, moments = self._backends.of(spec.device), self.moments[name]
-            with self._timelines[spec.device].on_stream(weight):
-                self._bounds[name] = bounds = _bounds(backend, weight, moments, update.eps)
-                if not update.is_safe(bounds, largest, weight.dtype):
-                    found = backend.adamw_overflows(weight, moments, *update[1:-1])
-                    if len(found):
-                        overflows[name] = found
-        self._overflows = overflows
+            bounds = self._bounds.get(name)
+            found = None if bounds is None else update.bounds_after(bounds, largest, weight.dtype)
+            if found is None:
+                backend, moments = self._backends.of(spec.device), self.moments[name]
+                with self._timelines[spec.device].on_stream(weight):
+                    ratio = None if bounds is None else bounds[1]
+                    self._bounds[name] = bounds = _bounds(backend, weight, moments, update.eps, ratio)
+                    found = update.bounds_after(bounds, largest, weight.dtype)
+                    if found is None and len(indices := backend.adamw_overflows(weight, moments, *update[1:-1])):
+                        overflows[name] = indices
+            if found is not None:
+                after[name] = found
+        self._overflows, self._next_bounds = overflows, after
         return not overflows
 
     def _drop_overflows(self) -> None:
@@ -378,7 +395,7 @@ class LazyAdamW:
         for name, indices in self._overflows.items():
             with self.on_stream(self.specs[name]):
                 self._reducer.residual(name).reshape(-1)[indices] = 0
-        self._overflows, self._planned = {}, None
+        self._overflows, self._next_bounds, self._planned = {}, {}, None
 
     def check_whole(self) -> None:
         """Check that the moments can be saved: no update has stopped half-way, and all are finite.
@@ -407,7 +424,7 @@ class LazyAdamW:
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Go on with moments that were loaded, and the number of steps of each tensor."""
         self.steps, self.moments, self._pending = {name: steps.get(name, 0) for name in self.specs}, dict(moments), None
-        self._planned, self._overflows, self._bounds = None, {}, {}
+        self._planned, self._overflows, self._bounds, self._next_bounds = None, {}, {}, {}
 
     def spread(self, ranks: Transport, rebuilt: Rebuilt) -> None:
         """Give all ranks the moments of a rank that stayed, if others joined or were a step apart. Collective."""
