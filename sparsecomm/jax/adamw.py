@@ -64,7 +64,8 @@ def sparse_adamw(
 
     This is the whole optimizer, not a link of a chain: pass ``update`` the gradients of this rank, and the parameters.
     It is collective. All ranks make the same updates, bit for bit. A gradient that is not finite on some rank leaves
-    parameters and state as they are on all ranks; finite gradients of that step stay in the residuals. At
+    parameters and state as they are on all ranks; finite gradients of that step stay in the residuals. So does a step
+    that would make a parameter or a moment infinite; what waits in residuals for these elements is dropped. At
     ``density=1.0`` it is ``optax.adamw`` of dense, exact means. See `sparsecomm.SparseAdamW`.
 
     Args:
@@ -134,11 +135,11 @@ def sparse_adamw(
             fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + moved) | ~jnp.isfinite(p))
             return hit, moved, new_m, new_v, factor, hit & ~fits
 
-        def end(p: Any, one: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any) -> tuple[Any, ...]:
+        def end(p: Any, one: Any, mean: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any) -> tuple[Any, ...]:
             hit, change, new_m, new_v, factor, overflows = one
             max_ = float(np.finfo(v.dtype).max)
             rescaled = jnp.clip(r * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
-            kept = jnp.where(overflows, 0, old + jnp.where(mine, q, 0))
+            kept = jnp.where(overflows | jnp.isinf(mean), 0, old + jnp.where(mine, q, 0))
             hit = hit & usable
             return (
                 jnp.where(hit, change, 0),
@@ -152,7 +153,9 @@ def sparse_adamw(
         structure: Any = jax.tree.structure(params)
         leaves = structure.flatten_up_to(steps)
         usable = counts & ~jnp.any(jnp.stack([overflows.any() for *_, overflows in leaves]))  # the same on all ranks
-        made = jax.tree.map(end, params, steps, quotients, state.mu, begun, state.last, residuals, state.residuals)
+        made = jax.tree.map(
+            end, params, steps, means, quotients, state.mu, begun, state.last, residuals, state.residuals
+        )
         changes, mu, nu, last, residuals = jax.tree.transpose(structure, jax.tree.structure((0,) * 5), made)
         began = usable | (state.step > 0)
         nu, residuals = (

@@ -56,8 +56,9 @@ def sparsify(
     recommend (docs/choosing.md). For a dense baseline, pass ``density=1.0``. All ranks then make the same updates,
     bit for bit. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
 
-    If a gradient is NaN or infinite on some rank, the step is skipped on all ranks: ``update`` returns zeros and does
-    not count the step. Finite gradients of that step stay in the residuals of their ranks; the others are dropped.
+    If a gradient is NaN or infinite on some rank, or a sum overflows, the step is skipped on all ranks: ``update``
+    returns zeros and does not count the step. Finite gradients of that step stay in the residuals of their ranks; the
+    others are dropped, and so are entries whose sum has overflowed.
     Links that follow see zeros, so momentum and weight decay still act. Do not wrap ``sparsify`` itself in
     ``optax.apply_if_finite``, which would skip the exchange on some ranks only.
 
@@ -108,15 +109,23 @@ def sparsify(
         averaged, residuals = tree_step(
             sent, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm, training=True
         )
-        usable = ~jnp.any(jnp.stack([jnp.isnan(mean).any() for mean in jax.tree.leaves(averaged)]))  # on all ranks
+        means = jax.tree.leaves(averaged)
+        usable = jnp.all(jnp.stack([jnp.isfinite(mean).all() for mean in means]))  # the same on all ranks
         kept = [
-            jnp.where(usable, new, jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype))
-            for g, old, new in zip(grads, before, jax.tree.leaves(residuals), strict=True)
-        ]
-        means = jax.tree.map(lambda mean: jnp.where(usable, mean, 0), averaged)
-        return means, SparsifyState(state.step + usable, jax.tree.unflatten(structure, kept))
+            jnp.where(
+                usable, new, jnp.where(jnp.isinf(mean), 0, _finite(old) + jnp.where(finite, g, 0).astype(old.dtype))
+            )
+            for g, mean, old, new in zip(grads, means, before, jax.tree.leaves(residuals), strict=True)
+        ]  # a sum that has overflowed is infinite; for a gradient that is not finite NaN was sent
+        updates = jax.tree.map(lambda mean: jnp.where(usable, mean, 0), averaged)
+        return updates, SparsifyState(state.step + usable, jax.tree.unflatten(structure, kept))
 
     return optax.GradientTransformation(init, update)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Return x with zeros for NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def check_wire(options: Options, residuals: PyTree) -> None:

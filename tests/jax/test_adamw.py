@@ -139,9 +139,9 @@ def test_hyperparameters_that_are_injected() -> None:
     run(1, program)
 
 
-@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize(("P", "bad"), [(1, np.nan), (1, 1e20), (3, np.inf), (3, 1e20)])
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, when: int) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, bad: float, when: int) -> None:
     """And no gradient of the other ranks is lost: it stays in their residuals."""
     pytest.importorskip("greenlet")
 
@@ -152,7 +152,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, when:
         for step in range(6):
             given, before = gradients(step, ranks.rank), state
             if step == when and ranks.rank == P - 1:
-                given["matrix"][3, 4] = np.nan if P == 1 else np.inf
+                given["matrix"][3, 4] = bad
             changes, state = optimizer.update(jax.tree.map(jnp.array, given), state, params)
             if step == when:
                 assert not any(np.asarray(change).any() for change in jax.tree.leaves(changes))
@@ -171,6 +171,29 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, when:
         for name, array in results[0].items():
             assert np.isfinite(array).all()
             np.testing.assert_array_equal(params[name], array)
+
+
+def test_sums_that_would_overflow_change_nothing_on_any_rank() -> None:
+    """What waits on two ranks makes a second moment infinite; the next step counts."""
+    pytest.importorskip("greenlet")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(ranks)
+        params: Any = jax.tree.map(jnp.array, weights())
+        state = optimizer.init(params)
+        for step in range(4):
+            if step == 2:
+                state = state._replace(
+                    residuals={**state.residuals, "matrix": state.residuals["matrix"].at[3, 4].set(1e21)}
+                )
+            before = state
+            changes, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
+            assert int(state.step - before.step) == (step != 2)
+            assert any(np.asarray(change).any() for change in jax.tree.leaves(changes)) == (step != 2)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+            params = optax.apply_updates(params, changes)
+
+    run(2, program)
 
 
 def test_types_and_masks_by_functions() -> None:

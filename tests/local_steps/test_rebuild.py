@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import members
+from sparsecomm.local_steps import global_parameters, local_steps, members
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
 from tests.reducer.programs import run
@@ -218,3 +219,50 @@ def test_a_state_that_one_rank_cannot_load_is_an_error_on_all_ranks() -> None:
     for text, same in rebuilt_with(refusing):
         assert "the velocity of 'a' has shape (3,); expected (600,)" in text
         assert same
+
+
+def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which only one at a time is copied to the host."""
+    events: list[str] = []
+
+    class Ranks:
+        def broadcast(self, data: np.ndarray, root: int) -> None:
+            events.append(f"send {data.size}")
+            data.view(np.float32)[:] = root
+
+    copy = global_parameters.to_host
+    monkeypatch.setattr(global_parameters, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
+    shared = global_parameters.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
+    shared.broadcast(Ranks(), 7)
+    assert events == ["copy 2", "send 8", "copy 3", "send 12"]
+    assert [array.tolist() for array in shared.shaped().values()] == [[7, 7], [7, 7, 7]]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_looks_after_others_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question whether others wait comes after the calls in the queue, which may take long."""
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        local, left = sc.LocalSteps({"x": np.ones(4, np.float32)}, 1.0, comm=ranks, sync_every=3), []
+
+        def awaited(_: object) -> bool:
+            taken = []
+
+            def take() -> None:
+                taken.append(local._lock.acquire(blocking=False))
+                if taken[0]:
+                    local._lock.release()
+
+            thread = threading.Thread(target=take)
+            thread.start()
+            thread.join()
+            assert taken == [True]
+            return waits
+
+        monkeypatch.setattr(local_steps, "awaited", awaited)
+        monkeypatch.setattr(local, "_remaining", lambda: -1.0)
+        monkeypatch.setattr(local, "_leave_out", lambda: left.append(1))
+        assert (local.keep_up() is None) == waits
+        assert left == [1] * waits
+
+    simulated.run(1, program)
