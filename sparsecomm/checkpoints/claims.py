@@ -49,7 +49,7 @@ def claim(folder: Path, job: str) -> None:
     """
     with _lock:
         key = _key(folder)
-        if key in _claims and not _is_there(folder, _claims[key][0]):
+        if key in _claims and not _is_held(folder, *_claims[key]):
             os.close(_claims.pop(key)[0])
         if key in _claims:
             handle, before = _claims[key]
@@ -95,11 +95,13 @@ def _acquire(handle: int, job: str, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _is_there(folder: Path, handle: int) -> bool:
-    """Return whether the open lock file is still the one in the folder."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(handle), os.stat(folder / FILE))
-    return False
+def _is_held(folder: Path, handle: int, job: str) -> bool:
+    """Return whether this process still holds the lock. It loses it when anything in it opens and closes the file."""
+    try:
+        there = os.path.samestat(os.fstat(handle), os.stat(folder / FILE))
+        return there and _locked(handle, fcntl.LOCK_SH) and _read(handle)[:1] == [job]
+    except OSError as error:
+        return error.errno in _UNSUPPORTED
 
 
 def _locked(handle: int, how: int) -> bool:

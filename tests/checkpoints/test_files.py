@@ -148,11 +148,24 @@ def test_the_first_checkpoint_is_there_if_one_rank_has_renamed_its_file(
     assert run(2, lambda ranks: module.load(folder(ranks.rank), {"x": None}, comm=ranks)) == [None, None]
 
 
+@pytest.mark.parametrize("other", ["format", "file"])
+def test_where_a_checkpoint_may_be_that_cannot_be_seen_all_ranks_raise(other: str, module: Any, tmp_path: Path) -> None:
+    if other == "format":
+        (tmp_path / "c").mkdir()
+        (tmp_path / f"c/step1-rank0-of2{'.pt' if module is sc else '.npz'}").touch()
+    else:
+        (tmp_path / "c").touch()
+    for error in errors(2, lambda ranks: module.load(tmp_path / "c", {"x": None}, comm=ranks)):
+        assert isinstance(error, sc.InvalidInputError)
+        assert ("cannot read. Load .npz files" if other == "format" else "NotADirectoryError") in str(error)
+
+
 JOB = """
 import sys, time
 from pathlib import Path
-from sparsecomm.checkpoints.claims import claim
-claim(Path(sys.argv[1]), "another")
+from sparsecomm.checkpoints import claims
+claims._PATIENCE = 0.1
+claims.claim(Path(sys.argv[1]), "%s")
 print("claimed", flush=True)
 time.sleep(600)
 """
@@ -162,7 +175,7 @@ def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_li
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsecomm.checkpoints.claims._PATIENCE", 0.1)
-    job = subprocess.Popen([sys.executable, "-c", JOB, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen([sys.executable, "-c", JOB % "another", str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "claimed\n"
@@ -178,6 +191,16 @@ def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_li
     finally:
         job.kill()
         job.communicate()
+
+
+def test_a_job_whose_lock_was_lost_takes_it_again(tmp_path: Path) -> None:
+    """POSIX drops a process's lock when the process opens and closes the file, as a copy of the folder does."""
+    second = JOB.replace("time.sleep(600)", "") % "second"
+    save(sc, tmp_path / "c", 1)
+    shutil.copytree(tmp_path / "c", tmp_path / "copy")
+    save(sc, tmp_path / "c", 2)
+    job = subprocess.run([sys.executable, "-c", second, str(tmp_path / "c")], capture_output=True, text=True)
+    assert "another job saves checkpoints" in job.stderr
 
 
 def _save_one(folder: Path, ranks: simulated.SimulatedTransport) -> None:
