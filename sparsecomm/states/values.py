@@ -143,10 +143,16 @@ def _tree(value: Any, arrays: list[Array], path: str, depth: int, load_back: boo
 def _array(value: Any, at: str, load_back: bool) -> tuple[str, list[int], Array]:
     """Return the name of an array's type, its shape, and its elements: little-endian, or as flat bytes."""
     if isinstance(value, np.ndarray | np.generic):
-        value = np.asarray(value)
-        if value.dtype.hasobject or value.dtype.names or value.dtype.char in "gG":
-            raise InvalidInputError(f"got an array of type {value.dtype} at {at}; expected numbers")
-        value = value.astype(value.dtype.newbyteorder("<"), copy=False)
+        if (
+            value.dtype.hasobject
+            or value.dtype.names
+            or value.dtype.char in "gG"
+            or isinstance(value, np.ma.MaskedArray)
+        ):
+            raise InvalidInputError(
+                f"got a {type(value).__name__} of type {value.dtype} at {at}; expected an array of numbers"
+            )
+        value = np.asarray(value, value.dtype.newbyteorder("<"))
     value = getattr(value, "to_local", lambda: value)()  # of a DTensor, this rank's shard
     described, data = interop.content(value, at)
     name = described.partition(" ")[0]

@@ -77,7 +77,18 @@ def test_bfloat16_needs_its_numpy_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1, 2}, np.zeros(2, object), np.zeros(2, "g"), {(): 1}, 2**64, 1j, b"x", [[[], object()], print]],
+    [
+        object(),
+        {1, 2},
+        np.zeros(2, object),
+        np.ma.array([1, 2], mask=[0, 1]),
+        np.zeros(2, "g"),
+        {(): 1},
+        2**64,
+        1j,
+        b"x",
+        [[[], object()], print],
+    ],
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(sc.InvalidInputError):
