@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from sparsecomm.checkpoints.claims import claim, job_of
 from sparsecomm.checkpoints.formats import Contents, Folder, Format
-from sparsecomm.checkpoints.names import OLD_SUFFIX, PART, Saved, find, remove, sync
+from sparsecomm.checkpoints.names import PART, SUFFIXES, Saved, find, remove, sync
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
@@ -128,11 +128,11 @@ class Files:
         number, older, named = _number("step", step, 0), _number("keep", keep, 1), _named(objects)
         form, folder, transport = self._form, self._folder, of(self._comm)
         rank = transport.rank
-        survey = self._survey(transport)
+        survey = self._survey(transport, "save")
         saved = Saved(max(1, survey.last.run + (number <= survey.last.step)), number, transport.size)
         path = saved.path(folder, rank, form.suffix)
         part = path.with_name(path.name + PART)
-        what = f"checkpoint {number} of {', '.join(sorted(named))}, keeping {older}"
+        what = f"checkpoint {number} of {', '.join(sorted(map(repr, named)))}, keeping {older}"
 
         def write(undo: Undo) -> Prepared:
             if survey.interrupt is not None:
@@ -164,7 +164,7 @@ class Files:
         """See `load`."""
         wanted, named = None if step is None else _number("step", step, 0), _named(objects)
         transport = of(self._comm)
-        survey = self._survey(transport)
+        survey = self._survey(transport, "load the newest" if wanted is None else f"load {wanted}")
         interrupt, refused = survey.interrupt, None
         for saved in survey.whole:
             if wanted is not None and saved.step != wanted:
@@ -175,8 +175,8 @@ class Files:
                 _log.warning("the checkpoint of step %s (world size %s) is left out: %s", saved.step, saved.size, error)
                 refused, interrupt = refused or error, None
                 continue
-            found = self._adopt(saved, transport, named, states)
-            _raise_first([after])
+            found, interrupts = self._adopt(saved, transport, named, states)
+            _raise_first([after, *interrupts])
             return found
         _raise_first([interrupt, refused])
         if any(survey.seen):
@@ -185,33 +185,40 @@ class Files:
                 f"rank {transport.rank}: {which} in {self._folder} is there on all ranks. {survey.described()}. "
                 "Restore the missing files, or choose another folder to start without them"
             )
-        if survey.old:
+        if survey.others:
             raise InvalidInputError(
-                f"rank {transport.rank}: an earlier version of sparsecomm has saved the checkpoints in {self._folder}; "
-                "load them with that version, or choose another folder to start without them"
+                f"rank {transport.rank}: {self._folder} has only checkpoints that this call cannot read. Load .npz "
+                "files with sparsecomm.load, .pt files with sparsecomm.torch.load, and .arrays files with the earlier "
+                "version of sparsecomm that saved them, or choose another folder to start without them"
             )
         return None
 
     def any_on_all(self) -> bool:
         """Return whether all ranks see a checkpoint whose files are all there. Collective."""
-        survey = self._survey(of(self._comm))
+        survey = self._survey(of(self._comm), "look")
         _raise_first([survey.interrupt])
         return bool(survey.whole)
 
     def _adopt(
         self, saved: Saved, transport: Transport, named: Mapping[str, Any], states: list[dict[str, Any]]
-    ) -> Checkpoint:
-        """Load objects from the states that were read."""
-        values = {}
+    ) -> tuple[Checkpoint, list[BaseException | None]]:
+        """Load objects from the states that were read. If one refuses its state on a rank, all ranks raise."""
+        values: dict[str, Any] = {}
+        interrupts: list[BaseException | None] = []
         for name, one in named.items():
-            its = [each[name] for each in states]
-            own = saved.size == transport.size
-            state = its[0] if own else self._form.for_world(its, transport.rank, transport.size)
-            if hasattr(one, "load_state_dict"):
-                one.load_state_dict(state)
-            else:
-                values[name] = state
-        return Checkpoint(saved.step, values, saved.size)
+
+            def adopt(undo: Undo, name: str = name, one: Any = one) -> Prepared:
+                its = [each[name] for each in states]
+                own = saved.size == transport.size
+                state = its[0] if own else self._form.for_world(its, transport.rank, transport.size)
+                if hasattr(one, "load_state_dict"):
+                    one.load_state_dict(state)
+                else:
+                    values[name] = state
+                return Prepared({}, lambda: None)
+
+            interrupts.append(loading.decide(transport, f"object {name!r}", [], adopt, f"load {name!r}"))
+        return Checkpoint(saved.step, values, saved.size), interrupts
 
     def _read(
         self,
@@ -263,8 +270,8 @@ class Files:
         """Return the paths of the files that this rank would load."""
         return [self._path(saved, rank) for rank in saved.ranks_for(transport)]
 
-    def _survey(self, transport: Transport) -> _Survey:
-        """Return what all ranks see. Collective."""
+    def _survey(self, transport: Transport, why: str) -> _Survey:
+        """Return what all ranks see. Collective: all do so for the same reason."""
 
         def look() -> dict[str, Any]:
             seen = find(self._folder, self._form.suffix)
@@ -272,13 +279,13 @@ class Files:
             return {
                 "job": job_of(self._folder),
                 "random": os.urandom(16).hex(),
-                "old": bool(find(self._folder, OLD_SUFFIX)),
+                "others": any(find(self._folder, suffix) for suffix in SUFFIXES if suffix != self._form.suffix),
                 "final": [list(saved) for saved in seen if seen[saved].final],
                 "whole": [[*saved, self._form.are_good(self._paths(saved, transport))] for saved in whole],
             }
 
         does = f"look for checkpoints in {self._folder}"
-        by_rank, interrupt = loading.gather_values(transport, "checkpoints", look, does)
+        by_rank, interrupt = loading.gather_values(transport, f"checkpoints to {why}", look, does)
         final = [[Saved(*each) for each in its["final"]] for its in by_rank]
         good = [{Saved(*each[:3]): each[3] for each in its["whole"]} for its in by_rank]
         begun = {saved for its in final for saved in its}  # where a file was renamed, all ranks have written theirs
@@ -288,7 +295,7 @@ class Files:
             [[saved.step for saved in its] for its in final],
             next((its["job"] for its in by_rank if its["job"]), by_rank[0]["random"][:16]),
             by_rank[0]["random"],
-            any(its["old"] for its in by_rank),
+            any(its["others"] for its in by_rank),
             interrupt,
         )
 
@@ -336,7 +343,7 @@ class _Survey(NamedTuple):
         seen: for each rank, the steps of the checkpoints that it sees, newest first.
         job: the token of this job.
         attempt: a new random token for a save.
-        old: whether a rank sees files of an earlier version of sparsecomm, which cannot be read.
+        others: whether a rank sees checkpoints in another format.
         interrupt: an exception of a signal handler that came meanwhile.
     """
 
@@ -345,7 +352,7 @@ class _Survey(NamedTuple):
     seen: list[list[int]]
     job: str
     attempt: str
-    old: bool
+    others: bool
     interrupt: BaseException | None
 
     def described(self) -> str:

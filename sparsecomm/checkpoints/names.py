@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from sparsecomm.transport import Transport
 
-__all__ = ["OLD_SUFFIX", "PART", "Found", "Saved", "find", "remove", "sync"]
+__all__ = ["PART", "SUFFIXES", "Found", "Saved", "find", "remove", "sync"]
 
-OLD_SUFFIX = ".arrays"  # of arrays, in earlier development versions
+SUFFIXES = (".npz", ".pt", ".arrays")  # the last one of earlier development versions
 PART = ".part"  # ends the name of a file until all ranks have written theirs
 _NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,9}))?(\.[a-z]+)(\.part)?")
 
@@ -60,10 +60,17 @@ class Found(NamedTuple):
 
 
 def find(folder: Path, suffix: str) -> dict[Saved, Found]:
-    """Return the checkpoints in a folder whose files have this suffix, the newest first."""
+    """Return the checkpoints in a folder whose files have this suffix, the newest first.
+
+    Raises:
+        OSError: the folder is there, and cannot be listed.
+    """
     found: dict[Saved, Found] = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (name := _NAME.fullmatch(path.name)) and name[5] == suffix:
+    files: list[str] = []
+    with suppress(FileNotFoundError):
+        files = os.listdir(folder)
+    for file in files:
+        if (name := _NAME.fullmatch(file)) and name[5] == suffix:
             step, rank, size, run = int(name[1]), int(name[2]), int(name[3]), int(name[4] or 1)
             if rank < size:
                 final, parts = found.setdefault(Saved(run, step, size), Found(set(), set()))

@@ -94,7 +94,7 @@ def decide(
         prepared = prepare(undo)
         words = [1, *(_word(prepared.common[key]) for key in keys)]
     except BaseException as error:  # other ranks must not wait for this one
-        refused = _refusal(error, rank)
+        refused = _refusal(error, rank, does)
         words = [0, *_words_of_text(error_text(refused))]
     gather.words = words + [0] * (count - len(words))
     interrupt, failed = _wait(queue.submit(gather))
@@ -198,8 +198,7 @@ def _refused_by(by_rank: list[list[int]], rank: int, does: str) -> InvalidInputE
     for other, (loads, *text) in enumerate(by_rank):
         if not loads:
             return InvalidInputError(
-                f"rank {rank}: rank {other} cannot {does}, so no rank does, and nothing has changed. Its error: "
-                f"{_text_of_words(text)}"
+                f"rank {rank}: rank {other} cannot {does}, so all ranks raise. Its error: {_text_of_words(text)}"
             )
     return None
 
@@ -285,13 +284,13 @@ def _text_of_words(words: Sequence[int]) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _refusal(error: BaseException, rank: int) -> BaseException:
-    """Return the error that a rank raises because it cannot load its state."""
+def _refusal(error: BaseException, rank: int, does: str) -> BaseException:
+    """Return the error that a rank raises because it failed to do what ``does`` says."""
     if not isinstance(error, Exception):
         return error
     text = error_text(error)
     if not isinstance(error, InvalidInputError):
-        text = f"reading the state raised {type(error).__name__}: {text}; {DAMAGED}"
+        text = f"trying to {does} raised {type(error).__name__}: {text}"
     elif text.startswith(f"rank {rank}: "):
         return error
     made = InvalidInputError(f"rank {rank}: {text}")

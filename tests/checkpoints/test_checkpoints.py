@@ -307,6 +307,41 @@ def test_no_rank_saves_where_one_cannot(fault: str, tmp_path: Path, saving: Savi
     assert len(files(tmp_path / "c")) == 3
 
 
+@pytest.mark.parametrize("other", [0, 1, "save"])
+def test_ranks_that_ask_for_different_things_all_raise_at_once(other: Any, tmp_path: Path, saving: Saving) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        saving.save(tmp_path, 1, {"x": 1}, comm=ranks)
+        if ranks.rank and other == "save":
+            saving.save(tmp_path, 2, {"x": 1}, comm=ranks)
+        saving.load(tmp_path, {"x": None}, comm=ranks, step=other if ranks.rank else None)
+
+    assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
+
+
+def test_if_an_object_refuses_its_state_on_one_rank_all_ranks_raise(tmp_path: Path, saving: Saving) -> None:
+    class Model:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def state_dict(self) -> Any:
+            return {"w": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            if self.rank == 1:
+                raise RuntimeError("size mismatch")
+
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        sparse = sc.Reducer({"w": np.ones(4, np.float32)}, 0.5, comm=ranks)
+        objects = {"model \ud800": Model(ranks.rank), "sparse": sparse}
+        saving.save(tmp_path, 1, objects, comm=ranks)
+        saving.load(tmp_path, objects, comm=ranks)
+
+    for rank, error in enumerate(errors(3, program)):
+        assert isinstance(error, sc.InvalidInputError)
+        assert "raised RuntimeError: size mismatch" in str(error)
+        assert isinstance(error.__cause__, RuntimeError) == (rank == 1)
+
+
 class DiedError(Exception):
     """A rank's process is gone."""
 
