@@ -84,6 +84,7 @@ class Format:
             self.dump(file, {"checkpoint": identity, "states": states})
             file.flush()
             os.fsync(file.fileno())
+        del states  # a copy of large arrays, which takes no memory while others are read
         self.read(path, saved, rank, verify=True)
 
     def read(self, path: Path, saved: Saved, rank: int, *, verify: bool = False) -> Contents:
