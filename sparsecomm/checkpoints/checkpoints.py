@@ -74,7 +74,8 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 
     Raises:
         InvalidInputError: an argument cannot be used, a rank could not write its file, a state could not be loaded
-            again, or another job saves into the folder. No rank has saved.
+            again, or another job saves into the folder. No rank has saved. (If only the renaming of a file failed, all
+            ranks raise, and `load` finds the new checkpoint.)
         CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
@@ -182,7 +183,7 @@ class Files:
         if any(survey.seen):
             which = "no checkpoint" if wanted is None else f"no checkpoint of step {wanted}"
             raise InvalidInputError(
-                f"rank {transport.rank}: {which} in {self._folder} is there on all ranks. {survey.described()}. "
+                f"rank {transport.rank}: {which} in {self._folder} is complete on all ranks. {survey.described()}. "
                 "Restore the missing files, or choose another folder to start without them"
             )
         if survey.others:
@@ -248,9 +249,9 @@ class Files:
                 if read and contents.attempt != read[0].attempt:
                     raise InvalidInputError(f"the file of rank {rank} was not saved together with that of rank 0")
                 read.append(contents)
-            return Prepared({"attempt": read[0].attempt}, lambda: None)
+            return Prepared({"save": read[0].attempt}, lambda: None)
 
-        after = loading.decide(transport, "a checkpoint", ["attempt"], prepare, "read a checkpoint")
+        after = loading.decide(transport, "a checkpoint", ["save"], prepare, "read a checkpoint")
         self._form.mark_good(self._paths(saved, transport))
         return [contents.states for contents in read], after
 

@@ -58,7 +58,7 @@ def claim(folder: Path, job: str) -> None:
             _claims[key] = handle, job
             _claims.move_to_end(key)
             return
-        handle = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        handle = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             _acquire(handle, job, folder)
         except BaseException:

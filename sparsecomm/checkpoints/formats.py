@@ -134,8 +134,8 @@ class Format:
         for key, expected in _identity(saved, rank).items():
             if identity.get(key) != expected:
                 raise InvalidInputError(
-                    f"its contents are of {key.replace('_', ' ')} {shown(identity.get(key))}, and its name says "
-                    f"{expected}: the file was renamed, or copied over another"
+                    f"it contains {key.replace('_', ' ')} {shown(identity.get(key))}, but its name says {expected}: "
+                    "the file was renamed, or copied over another"
                 )
         names, attempt = identity.get("names"), identity.get("attempt")
         if not isinstance(states, dict) or list(states) != names or not isinstance(attempt, str):

@@ -16,7 +16,7 @@ __all__ = ["PART", "SUFFIXES", "Found", "Saved", "find", "remove", "sync"]
 
 SUFFIXES = (".npz", ".pt", ".arrays")  # the last one of earlier development versions
 PART = ".part"  # ends the name of a file until all ranks have written theirs
-_NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,9}))?(\.[a-z]+)(\.part)?")
+_NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,18}))?(\.[a-z]+)(\.part)?")
 
 
 class Saved(NamedTuple):

@@ -152,7 +152,9 @@ def fit(
             fragment, round_no, means = each["fragment"], each["round"], each["means"]
             well = is_count(fragment) and fragment < len(fragments) and is_count(round_no)
             if not (well and schedule.begun_at(fragment, round_no) <= taken < schedule.applied_at(fragment, round_no)):
-                raise InvalidInputError(f"state: exchanges of it cannot be: {place} is not under way here; {DAMAGED}")
+                raise InvalidInputError(
+                    f"state: it lists an impossible exchange: {place} is not under way here; {DAMAGED}"
+                )
             its_own = {name: specs[name] for name in fragments[fragment]}
             without = tuple(sorted(set(map(str, each["without_gradient"]))))
             if means is not None:
@@ -166,7 +168,7 @@ def fit(
                 raise InvalidInputError(f"state: {place} has {len(times)} times; expected one of each rank; {DAMAGED}")
             under_way.append((int(fragment), int(round_no), means, times, sent, without))
     if late or len({each[0] for each in under_way}) != len(under_way):
-        raise InvalidInputError(f"state: exchanges of it cannot be: a fragment is there twice; {DAMAGED}")
+        raise InvalidInputError(f"state: impossible exchange: a fragment appears twice; {DAMAGED}")
     return {
         **found,
         "sync_every": int(found["sync_every"]),

@@ -210,9 +210,13 @@ def _difference(by_rank: list[list[int]], keys: Sequence[str], common: Mapping[s
         for rank, words in enumerate(by_rank):
             if words[position] != first:
                 got, expected = (_word_text(word, common[key]) for word in (words[position], first))
-                values = f"{got}, and that of rank 0 has {expected}" if got else "another than that of rank 0"
+                which = (
+                    f"has {key} {got}, but that of rank 0 has {expected}"
+                    if got
+                    else (f"differs from that of rank 0 in {key}")
+                )
                 return (
-                    f"the state of rank {rank} has {key} {values}; expected states that were saved together: load a "
+                    f"the state of rank {rank} {which}; expected states that were saved together: load a "
                     "checkpoint that all ranks have saved. Nothing has changed on any rank"
                 )
     return ""

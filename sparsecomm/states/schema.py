@@ -160,7 +160,8 @@ class Schema:
             )
         if rank != transport.rank:
             raise InvalidInputError(
-                f"the state is that of rank {rank}; each rank loads its own, or one that sparsecomm.reshard made for it"
+                f"this is the state of rank {rank}; pass the state of rank {transport.rank}, or one that "
+                "sparsecomm.reshard made for it"
             )
         return found
 
@@ -307,7 +308,7 @@ def read_arrays(given: Any, specs: Mapping[str, Spec], key: str, advice: str) ->
         lacking, others = sorted(specs.keys() - given.keys()), sorted(given.keys() - specs.keys())
     if lacking or others:
         raise InvalidInputError(
-            f"state: {key} lacks {listed(lacking, _MAX_LISTED)} and has {listed(others, _MAX_LISTED)} besides; {advice}"
+            f"state: {key} lacks {listed(lacking, _MAX_LISTED)}; unexpected: {listed(others, _MAX_LISTED)}; {advice}"
         )
     return {
         name: as_float(given[name], f"{key}[{name!r}]", spec.shape, spec.accumulator) for name, spec in specs.items()

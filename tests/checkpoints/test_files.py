@@ -115,7 +115,7 @@ def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, modul
         for rank in range(2):
             import_module("torch").save({"x": 1}, tmp_path / f"{rank}/step1-rank{rank}-of2.pt")
     said = {
-        "folder": r"there on all ranks. Rank 0 sees: steps 1, and rank 1: none. Restore",
+        "folder": r"complete on all ranks. Rank 0 sees: steps 1, and rank 1: none. Restore",
         "all damaged": "step1-rank1-of2.* cannot be read: BadZipFile",
         "of an earlier version": "earlier version",
     }

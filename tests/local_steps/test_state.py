@@ -89,7 +89,7 @@ WRONG: dict[str, Any] = {
     "strings": (lambda s: changed(s, "global_parameters", "b", np.full(7, "x")), "of type <U1; expected floats"),
     "means": (lambda s: s | {"exchanges": [e | {"means": {}} for e in s["exchanges"]]}, "means.. lacks"),
     "not under way": (lambda s: s | {"exchanges": [e | {"round": 77} for e in s["exchanges"]]}, "not under way here"),
-    "exchange": (lambda s: s | {"exchanges": [{"fragment": 7, "round": 0, "means": None}]}, "exchanges of it cannot"),
+    "exchange": (lambda s: s | {"exchanges": [{"fragment": 7, "round": 0, "means": None}]}, "impossible exchange"),
 }
 
 
@@ -139,7 +139,7 @@ def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> N
         local.finish(parameters)
         before = bits(flat(local.state_dict()))
         key = "exchanges" if apart == "means" else apart
-        with pytest.raises(sc.InvalidInputError, match=f"the state of rank 1 has .*{key}.*saved together"):
+        with pytest.raises(sc.InvalidInputError, match=f"the state of rank 1 .*{key}.*saved together"):
             local.load_state_dict(APART[apart](copy.deepcopy(state)) if ranks.rank == 1 else state)
         assert bits(flat(local.state_dict())) == before
         local.load_state_dict(state)

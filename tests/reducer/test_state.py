@@ -82,17 +82,23 @@ WRONG = {
     "keys": (lambda s: {"step": 3}, "expected the dictionary that Reducer.state_dict"),
     "format": (lambda s: s | {"format": 9}, "format 9"),
     "world size": (lambda s: s | {"world_size": 7}, "world size 7, .*reshard"),
-    "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "that of rank"),
+    "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "the state of rank"),
     "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lacks 'c'"),
-    "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "has 'z' besides"),
+    "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "unexpected: 'z'"),
     "shape": (lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}}, r"residuals\['c'\] has shape \(3,\)"),
     "no velocities": (lambda s: s | {"velocities": {}}, "velocities lacks"),
     "velocity's shape": (lambda s: s | {"velocities": s["velocities"] | {"c": np.zeros(3)}}, r"\['c'\] has shape"),
     "order": (lambda s: s | {"order": ["a", "b"]}, "order has other names"),
     "costs": (lambda s: s | {"costs": {"link": None, "node": None}}, "'costs'. is "),
     "no costs": (lambda s: s | {"costs": {"link": [1.0, 0.0, 1.0], "node": None}}, "'costs'. is "),
-    "costs of others": (lambda s: s | {"costs": {"link": [1.0 + s["rank"], 1.0, 1.0], "node": None}}, "has costs"),
-    "another's velocities": (lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}}, "lacks nothing and"),
+    "costs of others": (
+        lambda s: s | {"costs": {"link": [1.0 + s["rank"], 1.0, 1.0], "node": None}},
+        "differs from that of rank 0 in costs",
+    ),
+    "another's velocities": (
+        lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}},
+        "lacks nothing; unexpected",
+    ),
 }
 DAMAGED = [
     ("format", np.ones(3)),
@@ -158,7 +164,7 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(
                 refused(change(reducer.state_dict()), message)
             reducer = trained(ranks, momentum=0.0)
             state, before = before, reducer.state_dict()
-            refused(state, "velocities lacks nothing and has")
+            refused(state, "velocities lacks nothing; unexpected")
         for key, value in DAMAGED if damaged else ():
             message = rf"'{key}'. is |got format|states: got|{key} raised"
             refused(before | {key: value}, message)

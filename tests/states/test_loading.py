@@ -93,9 +93,9 @@ def test_what_differs_is_told_with_both_values() -> None:
     def program(ranks: simulated.SimulatedTransport) -> None:
         thing = Thing(ranks)
         for a, b, what in (
-            (3 + (ranks.rank == 2), "new", "the state of rank 2 has a 4, and that of rank 0 has 3"),
-            (2**64 - 1 - (ranks.rank > 0), "new", f"rank 1 has a {2**64 - 2}, and that of rank 0 has {2**64 - 1}"),
-            (3, "new" * (1 + ranks.rank % 2), "the state of rank 1 has b another than that of rank 0"),
+            (3 + (ranks.rank == 2), "new", "the state of rank 2 has a 4, but that of rank 0 has 3"),
+            (2**64 - 1 - (ranks.rank > 0), "new", f"rank 1 has a {2**64 - 2}, but that of rank 0 has {2**64 - 1}"),
+            (3, "new" * (1 + ranks.rank % 2), "the state of rank 1 differs from that of rank 0 in b"),
         ):
             match = f"^rank {ranks.rank}: .*{what}; expected .* saved together"
             with pytest.raises(sc.InvalidInputError, match=match):

@@ -80,7 +80,7 @@ def change(what: str, state: Any) -> Any:
     [
         ("plain", "there are no residuals"),
         ("world_size", "the state has world size 7"),
-        ("step", "the state of rank 1 has step 7, and that of rank 0 has 2"),
+        ("step", "the state of rank 1 has step 7, but that of rank 0 has 2"),
         *((what, "rank 1") for what in ("group", "rate", "value", "foreign", "text")),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_loss_scale_is_compared() -> None:
         state = SparseState(module().named_parameters(), comm=ranks)
         good = state.state_dict()
         for scale, match in (
-            (8.0 * (1 + ranks.rank), "has loss_scale 16, and that of rank 0 has 8"),
+            (8.0 * (1 + ranks.rank), "has loss_scale 16, but that of rank 0 has 8"),
             ("x", "loss_scale"),
         ):
             with pytest.raises(sc.InvalidInputError, match=match):
