@@ -408,10 +408,11 @@ class LazyAdamW:
                 "a step of AdamW was interrupted, or failed, while it changed weights; call step() again, which goes on"
             )
         for name, moments in self.moments.items():
+            backend = self._backends.of(self.specs[name].device)
             with self.on_stream(self.specs[name]):
                 for field in ("mean", "squares"):
                     array = getattr(moments, field)
-                    if not np.isfinite(float(array.sum(dtype=np.float64))) and not bool(np.isfinite(array).all()):
+                    if not backend.finite(backend.as_tensor(array, array.shape)):
                         raise InvalidInputError(
                             f"state: {field} of {name} is not finite, so the state could not be loaded again; load an "
                             "older checkpoint"

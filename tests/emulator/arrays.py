@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrayLibrary", "DeviceArray"]
 
 NAME = "emulated_cupy"
-OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.sort, np.where, np.sum, np.min, np.any, np.all}
+OF_KNOWN_SHAPE = {np.concatenate, np.searchsorted, np.sort, np.where, np.sum, np.min, np.max, np.any, np.all}
 
 
 class DeviceArray(NDArrayOperatorsMixin):
@@ -95,6 +95,9 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     def min(self) -> DeviceArray:
         return np.min(self)
+
+    def max(self) -> DeviceArray:
+        return np.max(self)
 
     def any(self) -> DeviceArray:
         return np.any(self)
