@@ -33,7 +33,7 @@ from setuptools.command.build_ext import build_ext
 MARCH = [f"-march={os.environ['SPARSECOMM_MARCH']}"] if os.environ.get("SPARSECOMM_MARCH") else []
 # Python's own flags ask for debug information, which takes a third of the time.
 DEBUG = [] if "CFLAGS" in os.environ else ["-g0"]
-COMMON = [*DEBUG, "-fvisibility=hidden", "-pthread"]
+COMMON = [*DEBUG, "-fvisibility=hidden", "-pthread", "-Wno-sign-compare"]  # which the code of Cython has
 C = ["-O2", *COMMON, *MARCH]
 # The same bits on every machine and instruction set: no contraction to FMA, no -ffast-math. The kernels carry one
 # variant per instruction set and choose at run time.
