@@ -17,7 +17,7 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.calls.weights import WeightComparison, compare_weights
 from sparsecomm.checks import flag, number, shown, whole
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, WeightMismatchError
 from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
@@ -305,10 +305,16 @@ class Reducer:
             self._open.end_opening()
 
     def check_weights(self, tensors: Mapping[str, object]) -> None:
-        """Do as `sparsecomm.check_weights`, by an opening call."""
+        """Do as `sparsecomm.check_weights`, by an opening call. If weights differ, the next one compares them again."""
         with self._lock:
             if self._connect().size > 1:
-                compare_weights(tensors, lambda make: cast("WeightComparison", self.opening_call("weights", make)[0]))
+                try:
+                    compare_weights(
+                        tensors, lambda make: cast("WeightComparison", self.opening_call("weights", make)[0])
+                    )
+                except WeightMismatchError:
+                    self._open.end_opening()
+                    raise
 
     def sum_of_squares(self, name: str, gradient: object) -> float:
         """Return the sum of the squares of the elements of a gradient of this tensor. Nothing is sent.

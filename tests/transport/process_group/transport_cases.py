@@ -223,6 +223,7 @@ def ranks_that_leave_a_call_and_end_at_once() -> None:
         transport = of(new_group())
         works(transport)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
+            dist.barrier()  # all have begun
             if RANK == 0:
                 if last > 1:
                     transport._send_control = partial(_send_control_to_all_but, last, transport._send_control)
