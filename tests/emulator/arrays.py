@@ -99,6 +99,9 @@ class DeviceArray(NDArrayOperatorsMixin):
     def max(self) -> DeviceArray:
         return np.max(self)
 
+    def nonzero(self) -> tuple[DeviceArray, ...]:
+        return np.nonzero(self)
+
     def any(self) -> DeviceArray:
         return np.any(self)
 

@@ -94,7 +94,6 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait(
 
     traced = f"import os; os.environ['SPARSECOMM_TRACE'] = '{tmp_path}'\n"
     status, said = mpirun(3, "-c", traced + ON_RANKS + WAITING, meanwhile=interrupt)
-    assert "ready" in said
     assert status != 0, said
     assert rank_0_is_missing()
 
