@@ -377,6 +377,9 @@ def first(
     sure = backend.concatenate_entries([vectors[0] for vectors, _ in parcels])
     num_sure = sure.nnz + sum(words[3] for _, words in parcels)
     total = num_sure + near.nnz + sum(words[4] for _, words in parcels)
+    if surveyed and num_sure > kept:  # by what the owners have said of their sums, fewer reach the bound
+        counts = [vectors[0].nnz + words[3] for vectors, words in parcels]
+        raise comm.broken(counts.index(max(counts)), f"{max(counts)} entries above the bound, of {num_sure} in all")
     if not surveyed and (num_sure > kept or (total < kept and left)):
         return None
     keys = [key for _, words in parcels for key in words[fixed:]]

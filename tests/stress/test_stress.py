@@ -41,6 +41,7 @@ def attack(command: str, seed: int | None) -> None:
         ("messages --messages 20000 --jobs 0", 1),
         exhaustive("messages --messages 50000 --jobs 1", None),
         ("peers --messages 400 --jobs 0", 1),
+        ("peers --messages 1 --first 10066 --jobs 0", 23),  # `split` trusted how many sums reach a bound
         exhaustive("peers --messages 4000 --jobs 1", None),
         ("inputs --inputs 300 --jobs 0", 1),
         ("states --states 60 --jobs 0", 1),
