@@ -89,7 +89,7 @@ def _items(dictionary: griffe.ExprDict) -> dict[str, Any]:
 
 
 def _docstring(function: griffe.Function) -> griffe.Docstring:
-    """Return the docstring that describes the arguments of a function: of ``__init__`` it may be that of the class."""
+    """Return the docstring that describes a function's arguments. For ``__init__`` this may be the class docstring."""
     own, of_class = function.docstring, function.parent.docstring if function.name == "__init__" else None
     return of_class if of_class is not None and ARGUMENTS.search(of_class.value) else own
 
@@ -101,7 +101,7 @@ def _entries(docstring: griffe.Docstring) -> list[tuple[list[str], str]]:
 
 
 def _describe(docstring: griffe.Docstring, names: list[str], declared: griffe.Docstring) -> None:
-    """Add entries for options that a docstring lacks, from that of the function which declares them."""
+    """Add missing options to a docstring. Their texts come from the function that declares the options."""
     own = _entries(docstring)
     known = {name for names_, _ in own for name in names_}
     own = [([name for name in names_ if name != "options"] or names_, text) for names_, text in own]

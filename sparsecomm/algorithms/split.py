@@ -15,9 +15,9 @@ line below is one trip; those in brackets are for the first call of a plan, and 
                  everyone takes those that are sure and the first of the others, k in all
 
 Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
-they have grown as an entry of each rank has, of which the scatter tells. Every message says which call made what it
-goes by, with a checksum of that. Where that differs, as after a call that some ranks left, all see it in
-that trip, and begin again with samples, or quantiles.
+they have grown as an entry of each rank has, of which the scatter tells. Every message names the call in which
+its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example after a call
+that some ranks left, all ranks notice in that trip and begin again with samples or quantiles.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
