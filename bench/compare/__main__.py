@@ -12,16 +12,14 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-import sparsecomm as sc
-from bench import links, report
-from bench.compare import tables
+from bench import report
+from bench.compare import links, tables
 from bench.compare.options import COMM, parsed, refusal
 from bench.contenders import CONTENDERS, Ours, wrong_elements
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
-from sparsecomm.wire import HEADER_BYTES
 
 Run = dict[str, Any]
 
@@ -62,12 +60,9 @@ class Comparison:
 
     def at_one_density(self, link_of: dict[str, Link]) -> list[Table]:
         """Time everyone."""
-        n, wire = self.options.n, self.options.wire
+        n = self.options.n
         k = max(1, round(self.options.density * n))
-        query = sc.explain(n, k, comm=COMM, algorithm="butterfly", wire=wire)
-        nbytes = HEADER_BYTES + round(k * query.query.problem(query.candidates[0].wire).entry_bytes)
         self.run |= {"density": self.options.density, "k": k}
-        self.run["message"] = {"bytes": nbytes, "ms": links.message_time(COMM, nbytes) * 1e3}
         runners = self.runners(k)
         times = self.measure(runners, say)
         ours = {name: runner for name, runner in runners.items() if isinstance(runner, Ours)}
@@ -153,7 +148,7 @@ def heading(run: Run, link_of: dict[str, Link]) -> list[str]:
         *report.head(run),
         f"# {run['mpi']}; MPI's allreduce is {'its ring' if tables.launched_ring() else 'the one it chooses'}",
         f"# {what}; {links.link_text(link_of)}",
-        *links.message_lines(run),
+        f"# before each timing all send {run['drain']:,} bytes, to use up bursts",
         f"# {len(run['wrong'])} results wrong",
         *(f"# WRONG: {text}" for text in run["wrong"]),
     ]

@@ -10,8 +10,8 @@ import numpy as np
 from rich.table import Table
 
 from bench import report
+from bench.compare.links import link_text
 from bench.contenders import CONTENDERS, Ours
-from bench.links import link_text
 from bench.report import interval, number, quartiles, yes_or_no
 from sparsecomm.cli.bench.timing import Runner, Timing
 from sparsecomm.primitives.costs import Costs, Link

@@ -28,6 +28,7 @@ import sparsecomm as sc
 from bench.paper.methods import METHODS, Dense, Method, Ours
 from bench.paper.models import MODELS, Model
 from sparsecomm import transport
+from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import uninterrupted
@@ -41,7 +42,6 @@ MAX_WAIT = 0.5  # seconds of a compute time that are waited for; the rest is add
 WORKS = ("select", "merge", "codec", "add", "call")
 PAGE = 1024  # elements
 SMALL = 1 << 20  # parameters up to which dense steps are quick
-SHIFTS = 4  # exchanges that are timed together
 MARGIN = 1 << 20  # elements by which ranks' views of the one gradient may be apart
 Array = np.ndarray[Any, Any]
 Row = dict[str, Any]
@@ -104,13 +104,10 @@ def calibrated(options: argparse.Namespace) -> Costs:
     They become the profile that "auto" goes by. A rank of the emulated cluster has its turn on a core once in ranks /
     cores, so that the work in the profile is as many times as long.
     """
-    points = []
-    for size in (64, 4096, 16384, 65536, 262144):
-        times = [_together(lambda: _shift(size)) for _ in range(5)]  # noqa: B023 - called at once
-        points.append((size, float(np.median(times[1:])) / SHIFTS))
+    link = measured_links(transport.of(COMM), 1.0).slowest
     turns = max(1.0, COMM.size / (os.cpu_count() or 1))
     alone = {name: COMM.bcast(seconds) for name, seconds in _works().items()}
-    shared = Costs(tune.fit(points), **{name: turns * seconds for name, seconds in alone.items()})
+    shared = Costs(link, **{name: turns * seconds for name, seconds in alone.items()})
     file = options.file.with_suffix(f".{COMM.size}.profile.json")
     library = transport.of(COMM).library
     if COMM.rank == 0:
@@ -118,13 +115,6 @@ def calibrated(options: argparse.Namespace) -> Costs:
     wait_all()
     os.environ["SPARSECOMM_PROFILE"] = str(file)
     return replace(shared, **alone)
-
-
-def _shift(size: int) -> None:
-    """Send to the next rank, and receive from the one before, `SHIFTS` times."""
-    out, into = np.zeros(size, np.uint8), np.empty(size, np.uint8)
-    for _ in range(SHIFTS):
-        COMM.Sendrecv(out, (COMM.rank + 1) % COMM.size, recvbuf=into, source=(COMM.rank - 1) % COMM.size)
 
 
 def _works() -> dict[str, float]:

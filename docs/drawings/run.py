@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.drawings.svg import Canvas
 from sparsecomm.cli.trace.clocks import messages, offsets
+
+from docs.drawings.svg import Canvas
 from sparsecomm.cli.trace.events import Call, read
 
 __all__ = ["draw"]

@@ -178,7 +178,7 @@ def prepare(
                 _keep(t, r, part)
                 raise
             queue = queue_of(ranks)
-            measurement = measurement_needed(ranks) if options.chooses_algorithm else None
+            measurement = measurement_needed(ranks, options)
             costs = plan_costs(ranks, options, measurement)
             backend = queue.backends.of(t.device)
             plan = Plan(ranks, backend, t.dtype, t.shape, t.size, count, options, costs, chunks, given)

@@ -3,9 +3,9 @@
 Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is for that
 number of ranks and nodes, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
-Messages are those of the library's own transport. Between nodes, one rank of each sends to the next node and receives
-from the previous one, on all nodes at once. Inside nodes, all ranks do so at once. Work is that of the CPU, of all
-ranks at once. The profile holds the slowest rank's median.
+Messages are those of the library's own transport. Between nodes, one rank of each exchanges them with one of another
+node, on all nodes at once; inside nodes, all ranks do so at once. Work is that of the CPU, of all ranks at once. The
+profile holds the slowest pair's and the slowest rank's median.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import backends, transport
+from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import options
 from sparsecomm.cli.bench.timing import quiet_barrier
 from sparsecomm.cli.world import World, agreed, comm_of, world
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, rate_text
 from sparsecomm.tensors import interop
@@ -35,14 +35,10 @@ from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
 
-__all__ = ["HELP", "add_arguments", "fit", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
 
 HELP = 'measure this system, under mpirun, so that "auto" chooses well here'
 
-_SIZES = tuple(64 << 2 * step for step in range(9))  # bytes of a message: 64 B ... 4 MiB
-_MIN_SIZES = 4  # measured also where longer messages take too long; so many determine beta
-_BATCH = 200e-6  # seconds of exchanges that are timed together, so that the clock does not matter
-_AT_ONCE, _MIN_GAP = 8, 1e-8  # messages, for what each but the first adds; seconds: less than that nobody can measure
 
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001
@@ -54,14 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    often = "about how long each of the nine measurements may take (%(default)s s)"
+    often = "about how long each of the seven measurements may take (%(default)s s)"
     seconds = options.number(1e-9, 3600, "a number above 0, and 3600 at most")
     parser.add_argument("--seconds", type=seconds, default="1", metavar="S", help=often)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the profile; return 0."""
-    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
+    # A rank that does not answer should be reported in seconds, but may time messages for as long as was asked for.
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
     ranks = transport.of(comm_of(comm))
     shown = ranks.rank == 0
@@ -137,13 +134,8 @@ def _sees(made: Profile, file: Path) -> bool:
 
 def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
     """Return the costs, the same on all ranks. Collective."""
-    nodes, own = ranks.node_of_rank, ranks.node_of_rank[ranks.rank]
-    leaders = [nodes.index(node) for node in range(ranks.num_nodes)]
-    inside = [rank for rank, node in enumerate(nodes) if node == own]
-    several = ranks.num_nodes < ranks.size
-
-    node = _link(ranks, comm, inside, seconds) if several else None
-    link = _link(ranks, comm, leaders, seconds) if ranks.num_nodes > 1 or node is None else node
+    links = measured_links(ranks, seconds)
+    link, node = links.slowest, links.inside
     say(f"{'messages':<20}{'alpha':>12}{'gap':>12}{'beta':>16}{'rate':>26}")
     say(f"{'between nodes':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one node'}")
     say(f"{'inside a node':<20}{_described(node) if node else 'nothing: each rank has a node of its own'}")
@@ -165,86 +157,6 @@ def _slowest(comm: World, seconds: float) -> float:
     """Return the maximum over ranks. Collective."""
     quiet_barrier(comm)
     return float(max(comm.allgather(seconds)))
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-def _link(ranks: transport.Transport, comm: World, members: Sequence[int], seconds: float) -> Link:
-    """Return the costs of exchanges around a ring of ``members``.
-
-    Collective over all ranks; a rank outside the ring, or alone in it, only waits.
-    """
-
-    def measured(size: int, seconds: float, at_once: int = 1) -> float:
-        warm = _slowest(comm, max(_exchanges(ranks, members, size, 1, 2, at_once), default=0.0))
-        batch = max(1, round(_BATCH / warm))
-        count = min(200, max(3, round(seconds / (batch * warm))))
-        quiet_barrier(comm)
-        times = _exchanges(ranks, members, size, batch, count, at_once)
-        return _slowest(comm, statistics.median(times) if times else 0.0)
-
-    points: list[tuple[int, float]] = []
-    for size in _SIZES:
-        points.append((size, measured(size, seconds / len(_SIZES))))
-        if len(points) >= _MIN_SIZES and points[-1][1] > seconds / 16:  # the next would take four times as long
-            break
-    return with_gap(fit(points), points[0][1], measured(_SIZES[0], seconds, _AT_ONCE))
-
-
-def with_gap(link: Link, one: float, several: float) -> Link:
-    """Return a link with its gap: ``one`` message takes so many seconds, and ``_AT_ONCE`` at once ``several``."""
-    more = max(0.0, several - one) / (_AT_ONCE - 1) - link.beta * _SIZES[0]
-    return replace(link, gap=min(max(more, _MIN_GAP), link.alpha))
-
-
-def _exchanges(
-    ranks: transport.Transport, members: Sequence[int], size: int, batch: int, count: int, at_once: int
-) -> list[float]:
-    """Return ``count`` times the seconds until as many messages have been sent and received at once. Collective.
-
-    Each message has ``size`` bytes, and each time is a batch's mean.
-    """
-
-    def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
-        return CollectiveMismatchError(f"rank {ranks.rank} is at {call!r} and rank {rank} at {theirs!r}")
-
-    call = f"tune: {count} times {batch} times {at_once} messages of {size} bytes".encode()
-    ranks.begin(call, mismatch)
-    times = []
-    try:
-        if ranks.rank in members and len(members) > 1:
-            position, message = members.index(ranks.rank), np.zeros(size, np.uint8)
-            to, source = members[(position + 1) % len(members)], members[position - 1]
-            for _ in range(count):
-                begin = time.perf_counter()
-                for _ in range(batch):
-                    requests = [ranks.isend(message, to) for _ in range(at_once - 1)]
-                    ranks.exchange(message, to, source, expected=size)
-                    for request in requests:
-                        ranks.receive(source, expected=size)
-                        request.wait()
-                times.append((time.perf_counter() - begin) / batch)
-    except BaseException as error:
-        ranks.abort(error)
-        raise
-    ranks.end()
-    return times
-
-
-def fit(points: Sequence[tuple[int, float]]) -> Link:
-    """Fit alpha and beta, both above 0, to points of (bytes, seconds), the shortest message first.
-
-    The fit minimises the squares of log(predicted / measured), so that twice and half as long count alike. The long
-    messages determine beta; then all of them determine alpha.
-    """
-    sizes, seconds = np.array(points, np.float64).T
-    ratios = np.logspace(0, 9, 2000)[:, None]  # alpha / beta: the bytes that take as long as the message itself
-    betas = np.log(seconds / (ratios + sizes))  # what each point alone says, at each ratio
-    long = betas[:, -_MIN_SIZES:]
-    beta = long[np.argmin(long.var(axis=1))].mean()
-    best = np.argmin(((betas - beta) ** 2).sum(axis=1))
-    return Link(float(ratios[best, 0] * np.exp(beta)), float(np.exp(beta)))
 
 
 # -- work -------------------------------------------------------------------------------------------------------------

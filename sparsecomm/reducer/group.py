@@ -9,7 +9,7 @@ from dataclasses import astuple
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsBroadcast
-from sparsecomm.calls.measurement import costs_for_steps
+from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
@@ -131,8 +131,9 @@ class Group:
         """Have the costs measured by which plans choose, if steps of that density lack one. Collective."""
         if self.ranks is None or all(bucket.planned(self.queue, density) for bucket in self.now.buckets):
             return
-        if any(self.settings.call_options(each.accumulator.name).chooses_algorithm for each in self.now.buckets):
-            costs_for_steps(self.ranks)
+        ranks, buckets = self.ranks, self.now.buckets
+        if any(costs_matter(ranks, self.settings.call_options(each.accumulator.name)) for each in buckets):
+            costs_for_steps(ranks)
 
     def arranged(self, order: list[str] | None, bucket_bytes: int) -> Arrangement:
         """Return new buckets of zeros, to be filled and put in the place of those that there are."""

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls import sparse
-from sparsecomm.calls.measurement import costs_of
+from sparsecomm.calls.measurement import costs_of, measured_links
 from sparsecomm.transport import simulated
-from sparsecomm.tuning import profile
+from sparsecomm.tuning import clocks, profile
+from sparsecomm.tuning.links import Links
 from sparsecomm.tuning.profile import Used
 from tests.ranks import run
 
@@ -99,24 +100,77 @@ def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds
     assert max(result.seconds for result in results) < max_seconds
 
 
+@settings(max_examples=10, phases=[Phase.generate])
+@given(
+    st.integers(2, 9).flatmap(lambda P: st.lists(st.integers(0, 2), min_size=P, max_size=P)),
+    st.floats(1e-6, 0.1),
+    st.floats(5e7, 1e10),
+    st.randoms(use_true_random=False),
+)
+def test_with_seconds_to_spend_links_are_known_better(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
+    """And by how much the clocks of any two ranks differ."""
+    ahead = [random.uniform(-1e3, 1e3) for _ in nodes]
+
+    def program(ranks: simulated.SimulatedTransport) -> Links:
+        ranks.clock = lambda: ranks.seconds + ahead[ranks.rank]  # type: ignore[method-assign]
+        return measured_links(ranks, 0.02)
+
+    found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, node_alpha=1e-6, node_beta=1e-10)
+    assert found == found[:1] * len(nodes)
+    (links, *_), several = found, len(set(nodes)) > 1
+    for link, delay, beta, expected in (
+        (links.between, alpha, 8 / rate, several),
+        (links.inside, 1e-6, 1e-10, len(set(nodes)) < len(nodes)),
+    ):
+        assert (link is not None) is expected
+        if link is not None:
+            assert link.alpha == pytest.approx(delay, rel=0.05, abs=200 * beta)
+            assert link.beta == pytest.approx(beta, rel=0.1)
+    assert links.farthest is not None
+    assert (nodes[links.farthest[0]] != nodes[links.farthest[1]]) is several
+    offsets = clocks.offsets(range(len(nodes)), links.fastest)
+    for rank, offset in offsets.items():
+        assert offset.seconds == pytest.approx(ahead[rank] - ahead[0], abs=offset.bound + 1e-6)
+        assert offset.bound <= 4 * (alpha + 200 * 8 / rate)
+
+
+def test_a_named_algorithm_reaches_all_at_once_where_links_are_long() -> None:
+    """`double` takes two trips on a long link, and on a short one what costs least."""
+    options = {"algorithm": "double", "wire": "packed"}
+
+    def program(ranks: simulated.SimulatedTransport) -> float:
+        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks, **options)
+        before = ranks.seconds
+        sc.sparse_allreduce(gradient(ranks.rank, 1), K, comm=ranks, **options)
+        return ranks.seconds - before
+
+    for P in (4, 8, 32, 200):
+        assert max(run(P, program, list(range(P)), alpha=1.0, beta=0.0)) == pytest.approx(2.0, rel=0.01)
+
+
 # -- when it is made --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "setting", "calls"),
+    ("options", "setting", "calls"),  # on one node, and on two
     [
-        ({}, None, 2),
-        ({}, "none", 1),
-        ({"wire": "plain"}, None, 2),
-        ({"algorithm": "tree"}, None, 1),  # for a wire format alone nothing is measured
-        ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, 2),
-        ({"algorithm": "tree", "wire": "packed"}, None, 1),
+        ({}, None, (2, 2)),
+        ({}, "none", (1, 1)),
+        ({"wire": "plain"}, None, (2, 2)),
+        ({"algorithm": "tree"}, None, (1, 2)),  # for a wire format alone nothing is measured
+        ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, (2, 2)),
+        ({"algorithm": "tree", "wire": "packed"}, None, (1, 2)),
     ],
 )
-@pytest.mark.parametrize("P", [1, 2, 5])
-def test_once_on_a_communicator_where_there_is_something_to_choose(
-    options: dict[str, Any], setting: str | None, calls: int, P: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1], [0, 0, 0, 1, 1]], ids=str)
+def test_once_on_a_communicator_where_costs_matter(
+    options: dict[str, Any],
+    setting: str | None,
+    calls: tuple[int, int],
+    nodes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    P = len(nodes)
     if setting:
         monkeypatch.setenv("SPARSECOMM_PROFILE", setting)
 
@@ -127,8 +181,8 @@ def test_once_on_a_communicator_where_there_is_something_to_choose(
             numbers.append(ranks.number)
         return numbers
 
-    first = calls if P > 1 else 1
-    assert run(P, program) == [[first, first + 1, first + 2]] * P
+    first = calls[len(set(nodes)) - 1] if P > 1 else 1
+    assert run(P, program, nodes) == [[first, first + 1, first + 2]] * P
 
 
 def test_explain_and_calls_use_the_same() -> None:
@@ -267,6 +321,6 @@ def test_a_rank_that_makes_another_call_is_told() -> None:
             sc.sparse_allreduce(gradient(0, 0), K, comm=ranks, algorithm=algorithm, wire="plain")
         return str(caught.value)
 
-    for said in run(3, program):
+    for said in run(3, program, [0, 0, 0]):
         assert "measurement of links" in said
         assert "SPARSECOMM_PROFILE" in said

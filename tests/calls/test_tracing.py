@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.calls import tracing
 from sparsecomm.calls.observers import PARTS
-from sparsecomm.cli.trace.clocks import messages
 from sparsecomm.cli.trace.events import Rank, read
+from sparsecomm.cli.trace.messages import messages
 from sparsecomm.transport import simulated
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive

@@ -18,8 +18,10 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import main, plan
-from sparsecomm.cli.plan import advice, launch, links, methods
+from sparsecomm.cli.plan import advice, launch, methods
 from sparsecomm.primitives.costs import Costs
+from sparsecomm.tuning import streams
+from sparsecomm.tuning.links import _all_pairs
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Network, Training, predict
 from tests.cli.test_cli import shell
@@ -225,13 +227,13 @@ def test_measures_under_torchrun() -> None:
 
 @pytest.mark.parametrize("count", range(2, 10))
 def test_all_pairs_and_all_links_are_measured(count: int) -> None:
-    turns = links._turns(count)
+    turns = _all_pairs([list(range(count))])
     assert Counter(frozenset(pair) for turn in turns for pair in turn) == Counter(
         frozenset((i, j)) for i in range(count) for j in range(i)
     )
     assert all(max(Counter(rank for pair in turn for rank in pair).values()) == 1 for turn in turns)
     members = [10 * i for i in range(count)]
-    one_way = links._one_way(members)
+    one_way = streams._one_way(members)
     assert sorted(pair for turn in one_way for pair in turn.items()) == sorted(
         zip(members, members[1:] + members[:1], strict=True)
     )
@@ -246,7 +248,7 @@ def test_the_connections_of_a_process() -> None:
                 *launch._connections()
             }
             one.sendall(b"x" * 100_000)
-            assert links._segments(one)[1] > 0
+            assert streams._segments(one)[1] > 0
     assert launch._interfaces()["lo"] == "127.0.0.1"
 
 
@@ -294,11 +296,11 @@ class Threads:
         return SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
 
 
-def streams(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[links._Told]:
+def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[streams._Told]:
     ranks = Threads(len(addresses))
 
-    def work(rank: int) -> links._Told:
-        return links._streams(ranks.rank(rank), pairs, addresses, 2, 0.4, pace)
+    def work(rank: int) -> streams._Told:
+        return streams._streams(ranks.rank(rank), pairs, addresses, 2, 0.4, pace)
 
     with ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(work, range(len(addresses))))
@@ -307,10 +309,10 @@ def streams(pairs: dict[int, int], addresses: list[str | None], pace: float) -> 
 @pytest.mark.parametrize("pace", [0.0, 8e6])
 def test_streams(pace: float) -> None:
     """Who receives has the rate, who sends the segments; the third rank only waits; none exceeds its pace."""
-    found: list[links._Told] = []
+    found: list[streams._Told] = []
 
     def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
-        found[:] = streams({0: 1}, ["127.0.0.1"] * 3, pace)
+        found[:] = told_of({0: 1}, ["127.0.0.1"] * 3, pace)
         return found[1].rate is not None and 1e6 < found[1].rate < (2 * 2 * pace or math.inf)
 
     until(undisturbed)
@@ -318,11 +320,11 @@ def test_streams(pace: float) -> None:
     assert sender.rate is None
     assert sender.sent > 0
     assert sender.control
-    assert other == links._Told()
+    assert other == streams._Told()
 
 
 def test_streams_that_cannot_be_made() -> None:
     """All ranks say the same of it: one of them cannot listen at an address that is not its own."""
-    told = streams({0: 1}, ["127.0.0.1", "192.0.2.1"], 0.0)
+    told = told_of({0: 1}, ["127.0.0.1", "192.0.2.1"], 0.0)
     assert told[0] == told[1]
     assert told[0].problem.startswith("rank 1 cannot listen on 192.0.2.1: ")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.cli import main
 from sparsecomm.cli.trace import waits
-from sparsecomm.cli.trace.clocks import Offset, messages, offsets
 from sparsecomm.cli.trace.events import Rank, read
+from sparsecomm.cli.trace.messages import clock_offsets, messages
+from sparsecomm.tuning.clocks import Offset
 from tests.calls.test_tracing import SimulatedTransport, traced, vector
 
 P = 4
@@ -181,7 +182,7 @@ def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_facto
         for call in (call for calls in rank.calls.values() for call in calls):
             for part in call.parts:
                 part.start, part.end = part.start + seconds, part.end + seconds
-    found = offsets(ranks)
+    found = clock_offsets(ranks)
     for number, (seconds, bound) in found.items():
         assert abs(seconds - (ahead[number] - ahead[0])) <= bound + 1e-6
         assert bound < 0.2  # messages take 10 ms, and some wait for others
@@ -193,8 +194,8 @@ def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_facto
 def test_ranks_that_exchange_nothing_keep_their_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, ranks = traced(tmp_path, 2, lambda ranks: None if ranks.rank else tree_alone(ranks), monkeypatch)
     other = Rank(1, node="other", host="b")
-    assert offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
-    assert offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
+    assert clock_offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
+    assert clock_offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
 
 
 def tree_alone(ranks: SimulatedTransport) -> None:

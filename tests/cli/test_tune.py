@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.cli import main, tune
-from sparsecomm.primitives.costs import Link
+from sparsecomm.cli import main
 from sparsecomm.tuning import profile
 from tests.cli.test_cli import shell
 from tests.processes import needs_mpirun
 from tests.thinning import exhaustive
 
 QUICK = ("--seconds", "0.05")
-SIZES = [64 << 2 * step for step in range(9)]
 
 # Ranks of one node that take it for several, of which rank 1 does not see the file of rank 0.
 NODES = """
@@ -134,42 +132,3 @@ def test_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--seconds", given])
     assert f"{given}: expected a number above 0, and 3600 at most" in capsys.readouterr().err
-
-
-# -- the fit ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(100e-6, 8e-9), (2e-6, 0.1e-9), (1e-6, 80e-9), (1e-3, 1e-12)])
-def test_fit_of_a_line(alpha: float, beta: float) -> None:
-    link = tune.fit([(size, alpha + beta * size) for size in SIZES])
-    assert (link.alpha, link.beta) == pytest.approx((alpha, beta), rel=0.02)
-
-
-def test_fit_takes_beta_from_long_messages() -> None:
-    """Some networks let short messages pass sooner than their rate says."""
-    link = tune.fit([(size, 10e-6 if size < 4096 else 100e-9 * size) for size in SIZES[:7]])
-    assert link.beta == pytest.approx(100e-9, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("several", "gap"), [(10e-6 + 7 * 2e-6, 2e-6), (9e-6, 1e-8), (1e-3, 10e-6)], ids=["some", "none", "as long as one"]
-)
-def test_the_gap_is_what_each_message_adds(several: float, gap: float) -> None:
-    link = tune.with_gap(Link(10e-6, 1e-12), 10e-6, several)
-    assert link.gap == pytest.approx(gap, rel=0.01)
-
-
-SCATTER = {
-    "all equal": [1e-3] * 9,
-    "falling": [9e-4 - 1e-4 * i for i in range(9)],
-    "few and short": [1e-9] * 4,
-    "steep": [1e-6 * 4**i for i in range(9)],
-}
-
-
-@pytest.mark.parametrize("seconds", SCATTER.values(), ids=SCATTER)
-def test_fit_of_anything_is_a_link(seconds: list[float]) -> None:
-    link = tune.fit(list(zip(SIZES, seconds, strict=False)))
-    assert isinstance(link, Link)
-    assert 0 < link.alpha < 1
-    assert 0 < link.beta < 1

@@ -33,6 +33,7 @@ from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
 from sparsecomm.cli.bench.sweep import add_arguments
+from sparsecomm.cli.bench.timing import CommonStart
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.world import World, agreed, comm_of, world
@@ -88,9 +89,10 @@ def _measure(asked: argparse.Namespace, comm: World) -> int:
     if shown:
         print(table_head(header, columns), flush=True)
     rows: list[Row] = []
+    start = CommonStart(comm, transport.of(comm_of(comm)))
     for n in asked.counts:
         bench = None  # two sizes at once need not fit in memory
-        bench = Bench(asked, n, comm)
+        bench = Bench(asked, n, comm, start)
         for density, algorithm, wire in product(asked.densities, asked.algorithms, asked.wires):
             rows.append(bench.measure(count_of(density, n), density, algorithm, wire))
             if shown:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
-from sparsecomm.cli.bench.timing import Timer, Timing, uninterrupted
+from sparsecomm.cli.bench.timing import CommonStart, Timer, Timing, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.cli.world import World
 from sparsecomm.wire import EXACT
@@ -25,8 +25,8 @@ Row = dict[str, Any]  # of the table and of the JSON file
 class Bench:
     """The vectors of one size on this rank, for all its rows."""
 
-    def __init__(self, asked: argparse.Namespace, n: int, comm: World) -> None:
-        self._asked, self._comm, self.n = asked, comm, n
+    def __init__(self, asked: argparse.Namespace, n: int, comm: World, start: CommonStart) -> None:
+        self._asked, self._comm, self.n, self._start = asked, comm, n, start
         self._dtype, self._accumulator = np.dtype(asked.dtype.name), asked.dtype.accumulator
         gradient, residual = inputs(n, self._dtype, self._accumulator, comm.Get_rank())
         self._vectors = Vectors(comm, gradient, residual, asked.device)
@@ -41,7 +41,7 @@ class Bench:
         asked, comm, vectors, P = self._asked, self._comm, self._vectors, self._comm.Get_size()
         runner = Ours(algorithm, vectors, k, wire, asked.dtype.name, asked.breakdown)
         check, wrong = self._check(runner) if asked.check else None, 0
-        timer = Timer(comm, runner, "step", asked.iterations)
+        timer = Timer(comm, runner, "step", asked.iterations, ready=self._start.wait)
         with uninterrupted():
             for call in range(-asked.warmup, asked.iterations):
                 result = timer.run(call)

@@ -11,10 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.world import ProcessGroupWorld, World
+from sparsecomm.primitives.costs import log2_ceil
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.transport import Transport
+from sparsecomm.tuning import clocks
 
-__all__ = ["Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
+__all__ = ["CommonStart", "Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
+
+
+_SECONDS = 0.2  # for which links are measured
+_LONG, _MARGIN = 1e-3, 0.01  # seconds: of a trip that makes a link long; until a moment, beside the trips
 
 
 def quiet_barrier(comm: World) -> None:
@@ -37,6 +45,26 @@ def uninterrupted() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+class CommonStart:
+    """Has calls begin on all ranks at one moment. All methods are collective.
+
+    Over a long link, ranks leave a barrier up to some trips apart; where links are short, that is start enough.
+    """
+
+    def __init__(self, comm: World, ranks: Transport) -> None:
+        """Measure links, and by how much the clocks of the ranks differ."""
+        self._comm, self._clock, links = comm, ranks.clock, measured_links(ranks, _SECONDS)
+        self._ahead = clocks.offsets(range(ranks.size), links.fastest)[ranks.rank].seconds
+        alpha = links.slowest.alpha
+        self._pause = 4 * log2_ceil(ranks.size) * alpha + _MARGIN if ranks.size > 1 and alpha > _LONG else 0.0
+
+    def wait(self) -> None:
+        """Return at a moment that rank 0 says, which is late enough for all ranks to hear of it."""
+        if self._pause:
+            moment = self._comm.bcast(self._clock() + self._pause) + self._ahead
+            time.sleep(max(0.0, moment - self._clock()))
 
 
 class Runner:

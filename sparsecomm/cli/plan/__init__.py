@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
-    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a rank that does not answer should be reported in seconds
+    # A rank that does not answer should be reported in seconds, but may time messages for as long as was asked for.
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
     files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
     agreed(comm, lambda: _check(arguments))
@@ -122,13 +123,14 @@ def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namesp
     nodes, P = list(ranks.node_of_rank), ranks.size
     members = [nodes.index(node) for node in range(ranks.num_nodes)] if ranks.num_nodes > 1 else list(range(P))
     found = links.measure(ranks, comm, members, arguments.seconds)
-    first, second = found.farthest
+    assert found.links.farthest is not None
+    first, second = found.links.farthest
     say("library", ranks.library)
-    say("interfaces", ", ".join(found.interfaces) or found.unseen)
+    say("interfaces", ", ".join(found.interfaces) or found.streams.unseen)
     say("round trip", f"{time_text(found.rtt)}, the longest: between rank {first} and rank {second}")
     say("rates", found.rates_text)
     say("losses", "not seen" if found.loss is None else f"{percent_text(found.loss)} of the packets")
-    say("TCP", found.control or "its congestion control is not seen")
+    say("TCP", found.streams.control or "its congestion control is not seen")
     for warning in [*found.wrong, *launch.warnings(ranks)]:
         say("! beware", warning)
     say("", "")

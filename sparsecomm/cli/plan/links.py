@@ -1,330 +1,73 @@
-"""What the links between the ranks are like: round trips, the rates of one stream and of several, and losses.
-
-Round trips, and the rate of the library's own messages, are measured by its transport. Streams are TCP connections of
-the measurement's own, between the addresses over which the ranks talk anyway: members send to the next one, half of
-them at a time. Losses are the segments that were sent again, as the kernel counts them, by connections that are kept
-from filling the link: queues then drop nothing.
-"""
+"""The links that `sparsecomm plan --measure` has found, for people and for the plan."""
 
 from __future__ import annotations
 
-import math
-import selectors
-import socket
-import struct
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
+from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.plan import launch
 from sparsecomm.cli.world import World
-from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport
+from sparsecomm.tuning import links, streams
+from sparsecomm.tuning.streams import STREAMS, Streams
 from sparsecomm.tuning.utilisation import PACKET, SEGMENT
 
-__all__ = ["STREAMS", "Links", "measure"]
-
-STREAMS = 8
-_PINGS = 5
-_MAX_TURNS = 15  # of pairs: all, among 16 members
-_MIN_MESSAGE, _MAX_MESSAGE = 1 << 16, 1 << 24  # bytes
-_PACED = 0.5  # of the rate, so that a link is not full
-_CONNECT = 5.0  # seconds that a connection may take
-_SO_MAX_PACING_RATE = 47  # of Linux: bytes per second
-_TCP_INFO = 192  # bytes of struct tcp_info that are asked for
-_RETRANSMITTED, _SENT = 100, 156  # where tcpi_total_retrans and tcpi_data_segs_out are in it, since Linux 4.6
+__all__ = ["Found", "measure"]
 
 
 @dataclass(frozen=True)
-class Links:
+class Found:
     """What was found.
 
     Attributes:
-        rtt: seconds of the longest round trip, which was between ``farthest``, two ranks.
-        messages: bits per second of the library's messages, of the slowest rank.
-        one, several: of one TCP connection, and of `STREAMS` together; None: they could not be made, for the reason
-            ``unseen``.
-        loss: the part of segments that were sent again; None as well where the kernel does not count them.
-        control: the congestion control of TCP, such as "cubic".
+        links: by messages of the library.
+        streams: by TCP connections.
         interfaces, wrong: over which ranks talk, and what is wrong with them; for people.
     """
 
-    rtt: float
-    farthest: tuple[int, int]
-    messages: float
-    one: float | None = None
-    several: float | None = None
-    loss: float | None = None
-    control: str = ""
-    unseen: str = ""
+    links: links.Links
+    streams: Streams
     interfaces: Sequence[str] = ()
     wrong: Sequence[str] = ()
 
     @property
+    def rtt(self) -> float:
+        """Seconds of the longest round trip."""
+        return 2 * self.links.slowest.alpha
+
+    @property
+    def loss(self) -> float | None:
+        """The part of packets that are lost; ``None``: not seen."""
+        return self.streams.loss
+
+    @property
     def rate(self) -> float:
         """Bits per second of a link, with what headers take."""
-        return max(self.messages, self.one or 0.0, self.several or 0.0) * PACKET / SEGMENT
+        messages = 8 / self.links.slowest.beta
+        return max(messages, self.streams.one or 0.0, self.streams.several or 0.0) * PACKET / SEGMENT
 
     @property
     def congestion(self) -> str:
         """As in `sparsecomm.tuning.utilisation.Network`."""
-        return "bbr" if self.control.startswith("bbr") else "cubic"
+        return "bbr" if self.streams.control.startswith("bbr") else "cubic"
 
     @property
     def rates_text(self) -> str:
         """All rates, for people."""
-        texts = [f"{rate_text(self.messages)} in messages of the library"]
-        for name, rate in (("one TCP stream", self.one), (f"{STREAMS} TCP streams", self.several)):
+        texts = [f"{rate_text(8 / self.links.slowest.beta)} in messages of the library"]
+        for name, rate in (("one TCP stream", self.streams.one), (f"{STREAMS} TCP streams", self.streams.several)):
             texts += [] if rate is None else [f"{rate_text(rate)} in {name}"]
         return ", ".join(texts)
 
 
-def measure(ranks: Transport, comm: World, members: Sequence[int], seconds: float) -> Links:
+def measure(ranks: Transport, comm: World, members: Sequence[int], seconds: float) -> Found:
     """Return what the links between ``members`` are like, the same on all ranks. Collective over all ranks.
 
     Args:
         seconds: about how long messages are timed, and each of six groups of streams.
     """
-    rtt, farthest = _round_trips(ranks, comm, members)
-    messages = _messages(ranks, comm, members, seconds)
+    found = measured_links(ranks, seconds)
     addresses, interfaces, wrong = launch.paths(comm, members)
-    found = Links(rtt, farthest, messages, interfaces=interfaces, wrong=wrong)
-    if any(addresses[member] is None for member in members):
-        return replace(found, unseen="no TCP connections between the ranks are seen")
-    told: list[list[_Told]] = []
-    for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
-        pace = _PACED * min(its.rate for its in told[1] if its.rate is not None) / count if paced else 0.0
-        told.append([])
-        for pairs in _one_way(members):
-            told[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
-        if reason := next((its.problem for its in told[-1] if its.problem), ""):
-            return replace(found, unseen=reason)
-    one, several, _ = (min(its.rate for its in each if its.rate is not None) for each in told)
-    again, sent = (sum(getattr(its, name) for its in told[2]) for name in ("again", "sent"))
-    control = next(its.control for its in told[0] if its.control)
-    return replace(found, one=one, several=several, loss=again / sent if sent else None, control=control)
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _call(ranks: Transport, name: str) -> Iterator[None]:
-    """Make what is sent within a collective call of the transport."""
-
-    def mismatch(theirs: bytes, rank: int) -> CollectiveMismatchError:
-        return CollectiveMismatchError(f"rank {ranks.rank} is at {name!r} and rank {rank} at {theirs!r}")
-
-    ranks.begin(f"plan: {name}".encode(), mismatch)
-    try:
-        yield
-    except BaseException as error:
-        ranks.abort(error)
-        raise
-    ranks.end()
-
-
-def _round_trips(ranks: Transport, comm: World, members: Sequence[int]) -> tuple[float, tuple[int, int]]:
-    """Return the seconds of the longest round trip, and between which ranks. Collective over all ranks."""
-    mine: dict[tuple[int, int], float] = {}
-    ping = np.zeros(8, np.uint8)
-    with _call(ranks, "round trips"):
-        for turn in _turns(len(members)):
-            for i, j in turn:
-                first, second = members[i], members[j]
-                if ranks.rank == second:
-                    for _ in range(_PINGS):
-                        ranks.receive(first, expected=8)
-                        ranks.isend(ping, first).wait()
-                elif ranks.rank == first:
-                    times = []
-                    for _ in range(_PINGS):
-                        begin = time.perf_counter()
-                        request = ranks.isend(ping, second)
-                        ranks.receive(second, expected=8)
-                        times.append(time.perf_counter() - begin)
-                        request.wait()
-                    mine[first, second] = min(times)
-    found = {pair: rtt for its in comm.allgather(mine) for pair, rtt in its.items()}
-    farthest = max(found, key=lambda pair: found[pair])
-    return found[farthest], farthest
-
-
-def _turns(count: int) -> list[list[tuple[int, int]]]:
-    """Return turns in each of which all of ``count`` are in pairs, one of an odd number in none (the circle method)."""
-    circle = [*range(count), *([count] if count % 2 else [])]
-    turns = []
-    for _ in range(min(len(circle) - 1, _MAX_TURNS)):
-        half = len(circle) // 2
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        turns.append([(i, j) for i, j in pairs if count not in (i, j)])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return turns
-
-
-def _messages(ranks: Transport, comm: World, members: Sequence[int], seconds: float) -> float:
-    """Return the bits per second at which each member's messages come to the next one. Collective over all ranks."""
-    nbytes, took, count = _MIN_MESSAGE, 0.0, 1
-    while True:
-        took = max(comm.allgather(_around(ranks, members, nbytes, count)))
-        if took > seconds / 4 or nbytes >= _MAX_MESSAGE:
-            break
-        nbytes = min(_MAX_MESSAGE, int(nbytes * min(16.0, max(2.0, seconds / 2 / max(took, 1e-6)))))
-    count = max(1, math.ceil(seconds / 2 / took))
-    return float(8 * nbytes * count / max(comm.allgather(_around(ranks, members, nbytes, count))))
-
-
-def _around(ranks: Transport, members: Sequence[int], nbytes: int, count: int) -> float:
-    """Return the seconds of ``count`` messages to the next member and from the previous one; 0 for others."""
-    with _call(ranks, f"{count} messages of {nbytes} bytes"):
-        if ranks.rank not in members:
-            return 0.0
-        position, message = members.index(ranks.rank), np.zeros(nbytes, np.uint8)
-        to, source = members[(position + 1) % len(members)], members[position - 1]
-        begin = time.perf_counter()
-        for _ in range(count):
-            ranks.exchange(message, to, source, expected=nbytes)
-        took: float = time.perf_counter() - begin
-        return took
-
-
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
-class _Told(NamedTuple):
-    """What a rank has seen of streams.
-
-    Attributes:
-        rate: bits per second that came; None: it has sent.
-        again, sent: segments that it has sent again, and sent in all.
-        control: the congestion control of those that it has sent.
-        problem: why there were no streams.
-    """
-
-    rate: float | None = None
-    again: int = 0
-    sent: int = 0
-    control: str = ""
-    problem: str = ""
-
-
-def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
-    """Return turns in each of which some members send to the next one, and none both sends and receives.
-
-    Where a link is full of data in one direction, the acknowledgements of the other direction wait behind it.
-    """
-    count = len(members)
-    turns: list[dict[int, int]] = [{} for _ in range(2 + count % 2)]
-    for i, member in enumerate(members):
-        turns[2 if count % 2 and i == count - 1 else i % 2][member] = members[(i + 1) % count]
-    return turns
-
-
-def _streams(
-    comm: World,
-    pairs: Mapping[int, int],
-    addresses: Sequence[str | None],
-    count: int,
-    seconds: float,
-    pace: float = 0.0,
-) -> _Told:
-    """Send over ``count`` connections from each key of ``pairs`` to its value, all at once. Collective over all ranks.
-
-    ``pace``: bits per second that each may send at most.
-    """
-    rank, problem, port = comm.Get_rank(), "", 0
-    with ExitStack() as sockets:
-        server = None
-        if rank in pairs.values():
-            try:
-                server = sockets.enter_context(_listening(str(addresses[rank]), count))
-                port = server.getsockname()[1]
-            except OSError as error:
-                problem = f"rank {rank} cannot listen on {addresses[rank]}: {error}"
-        told = comm.allgather((port, problem))
-        ways: list[socket.socket] = []
-        if not any(its for _, its in told):
-            try:
-                if rank in pairs:
-                    to = pairs[rank]
-                    for _ in range(count):
-                        way = sockets.enter_context(socket.create_connection((addresses[to], told[to][0]), _CONNECT))
-                        if pace:
-                            way.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(2**32 - 1, int(pace / 8)))
-                        ways.append(way)
-                elif server is not None:
-                    for _ in range(count):
-                        ways.append(sockets.enter_context(server.accept()[0]))  # noqa: PERF401 - closed if one fails
-            except OSError as error:
-                problem = f"streams cannot be made between rank {rank} and others: {error}; is there a firewall?"
-        if problem := next(filter(None, comm.allgather(problem)), ""):
-            return _Told(problem=problem)
-        end = time.monotonic() + seconds
-        if rank in pairs:
-            return _sent(ways, end)
-        return _Told(_received(ways, end - seconds / 2, end)) if ways else _Told()
-
-
-def _listening(address: str, count: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    server = socket.create_server((address, 0), family=family, backlog=count)
-    server.settimeout(2 * _CONNECT)
-    return server
-
-
-def _received(ways: Sequence[socket.socket], begin: float, end: float) -> float:
-    """Receive until ``end``; return the bits per second that came after ``begin``, when windows have opened."""
-    buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
-    with selectors.DefaultSelector() as selector:
-        for way in ways:
-            way.setblocking(False)
-            selector.register(way, selectors.EVENT_READ, way)
-        while (now := time.monotonic()) < end:
-            for key, _ in selector.select(end - now):
-                try:
-                    size, now = key.data.recv_into(buffer), time.monotonic()
-                except OSError:  # the sender has left
-                    selector.unregister(key.fileobj)
-                    continue
-                if now < begin:
-                    first = now
-                else:
-                    nbytes, last = nbytes + size, now
-    return 8 * nbytes / max(last - first, 1e-6)
-
-
-def _sent(ways: Sequence[socket.socket], end: float) -> _Told:
-    """Send until ``end``; return how many segments went out."""
-    senders = [threading.Thread(target=_send, args=(way, end), daemon=True) for way in ways]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join()
-    counts = [_segments(way) for way in ways]
-    control = ways[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-    for way in ways:
-        way.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # what waits need not arrive
-    return _Told(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
-
-
-def _send(way: socket.socket, end: float) -> None:
-    data = bytes(1 << 18)
-    with suppress(OSError):  # it is full at the end
-        while (left := end - time.monotonic()) > 0:
-            way.settimeout(left)
-            way.send(data)
-
-
-def _segments(way: socket.socket) -> tuple[int, int]:
-    """Return how many segments a connection has sent again, and in all; 0 where the kernel does not say."""
-    with suppress(OSError, struct.error):
-        info = way.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
-        (again,), (sent,) = (struct.unpack_from("=I", info, offset) for offset in (_RETRANSMITTED, _SENT))
-        return again, sent
-    return 0, 0
+    return Found(found, streams.measure(comm, members, addresses, seconds), interfaces, wrong)

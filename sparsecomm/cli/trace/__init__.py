@@ -29,11 +29,12 @@ from typing import Any
 from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, table_head, table_line
-from sparsecomm.cli.trace.clocks import Message, Offset, messages, offsets
 from sparsecomm.cli.trace.events import Rank, read
+from sparsecomm.cli.trace.messages import Message, clock_offsets, messages
 from sparsecomm.cli.trace.verdict import verdicts
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import bytes_text, number_text
+from sparsecomm.tuning.clocks import Offset
 
 __all__ = ["HELP", "add_arguments", "run", "waits"]
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         if any(_same_file(arguments.output, path) for path in arguments.files):
             raise InvalidInputError(f"--output {arguments.output}: is one of the files to be read; name another")
     ranks = read(arguments.files)
-    ahead = offsets(ranks)
+    ahead = clock_offsets(ranks)
     sent = list(messages(ranks))
     late = waits(sent, ahead)
     rows = [_row(rank, ahead[number], late) for number, rank in ranks.items()]

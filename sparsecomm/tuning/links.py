@@ -1,0 +1,344 @@
+"""What the links between ranks are like. Messages are timed here and nowhere else.
+
+The first call over a network, `sparsecomm tune`, `sparsecomm plan --measure` and the benchmarks use a `Probe`. Ranks
+time messages in pairs and exchange their times, so all of them find the same links.
+
+Without seconds to spend, each rank is paired with the one half its group away. That takes one and a half round trips
+between nodes that are far from each other, one more for an odd number of nodes, and hardly a millisecond where they are
+near. With seconds to spend, all pairs exchange marks, and long messages become as long as the time allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean, median
+from typing import TypeAlias
+
+import numpy as np
+
+from sparsecomm.backends import CpuBackend
+from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.costs import Link
+from sparsecomm.primitives.gather import ROUNDS, gather_words
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.transport import Transport
+from sparsecomm.transport.memory import HOST
+from sparsecomm.tuning.profile import DEFAULT
+from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Messages
+
+__all__ = ["Links", "Probe"]
+
+Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
+Turns: TypeAlias = Sequence[Sequence[Pair]]  # no rank is twice in one turn
+Times: TypeAlias = tuple[float, float, float]  # seconds: of a trip, of one more message at once, of a long message
+Both: TypeAlias = tuple[Times, Times]  # what the two ranks of a pair have found
+
+_FAR = 5e-3  # seconds of a round trip from which on nothing is timed twice
+_TRAIN = 6_144  # bytes that a connection of TCP can still send before the first acknowledgement: ten packets in all
+_TRIPS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
+_LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
+_MAX_TRIPS, _MAX_TURNS = 200, 15  # with seconds to spend; 15 turns are all pairs of 16 ranks
+_MIN_STREAM, _MAX_STREAM = 1 << 16, 1 << 24  # bytes of a message
+_STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
+_MIN = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
+_ZERO = 1 << 62  # the word for 0 seconds, which may be negative between two clocks
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was found, the same on all ranks.
+
+    Attributes:
+        between: the slowest link between nodes, of one rank of each; ``None``: there is one node.
+        inside: the slowest link between ranks of a node; ``None``: no node has two.
+        farthest: the pair with the longest trip between nodes, or inside if there is one node; ``None`` if no seconds
+            were spent.
+        fastest: for a sender and a receiver, the time on the receiver's clock when a message came, less that on the
+            sender's when it left, of the fastest message: what `sparsecomm.tuning.clocks` goes by. Without seconds to
+            spend, nothing.
+    """
+
+    between: Link | None
+    inside: Link | None
+    farthest: Pair | None = None
+    fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def slowest(self) -> Link:
+        """The link that calls of all ranks wait for; that of `DEFAULT` for one rank."""
+        return self.between or self.inside or DEFAULT.link
+
+
+class Probe:
+    """Times messages within one collective call, which its user begins and ends on ``comm``."""
+
+    def __init__(self, ranks: Transport) -> None:
+        """Prepare it."""
+        host = CpuBackend()
+        signature = CallSignature(MEASUREMENT, FLOAT32.code, 0, PLAIN.code, 0, 0)
+        self._ranks = ranks
+        self._messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (0,), host)
+        self.comm = Communicator(ranks, host, self._messages, PLAIN)
+        by_node: dict[int, list[int]] = {}
+        for rank, node in enumerate(ranks.node_of_rank):
+            by_node.setdefault(node, []).append(rank)
+        self._nodes = list(by_node.values())
+        self._leaders = [[members[0] for members in self._nodes]]
+        self._round = 0
+
+    def measure(self, seconds: float = 0.0) -> Links:
+        """Return the links. Collective.
+
+        Args:
+            seconds: about how long to measure each of the two links; 0: as short as can be. Without them, values are
+                rounded so that choices do not change from run to run.
+        """
+        self._round = 0
+        if seconds:
+            inside, farthest, fastest = self._thorough(self._nodes, seconds)
+            between, far, late = self._thorough(self._leaders, seconds)
+            return Links(between, inside, far or farthest, {**fastest, **late})
+        inside_turns, turns = _half_apart(self._nodes), _half_apart(self._leaders)
+        near, far_apart = self._timed((inside_turns, partial(self._near, _MAX_LONG)), (turns, self._far))
+        # A train is timed once, and seems shorter where a rank was late to read the beginning: no time counts alone.
+        inside, between = _link(near, _MAX_LONG), _link(far_apart, _TRAIN, fmean)
+        if between is not None and 2 * between.alpha < _FAR:
+            nbytes = min(_MAX_LONG, max(_MIN_LONG, int(_LONG / between.beta))) // 4 * 4
+            (near,) = self._timed((turns, partial(self._near, nbytes)))
+            between = _link(near, nbytes)
+        return Links(between and _rounded(between), inside and _rounded(inside))
+
+    def _thorough(
+        self, groups: Sequence[Sequence[int]], seconds: float
+    ) -> tuple[Link | None, Pair | None, dict[tuple[int, int], float]]:
+        """Return the slowest link within groups, the pair with the longest trip, and `Links.fastest`."""
+        everyone, turns = _all_pairs(groups), _half_apart(groups)
+        if not everyone:
+            return None, None, {}
+        (found,) = self._timed((everyone[:1], partial(self._trips, _TRIPS)))
+        count = seconds / 4 / len(everyone) / max(2 * _slowest(found, 0), 1e-7)
+        (found,) = self._timed((everyone, partial(self._trips, int(min(max(_TRIPS, count), _MAX_TRIPS)))))
+        trips = {pair: min(a[0], b[0]) for pair, (a, b) in found.items()}
+        farthest = max(trips, key=lambda pair: trips[pair])
+        fastest = {(a, b): theirs[1] for (a, b), (_, theirs) in found.items()}
+        fastest |= {(b, a): own[1] for (a, b), (own, _) in found.items()}
+        (bursts,) = self._timed((turns, self._burst))
+        alpha, nbytes, took = trips[farthest], _MIN_STREAM, 0.0
+        while True:
+            (found,) = self._timed((turns, partial(self._stream, nbytes, 1)))
+            took = _slowest(found, 2, fmean)
+            if took > seconds / 8 or nbytes >= _MAX_STREAM:
+                break
+            nbytes = min(_MAX_STREAM, int(nbytes * min(16.0, max(2.0, seconds / 4 / max(took, 1e-6))))) // 4 * 4
+        count = max(1, math.ceil(seconds / 2 / max(took, 1e-6)))
+        (found,) = self._timed((turns, partial(self._stream, nbytes, min(count, _MAX_TRIPS))))
+        gap = median(min(a[2], b[2]) for a, b in bursts.values()) / (_BURST - 1)
+        return _measurable(alpha, (_slowest(found, 2, fmean) - alpha) / nbytes, gap), farthest, fastest
+
+    def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, Both]]:
+        """Have pairs time messages, job by job and turn by turn; return what both ranks of each pair found. Collective.
+
+        Args:
+            jobs: the turns of pairs, and what a rank calls with its peer.
+        """
+        own: list[int] = []
+        for turns, times in jobs:
+            for pairs in turns:
+                peer = next((a + b - self._ranks.rank for a, b in pairs if self._ranks.rank in (a, b)), -1)
+                self._round += ROUNDS
+                own += [0, 0, 0] if peer < 0 else [_word(its) for its in times(peer)]
+        self._round += ROUNDS
+        everyones = gather_words(self.comm, own, self._round)
+        found, position = [], 0
+        for turns, _ in jobs:
+            its: dict[Pair, Both] = {}
+            for pairs in turns:
+                for a, b in pairs:
+                    its[a, b] = tuple(_times(everyones[rank][position : position + 3]) for rank in (a, b))  # type: ignore[assignment]
+                position += 3
+            found.append(its)
+        return found
+
+    # -- times between two ranks --------------------------------------------------------------------------------------
+    #
+    # Who comes first waits for the other, and attends to nobody else meanwhile. So the other one's mark is answered at
+    # once, and the shorter time of the two is that of the network.
+
+    def _far(self, peer: int) -> Times:
+        """Time a round trip, and how long it takes until ``_TRAIN`` bytes are in that follow at once.
+
+        Both ranks send at once, so that no message may be waited for until the other one's is here.
+        """
+        isend, messages, clock = self._ranks.isend, self._messages, self._ranks.clock
+        train = _bytes(_TRAIN)
+        began = clock()
+        requests = [isend(messages.words([], self._round), peer)]
+        self.comm.receive_words(peer, 0, self._round)
+        requests += [isend(messages.words([], self._round), peer), isend(messages.dense(train, self._round), peer)]
+        self.comm.receive_words(peer, 0, self._round)
+        answered = clock()
+        self._receive_long(peer, len(train))
+        done = clock()
+        for request in requests:
+            request.wait()
+        return (answered - began) / 2, DEFAULT.link.gap, done - answered
+
+    def _near(self, nbytes: int, peer: int) -> Times:
+        """Time several round trips, a burst, and messages of ``nbytes`` to and fro."""
+        trip, _, _ = self._trips(_TRIPS, peer)
+        _, burst, _ = self._burst(peer)
+        clock, first, data, longs = self._ranks.clock, self._ranks.rank < peer, _bytes(nbytes), []
+        if first:
+            self._receive_long(peer, len(data))
+        for i in range(2):
+            began = clock()
+            request = self._ranks.isend(self._messages.dense(data, self._round), peer)
+            if i == 0 or not first:
+                self._receive_long(peer, len(data))
+                longs.append(clock() - began)
+            request.wait()
+        return trip, burst / _BURST, min(longs) / 2 - trip
+
+    def _trips(self, count: int, peer: int) -> Times:
+        """Time round trips; return half of their median, and by how much the peer's fastest mark came late: both."""
+        clock, first = self._ranks.clock, self._ranks.rank < peer
+        times, late = [], math.inf if first else self._receive_mark(peer)
+        for _ in range(count):
+            began = clock()
+            self._send_mark(peer)
+            late = min(late, self._receive_mark(peer))
+            times.append(clock() - began)
+        if first:
+            self._send_mark(peer)
+        return median(times) / 2, late, 0.0
+
+    def _burst(self, peer: int) -> Times:
+        """Time several marks at once, on the higher rank: all of them, and those after the first."""
+        if self._ranks.rank < peer:
+            for _ in range(_BURST):
+                self._send_mark(peer)
+            return 0.0, math.inf, math.inf
+        began = self._ranks.clock()
+        self._receive_mark(peer)
+        first = self._ranks.clock()
+        for _ in range(_BURST - 1):
+            self._receive_mark(peer)
+        ended = self._ranks.clock()
+        return 0.0, ended - began, ended - first
+
+    def _stream(self, nbytes: int, count: int, peer: int) -> Times:
+        """Time ``count`` messages of so many bytes that go both ways at once; return the seconds of one.
+
+        Of two ranks one begins a trip later, and its time is shorter by that: the mean of both counts.
+        """
+        data = _bytes(nbytes)
+        self._send_mark(peer)
+        self._receive_mark(peer)
+        began = self._ranks.clock()
+        for _ in range(count):
+            request = self._ranks.isend(self._messages.dense(data, self._round), peer)
+            self._receive_long(peer, len(data))
+            request.wait()
+        return 0.0, 0.0, (self._ranks.clock() - began) / count
+
+    def _send_mark(self, to: int) -> None:
+        self.comm.send_words([_word(self._ranks.clock())], to, self._round)
+
+    def _receive_mark(self, source: int) -> float:
+        """Return by how many seconds its sender's clock was behind this one when it left."""
+        (left,) = self.comm.receive_words(source, 1, self._round)
+        return self._ranks.clock() - _seconds(left)
+
+    def _receive_long(self, source: int, elements: int) -> None:
+        message = self._ranks.receive(source, HOST, HEADER_BYTES + 4 * elements)
+        self._messages.read_dense(message, source, self._round, elements)
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def _half_apart(groups: Sequence[Sequence[int]]) -> Turns:
+    """Return turns in which each member of a group is paired with the one half the group away, the odd one at last."""
+    turns: list[list[Pair]] = [[], []]
+    for members in groups:
+        half, odd = divmod(len(members), 2)
+        turns[0] += zip(members[:half], members[half:], strict=False)
+        if odd and half:
+            turns[1].append((members[0], members[-1]))
+    return [pairs for pairs in turns if pairs]
+
+
+def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
+    """Return turns in which all members of a group are paired with each other, `_MAX_TURNS` at most (circle method)."""
+    turns: list[list[Pair]] = []
+    for members in groups:
+        circle = [*members, *([-1] if len(members) % 2 else [])]
+        for turn in range(min(len(circle) - 1, _MAX_TURNS)):
+            if turn == len(turns):
+                turns.append([])
+            half = len(circle) // 2
+            pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+            turns[turn] += [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
+            circle = [circle[0], circle[-1], *circle[1:-1]]
+    return [pairs for pairs in turns if pairs]
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[float]], float] = min) -> Link | None:
+    """Return the link of pairs, whose long messages have ``nbytes``: calls wait for the slowest pair; `None` of none.
+
+    Of the times of two ranks the shorter one counts, but for long messages ``of_two``.
+    """
+    if not found:
+        return None
+    gap = median(min(a[1], b[1]) for a, b in found.values())
+    return _measurable(_slowest(found, 0), _slowest(found, 2, of_two) / nbytes, gap)
+
+
+def _measurable(alpha: float, beta: float, gap: float) -> Link:
+    """Return the link with these values, none below what can be measured, and the gap no longer than a trip."""
+    return Link(*(max(value, least) for value, least in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
+
+
+def _slowest(found: Mapping[Pair, Both], which: int, of_two: Callable[[Sequence[float]], float] = min) -> float:
+    """Return a time of the pair for which it is longest; ``of_two``: what counts of the times of its ranks."""
+    return max(of_two((a[which], b[which])) for a, b in found.values())
+
+
+def _bytes(nbytes: int) -> Array:
+    """Return so many bytes that no network can compress much, as numbers of float32."""
+    words: Array = np.arange(nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
+    return words.view(np.float32)
+
+
+def _word(seconds: float) -> int:
+    """Return seconds as a word of nanoseconds, which may be negative."""
+    return min(max(0, _ZERO + round(1e9 * seconds)), 2 * _ZERO) if math.isfinite(seconds) else 2 * _ZERO
+
+
+def _seconds(word: int) -> float:
+    return 1e-9 * (word - _ZERO)
+
+
+def _times(words: Sequence[int]) -> Times:
+    trip, gap, moving = map(_seconds, words)
+    return trip, gap, moving
+
+
+def _rounded(link: Link) -> Link:
+    """Return it with ten values of each decade, as people write them: a Renard series (ISO 3).
+
+    A busy machine does not tell more, and choices should not change from run to run.
+    """
+    return Link(_nearest(link.alpha), 8 / _nearest(8 / link.beta), _nearest(link.gap))
+
+
+def _nearest(value: float) -> float:
+    scale = 10.0 ** math.floor(math.log10(value))
+    return float(scale * min(_STEPS, key=lambda step: abs(math.log(value / scale / step))))
