@@ -5,19 +5,20 @@ PPoPP 2022, Section 3), which also keeps its ranges and its estimate of the k-th
 exact, and so is the k-th: an estimate that was wrong costs two trips.
 
 Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways, with some percent more entries than k. Each
-line below is one trip; those in brackets are for the first call of a plan, and where what was kept did not fit.
+line below is one trip; that in brackets is for the first call of a plan, and where what was kept did not fit.
 
-    [samples     each rank shows indices of some of its entries to all: ranges, one per rank, hold about k of k P each]
     scatter      each rank sends each other one what it has in that one's range
                  each rank adds up its range
     [quantiles   each rank shows keys of some of its sums to all: hardly more than k sums lie above some key]
     gather       each rank sends to all its sums that may win: those of which it is sure, and those near the k-th
                  everyone takes those that are sure and the first of the others, k in all
 
-Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
+In a first call ranges are equally long, and each rank also shows indices of some of its entries to all: in the next
+one each range holds about k of k P. Where all sums take less time to send than a trip, the first call gathers them all,
+without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
 they have grown as an entry of each rank has, of which the scatter tells. Every message names the call in which
 its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example after a call
-that some ranks left, all ranks notice in that trip and begin again with samples or quantiles.
+that some ranks left, all ranks notice in that trip and begin again as in a first call.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
@@ -91,12 +92,14 @@ class Ranges(NamedTuple):
         made: the number of the call whose samples they are from.
         checksum: of ``boundaries``.
         crowding: how many times the load of the mean owner the busiest one had in that call; 0: not known yet.
+        following: the boundaries for the next call, which these are not balanced enough for; ``None``: they stay.
     """
 
     boundaries: list[int]
     made: int
     checksum: int
     crowding: float = 0.0
+    following: list[int] | None = None
 
 
 class Dropped(list[SparseVector]):
@@ -108,43 +111,43 @@ class Dropped(list[SparseVector]):
 def scatter(
     comm: Communicator, gradient: Contribution, mine: SparseVector, k: int, number: int = 0
 ) -> tuple[list[SparseVector], list[int]]:
-    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if there are no ranges.
+    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if ranges differ.
 
     And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none.
     """
     nothing, owners = comm.backend.empty_like(mine), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.kept.get("ranges")
+    if ranges is not None and ranges.following is not None:
+        ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
     for round_no in count(_SCATTER):
-        dropped, range_of = Dropped(), None
+        dropped, shown = Dropped(), list[int]()
         if ranges is None:
-            parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples(comm, mine, k))))
-        else:
-            (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
-            words = mark(comm.number - ranges.made, ranges.checksum), level
-            begin, end = ranges.boundaries[comm.rank : comm.rank + 2]
-            range_of = partial(_range_if_alike, (begin, end), words[0])
-            parcels = {
-                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
-                for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
-            }
+            ranges, shown = equally_long(mine.size, comm.size, owners, comm.number), samples(comm, mine, k)
+        (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
+        words = mark(comm.number - ranges.made, ranges.checksum), level, *shown
+        begin, end = ranges.boundaries[comm.rank : comm.rank + 2]
+        range_of = partial(_range_if_alike, (begin, end), words[0])
+        parcels: dict[int, Parcel] = {
+            rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
+            for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
+        }
         found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, range_of=range_of)
         found[comm.rank] = parcels[comm.rank]
         everyones = [found[rank] for rank in range(comm.size)]
-        marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}
-        if marks == {0}:
-            check_words(comm, everyones, 2 + num_samples(comm.size, k))
-            boundaries = balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners)
-            comm.kept["ranges"] = ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
-        elif len(marks) > 1:
+        if len({mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}) > 1:
             ranges = None
-        else:
-            check_words(comm, everyones, 2)
-            levels = [level for _, (_, level) in everyones]
-            check_keys(comm, levels.index(max(levels)), levels, mine)
-            for entries in dropped:
-                gradient.drop(entries)
-            return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
+            continue
+        check_words(comm, everyones, len(words))
+        levels = [level for _, (_, level, *_) in everyones]
+        check_keys(comm, levels.index(max(levels)), levels, mine)
+        if shown:
+            following = balanced([words[2:] for _, words in everyones], mine.size, comm.size, owners)
+            ranges = ranges._replace(following=following)
+        comm.kept["ranges"] = ranges
+        for entries in dropped:
+            gradient.drop(entries)
+        return [vector for vectors, _ in everyones for vector in vectors or (nothing,)], levels
     raise AssertionError("count has no end")
 
 
@@ -174,6 +177,12 @@ def samples(comm: Communicator, mine: SparseVector, k: int) -> list[int]:
     return [nnz, *(comm.backend.indices_at(mine, chosen) if nnz else [0] * number)]
 
 
+def equally_long(n: int, size: int, owners: int, number: int) -> Ranges:
+    """Return ranges of n elements for call ``number``, of which nothing is known; further ranges are empty."""
+    boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
+    return Ranges(boundaries, number, checksum_of(boundaries))
+
+
 def balanced(everyones: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
     """Return the boundaries of ranges that hold about equally many of all ranks' entries; further ranges are empty.
 
@@ -191,7 +200,7 @@ def balanced(everyones: Sequence[Sequence[int]], n: int, size: int, owners: int)
 def watch(comm: Communicator, loads: Sequence[int]) -> None:
     """Forget the ranges if they are much more crowded than when they were made; ``loads``: of their owners."""
     ranges: Ranges | None = comm.kept.get("ranges")
-    if ranges is not None:
+    if ranges is not None and ranges.following is None:
         crowding = max(1.0, max(loads) * len(loads) / max(1, sum(loads)))
         if not ranges.crowding:
             comm.kept["ranges"] = ranges._replace(crowding=crowding)
@@ -277,7 +286,7 @@ def top_sums(
     kept: int,
     ranges: list[Range],
 ) -> SparseVector:
-    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if nothing is known of the k-th.
+    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if something must be known of the k-th.
 
     ``ranges``: of the owners.
     """
@@ -288,6 +297,8 @@ def top_sums(
     if bounds is not None:
         low, high = (comm.backend.scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
+    elif comm.is_less_than_a_trip((comm.size - 1) * kept):
+        bounds = Bounds(0, comm.backend.max_key(sums) + 1, comm.number, levels)
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
     for round_no in count(_GATHER):
         dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)

@@ -30,6 +30,7 @@ class Drops(Protocol):
 
 _FAR = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # where trips matter most
 
+_ENTRY_BYTES = 12  # of an entry and the key of its value, about
 _ROUND_BITS = 20  # of the round number in a header, below the number of the stage
 
 
@@ -154,6 +155,11 @@ class Communicator:
     def reaches_all_at_once(self) -> bool:
         """Whether small messages go to all ranks at once rather than from rank to rank: see `Costs.at_once`."""
         return self._costs.at_once(self.size, len(set(self.node_of_rank)))
+
+    def is_less_than_a_trip(self, entries: int) -> bool:
+        """Return whether so many entries of the gradient, for each rank, take less time to send than a trip."""
+        link = self._costs.link
+        return entries * _ENTRY_BYTES * link.beta < link.alpha
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def test_a_named_algorithm_reaches_all_at_once_where_links_are_long() -> None:
         sc.sparse_allreduce(gradient(ranks.rank, 1), K, comm=ranks, **options)
         return ranks.seconds - before
 
-    for P in (4, 8, 32, 200):
+    for P in (4, 8, 130):
         assert max(run(P, program, list(range(P)), alpha=1.0, beta=0.0)) == pytest.approx(2.0, rel=0.01)
 
 

@@ -22,6 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ _CHECK = 1.0  # seconds after which a wait looks for signals that came just befo
 _CLOSE_TIMEOUT = 1.0  # seconds for which a rank that ends waits for peers that take nothing of what it has sent
 _MIN_SILENCE = 120.0  # seconds after which a host that does not answer is dead, or the timeout, if that is longer
 _CHAINED = 2**20  # bytes from which on a broadcast goes from rank to rank, in pieces of so many
+_PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of what ranks tell each other
 
 
@@ -449,11 +451,12 @@ def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, ti
     token, address = os.urandom(_connections.TOKEN_BYTES), own_address()
     port = connections.listen(address, token)
     store = dist.distributed_c10d._get_process_group_store(group)
-    if hasattr(store, "clone"):  # in later versions of torch: a connection for this thread alone, on which no other
-        store = store.clone()  # waits while this one needs the store
+    another = None
+    if hasattr(store, "clone"):  # in later versions of torch: a connection for this thread alone
+        another = partial(_clone, store)
     told = f"{_VERSION} {address} {port} {token.hex()} {node_id.hex()}"
     lines = rendezvous(
-        PrefixStore("sparsecomm", store), group.rank(), group.size(), timeout, token.hex(), told, _ending.is_set
+        PrefixStore(_PREFIX, store), group.rank(), group.size(), timeout, token.hex(), told, _ending.is_set, another
     )
     members = []
     for rank, line in enumerate(lines):
@@ -463,6 +466,10 @@ def _meet(group: dist.ProcessGroup, connections: Connections, node_id: bytes, ti
         address, number, token_text, node_text = fields
         members.append(_Member(address, int(number), bytes.fromhex(token_text), bytes.fromhex(node_text)))
     return members
+
+
+def _clone(store: Any) -> Any:
+    return PrefixStore(_PREFIX, store.clone())
 
 
 def _join(connections: Connections, members: list[_Member], rank: int, timeout: float) -> None:

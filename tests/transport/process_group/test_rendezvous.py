@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,24 @@ from sparsecomm.errors import TimeoutError  # noqa: E402
 from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E402
 
 
-def attempts(store: Any, delays: list[float], timeout: float) -> list[list[str] | TimeoutError]:
-    """What became of each rank, if they come after so many seconds; NaN: never."""
+def attempts(
+    store: Any, delays: list[float], timeout: float, busy: Callable[[int], Any] | None = None
+) -> list[list[str] | TimeoutError]:
+    """What became of each rank, if they come after so many seconds; NaN: never.
+
+    ``busy``: the connection that a rank has beside ``store``.
+    """
     found: list[Any] = [None] * len(delays)
 
     def come(rank: int) -> None:
         time.sleep(delays[rank])
         token = os.urandom(4).hex()
         try:
-            found[rank] = rendezvous(store, rank, len(delays), timeout, token, f"{rank} at {token}")
+            told = f"{rank} at {token}"
+            if busy is None:
+                found[rank] = rendezvous(store, rank, len(delays), timeout, token, told)
+            else:
+                found[rank] = rendezvous(busy(rank), rank, len(delays), timeout, token, told, another=lambda: store)
         except TimeoutError as error:
             found[rank] = error
 
@@ -66,6 +76,34 @@ def test_over_stores_of_every_kind(tmp_path: Path) -> None:
     for store in (dist.FileStore(str(tmp_path / "store"), 5), tcp, dist.PrefixStore("a", tcp)):
         for _ in range(3):
             assert check(attempts(store, [0.0] * 5, 60))
+
+
+class Busy:
+    """A connection that another thread holds: what is asked of it waits for ``free``, also for ever."""
+
+    def __init__(self, store: Any, free: threading.Event) -> None:
+        self._store, self._free = store, free
+
+    def append(self, *arguments: Any) -> Any:
+        self._free.wait()
+        return self._store.append(*arguments)
+
+    def compare_set(self, *arguments: Any) -> Any:
+        self._free.wait()
+        return self._store.compare_set(*arguments)
+
+
+@pytest.mark.parametrize("busy", [[], [0], [1, 2], [0, 1, 2]], ids=str)
+def test_a_connection_that_others_hold_delays_nobody_for_long(busy: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes over it when it is free again is no line of another time."""
+    monkeypatch.setattr("sparsecomm.transport.process_group.rendezvous._SOON", 0.05)
+    store, free, at_once = dist.HashStore(), threading.Event(), threading.Event()
+    at_once.set()
+    for number in range(4):
+        if number == 2:
+            free.set()
+        delays = [0.0, 0.0, 0.1 * (number % 2)]
+        assert check(attempts(store, delays, 60, lambda rank: Busy(store, free if rank in busy else at_once)))
 
 
 def test_ranks_that_fail_in_between() -> None:
