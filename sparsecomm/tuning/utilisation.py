@@ -1,58 +1,77 @@
-"""The utilisation to expect of training over a network: the time of computation / the time that passes.
+"""Predict the utilisation of training over a network: the time of computation / the time that passes.
 
-Work and messages take what the cost model says (`sparsecomm.primitives.costs`). To that comes what TCP loses on a path
-with delay:
+The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of messages. This module adds:
 
-- Slow start. After a pause a connection sends 10 segments in the first round trip, and twice as many in each further
-  one (RFC 6928, RFC 5681). Its window shrinks by half for each retransmission timeout of the pause (RFC 7661).
+- Buckets. A step makes one call for each bucket, one after another. A call begins when its bucket is full and the call
+  before it has ended. With ``overlap`` buckets fill during the backward pass; calls that are left at its end delay the
+  step.
+- Slow start. After a pause a TCP connection sends 10 segments in the first round trip, and twice as many in each
+  further one (RFC 6928, RFC 5681). Its window shrinks by half for each retransmission timeout of the pause (RFC 7661).
+- Full queues. Connections that begin at once send their first windows at once. If these do not fit into the queue of
+  the link, some connections lose all of them, and begin again after a retransmission timeout (RFC 6298).
 - Loss. A stream that loses a part p of its packets sends 1.22 / sqrt(p) packets per round trip in the long run (Mathis,
   Semke, Mahdavi and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). The window
   is followed from round trip to round trip, in its mean.
-- Recovery. Who waits for a message of which a packet was lost waits for another round trip.
+- Recovery. A rank that waits for a message with a lost packet waits for one more round trip.
+- Gloo's ring. Segments of at most 1 MiB go around, two at a time, and each is sent only when the receiver has asked for
+  it. So every two segments take a round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
-from sparsecomm.tuning.choice import CostQuery, decide
+from sparsecomm.tuning.choice import CostQuery, bucket_bytes, decide
 from sparsecomm.tuning.profile import DEFAULT
 
 __all__ = ["GLOO", "PACKET", "SEGMENT", "Exchange", "Network", "Prediction", "Training", "predict", "stream_rate"]
 
-GLOO = "gloo"  # the ring of gloo's all_reduce, over one connection: what programs have without this library
+GLOO = "gloo"  # dense sums by gloo's all_reduce, over one connection: the baseline without this library
 
 SEGMENT, PACKET = 1448, 1500  # bytes of a packet's payload, and of the packet, on Ethernet
 _FIRST_WINDOW = 10.0  # packets
 _KEPT = 0.7  # of the window after a loss (CUBIC, RFC 9438)
-_GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip: so that the window is that of Mathis et al. in the long run
-# Connections of a process group to a peer: one within `_LOCAL` seconds, else one for every `_STREAM_EACH` of a trip.
+_GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip, which gives the window of Mathis et al. in the long run
+_MIN_TIMEOUT = 0.2  # seconds that Linux adds to the round trip for a retransmission timeout, at least
+# Connections of a process group to a peer: one if the round trip is below `_LOCAL` seconds, else one per `_STREAM_EACH`.
 _LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 1.5e-3, 48
-_LITTLE = 1e-3  # part of a cost, so that formulas take no other way
-_MIN_TIMEOUT = 0.2  # seconds, of a retransmission in Linux, beside the round trip
+_LITTLE = 1e-3  # relative change of a cost that is too small to change the choice of an algorithm
 
-# Passes over the parameters in the training's own thread that a round of local steps takes: to subtract them from the
-# global ones, to fill residuals, to write what comes back. In units of `Costs.add`; measured on a core of 2024.
-_OWN_PASSES, _BACKGROUND_PASSES = 5, 1
-_DENSE_PASSES = 3  # of a dense round: it subtracts, steps and writes
-_STEP_PASSES = 1  # of a step with a sparse sum: its dense result is written
+_GLOO_SEGMENT, _GLOO_THREADS = 1 << 20, 2  # bytes; all_reduce calls that a process group of gloo runs at once
+_DDP_BUCKET = 25 << 20  # bytes
+_BACKWARD = 2 / 3  # of a step: the backward pass takes twice as long as the forward pass
+_SMALL = 4096  # elements of small tensors, such as norms and biases, which a Reducer sums in one dense call at the end
+
+# Work of a rank, in passes over the parameters: multiples of `Costs.add`, measured on a core of 2024.
+_OWN_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
+_DENSE_PASSES = 3  # a dense round: subtract, step and write
+_STEP_PASSES = 1  # a step with a sparse sum: write the dense result
+# SparseAdamW beyond fused AdamW, with its selection: (69.1 - 17.5) ms for 25.6M weights = 2.0 ns per weight
+# (bench/results/training-adamw-work.txt).
+ADAMW_PASSES = 5.0
+# An entry that is selected touches cache lines of 16 elements: 40 ns for a line of the gradient, the residual and the
+# sum. CPU time of `double` on 4 simulated ranks, 8M weights: 1.6 and 3.0 ns per weight at density 0.018 and 0.1.
+_LINE_PASSES, _LINE = 100.0, 16
 
 
 @dataclass(frozen=True)
 class Network:
-    """The network between sites, all of whose links are alike.
+    """The network between sites, whose links are all alike.
 
     Attributes:
-        rate: bits per second that a site's link carries, each way.
+        rate: bits per second of a site's link, each way.
         rtt: seconds of a round trip between sites.
-        loss: the part of packets that get lost.
+        loss: the part of packets that is lost.
         per_site: ranks at each site, which share its link.
-        connections: TCP connections from a rank to each other one; ``None``: as many as a process group has by default.
-        congestion: the control of TCP's congestion: "cubic" stands for all that slow down for losses, "bbr" for those
-            that do not, and keep their windows through pauses.
+        connections: TCP connections from a rank to each other rank; ``None``: the default of a process group.
+        congestion: the congestion control of TCP: "cubic" stands for all that slow down after a loss, "bbr" for those
+            that do not, that pace what they send, and that keep their windows through pauses.
+        queue: seconds that a packet may wait in front of a link before it is dropped.
     """
 
     rate: float
@@ -61,10 +80,11 @@ class Network:
     per_site: int = 1
     connections: int | None = None
     congestion: str = "cubic"
+    queue: float = 0.1
 
     @property
     def streams(self) -> int:
-        """The connections to each other rank."""
+        """The number of connections to each other rank."""
         if self.connections is not None:
             return self.connections
         return 1 if self.rtt < _LOCAL else min(_MAX_STREAMS, int(1 + self.rtt / _STREAM_EACH))
@@ -72,22 +92,25 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """A training.
 
     Attributes:
         ranks: P.
         parameters: of the model, in float32.
-        step_seconds: that a rank computes in a step, without any exchange.
+        step_seconds: seconds that a rank computes in a step, without any exchange.
+        cores_per_rank: CPU cores that a rank has for the work of exchanges. Below 1, ranks share cores, and work takes
+            longer accordingly; more than 1 are not counted.
     """
 
     ranks: int
     parameters: int
     step_seconds: float
+    cores_per_rank: float = 1.0
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One way to train together.
+    """What ranks exchange, and when.
 
     Attributes:
         algorithm: as in `sparse_allreduce`; or `GLOO`.
@@ -95,6 +118,8 @@ class Exchange:
         density: the part of the elements that a rank selects.
         sync_every: local steps of a round; ``None``: gradients are summed in every step.
         delay: ``fragment_sync_delay`` of `LocalSteps`.
+        overlap: whether the calls of a step begin during the backward pass, as in DistributedDataParallel.
+        adamw: whether the sums update the weights by `SparseAdamW`.
     """
 
     algorithm: str = GLOO
@@ -102,18 +127,21 @@ class Exchange:
     density: float = 1.0
     sync_every: int | None = None
     delay: int = 0
+    overlap: bool = False
+    adamw: bool = False
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is to be expected.
+    """The predicted cost of a training.
 
     Attributes:
-        algorithm, wire: what is taken, where "auto" was asked for.
-        seconds: of an exchange, from its beginning to its end.
-        nbytes: that the link of a site sends in a round.
-        round_seconds: from one round to the next.
+        algorithm, wire: the choice, if "auto" was asked for.
+        seconds: the exchange of a round, from its beginning to its end, with its work.
+        nbytes: bytes that the link of a site sends in a round.
+        round_seconds: seconds from one round to the next.
         utilisation: the time of computation / the time that passes, from 0 to 1.
+        work: seconds of `seconds` for which a rank uses a core.
     """
 
     algorithm: str
@@ -122,85 +150,131 @@ class Prediction:
     nbytes: float
     round_seconds: float
     utilisation: float
+    work: float
+
+
+class _Call(NamedTuple):
+    """A sum over all ranks: its algorithm and wire format, seconds, bytes of a site's link, and seconds of work."""
+
+    algorithm: str
+    wire: str
+    seconds: float
+    nbytes: float
+    work: float
 
 
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
-    """Return the time and the utilisation to expect.
+    """Return the predicted time and utilisation.
 
     Args:
-        training, network, exchange: see there.
+        training, network, exchange: see these classes.
         costs: of work, and of messages inside a site.
 
     Raises:
-        InvalidInputError: there is no such algorithm, or it does not support such a call.
+        InvalidInputError: the algorithm does not exist, or does not support such a call.
     """
-    steps = exchange.sync_every or 1
-    computed, n = steps * training.step_seconds, training.parameters
-    algorithm, wire, seconds, nbytes = _exchange(training, network, replace(exchange, delay=0), costs)
+    slower = max(1.0, 1 / training.cores_per_rank)
+    work = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
+    costs, n = replace(costs, **work), training.parameters
+    H = exchange.sync_every or 1
+    computed = H * training.step_seconds
     dense, background = exchange.algorithm == GLOO, 0.0
+    calls = _calls(training, network, exchange, costs) if training.ranks > 1 else []
     if exchange.sync_every is not None:
         own = (_DENSE_PASSES if dense else _OWN_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
+    elif exchange.adamw:
+        own = max(0.0, ADAMW_PASSES * costs.add - costs.select) * n
     else:
-        own = 0.0 if dense else _STEP_PASSES * costs.add * n
-    waited = max(0.0, seconds + background - exchange.delay * training.step_seconds)
-    total = computed + own + waited
-    return Prediction(algorithm, wire, seconds + background + own, nbytes, total, computed / total)
+        touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
+        own = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
+    backward = _BACKWARD * training.step_seconds if exchange.overlap else 0.0
+    ready = (computed - backward * (1 - i / len(calls)) for i in range(1, len(calls) + 1))
+    end = max(computed, _end_of_queue(zip(ready, (call.seconds for call in calls), strict=True)))
+    waited = max(0.0, end + background - computed - exchange.delay * training.step_seconds)
+    algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
+    total, work_s = computed + own + waited, own + background + sum(call.work for call in calls)
+    seconds, nbytes = sum(call.seconds for call in calls) + background + own, sum(call.nbytes for call in calls)
+    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work_s / slower)
+
+
+def _end_of_queue(calls: Iterable[tuple[float, float]]) -> float:
+    """Return when the last call ends, of calls that are made one after another: when each is ready, and its seconds."""
+    end = 0.0
+    for ready, seconds in calls:
+        end = max(end, ready) + seconds
+    return end
+
+
+def _calls(training: Training, network: Network, exchange: Exchange, costs: Costs) -> list[_Call]:
+    """Return the calls of a round, in order. Connections are idle before the first one only."""
+    P, n = training.ranks, training.parameters
+    idle = (exchange.sync_every or 1) * training.step_seconds
+    exchange, sites = replace(exchange, delay=0), -(-P // network.per_site)
+    if exchange.algorithm == GLOO:
+        count = -(-4 * n // _DDP_BUCKET) if exchange.overlap else 1
+        return [_ring(P, n / count, network, idle * (i == 0), costs, min(_GLOO_THREADS, count)) for i in range(count)]
+    count = 1
+    if exchange.sync_every is None:
+        link = replace(costs, link=_link(network), node=costs.node or costs.link)
+        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, link, exchange.algorithm, exchange.wire))
+    first, *rest = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0)[: count or 1])
+    calls = [first, *rest * (count - 1)]
+    if not exchange.adamw:
+        whole = Exchange("dense", "plain")
+        calls.append(_sparse(P, min(n, _SMALL), network, whole, 0.0, costs))
+    return calls
 
 
 @lru_cache(maxsize=4096)
-def _exchange(training: Training, network: Network, exchange: Exchange, costs: Costs) -> tuple[str, str, float, float]:
-    """Return the algorithm and the wire format that are taken, the seconds of a call, and the bytes that it sends."""
-    P, n = training.ranks, training.parameters
-    if P == 1:
-        return exchange.algorithm, exchange.wire, 0.0, 0.0
-    dense = exchange.algorithm == GLOO
+def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, costs: Costs) -> _Call:
+    """Return a call for n elements over connections that have been idle for so many seconds."""
     sites = -(-P // network.per_site)
     costs = replace(costs, link=_link(network), node=costs.node or costs.link)
+    rounds = exchange.sync_every is not None
+    k = max(1, round(exchange.density * n))
     query = CostQuery(
-        P,
-        sites,
-        n,
-        max(1, round(exchange.density * n)),
-        4,
-        "dense" if dense else exchange.algorithm,
-        exchange.wire,
-        contributors=exchange.sync_every is not None and exchange.algorithm == "auto",
+        P, sites, n, k, 4, exchange.algorithm, exchange.wire, contributors=rounds and exchange.algorithm == "auto"
     )
     best = decide(query, costs)
-    problem = query.problem(best.wire)
-
-    def seconds(costs: Costs) -> float:
-        return _ring_seconds(problem, costs) if dense else best.algorithm.predicted_time(problem, costs)
-
-    name, link, without = GLOO if dense else best.algorithm.name, costs.link, seconds(costs)
+    problem, link = query.problem(best.wire), costs.link
+    name, without = best.algorithm.name, best.algorithm.predicted_time(problem, costs)
+    work = best.algorithm.predicted_time(problem, replace(costs, link=Link(0.0, 0.0), node=Link(0.0, 0.0)))
     if sites == 1:
-        return name, best.wire.name, without, 0.0
+        return _Call(name, best.wire.name, without, 0.0, work)
 
     def count(cost: str) -> float:
         """Return how often a site pays a cost of its link. Formulas are sums of products: a small difference tells."""
         now = float(getattr(link, cost))
-        more = seconds(replace(costs, link=replace(link, **{cost: (1 + _LITTLE) * now}))) - without
-        return more / (_LITTLE * now)
+        dearer = replace(costs, link=replace(link, **{cost: (1 + _LITTLE) * now}))
+        return (best.algorithm.predicted_time(problem, dearer) - without) / (_LITTLE * now)
 
     nbytes, trips = count("beta"), count("alpha")
-    # Who sends to several at once sends to all, in every trip; else to another one in each, but for dense rings.
+    # A rank that sends to several at once sends to all of them in every trip, otherwise to another one in each.
     peers = 1 + count("gap") / trips
-    phases = trips if peers < 1 + _LITTLE and best.algorithm.name != "dense" else 1.0
-    connections = peers * (1 if dense else network.streams)
-    idle = (exchange.sync_every or 1) * training.step_seconds
+    phases = trips if peers < 1 + _LITTLE else 1.0
+    connections = peers * network.streams
     stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle)
     lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
     compared = 0.0  # before a round's sums, ranks compare what they are about to do
-    if not dense and exchange.sync_every is not None:
+    if rounds:
         compared = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
-    return name, best.wire.name, without + stalled + lost + compared, nbytes
+    return _Call(name, best.wire.name, without + stalled + lost + compared, nbytes, work)
 
 
-def _ring_seconds(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of gloo's ring, on connections whose windows are open."""
-    P, nbytes = problem.P, problem.n / problem.P * problem.element_bytes
-    return 2 * costs.add * problem.n + 2 * (P - 1) * problem.link(costs, sharing=1).trip(1, nbytes)
+def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once: int) -> _Call:
+    """Return a call of gloo's ring, ``at_once`` of which share the link and its round trips."""
+    sites, work = -(-P // network.per_site), 2 * costs.add * n
+    trips = (P - 1) * max(-(-4 * n // _GLOO_SEGMENT // P), 2.0)  # round trips, each with two segments
+    link = _link(network) if sites > 1 else costs.node or costs.link
+    nbytes = 8 * n * (P - 1) / P
+    seconds = work + nbytes * link.beta + trips * 2 * link.alpha / at_once
+    if sites == 1:
+        return _Call(GLOO, "plain", seconds, 0.0, work)
+    window = 2 * _GLOO_SEGMENT / PACKET
+    seconds += _stalled(nbytes, 1.0, network, idle, window) / at_once
+    lost = _recovery(nbytes * sites / (2 * P - 2), 2 * P - 2, sites, network) / at_once
+    return _Call(GLOO, "plain", seconds + lost, nbytes, work)
 
 
 def _link(network: Network) -> Link:
@@ -220,22 +294,29 @@ def stream_rate(network: Network) -> float:
     return min(full, 8 * SEGMENT * 1.22 / math.sqrt(network.loss) / network.rtt)
 
 
-def _stalled(nbytes: float, streams: float, network: Network, idle: float) -> float:
+def _stalled(nbytes: float, streams: float, network: Network, idle: float, limit: float = math.inf) -> float:
     """Return the seconds for which a link waits for windows to open, while ``streams`` send ``nbytes`` each.
 
-    Each has sent as many before, and then nothing for ``idle`` seconds.
+    Each has sent as many before, and then nothing for ``idle`` seconds. A sender has at most ``limit`` packets under
+    way.
     """
     rtt, packets = network.rtt, nbytes / SEGMENT
     if not rtt or not packets:
         return 0.0
-    full = max(_FIRST_WINDOW, network.rate * rtt / (8 * PACKET * streams))  # packets under way when the link is full
-    slows = network.congestion != "bbr"
+    on_link = network.rate / (8 * PACKET)  # packets per second
+    full = min(limit, max(_FIRST_WINDOW, on_link * rtt / streams))  # packets under way when the link is full
+    slows, several = network.congestion != "bbr", streams > 1
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
     for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        stalled, window = _burst(packets, window, full, loss, streams > 1)
-        window = max(_FIRST_WINDOW, shrunk * window)
-    return stalled * rtt
+        fits = on_link * network.queue / (streams * min(packets, window))  # of what is sent at once, in the queue
+        overflows = slows and several and fits < 1
+        stalled, after = _burst(packets, 1.0 if overflows else window, full, loss, several)
+        stalled *= rtt
+        if overflows:  # meanwhile the other connections send
+            stalled += max(0.0, _MIN_TIMEOUT + rtt - fits * packets * streams / on_link)
+        window = max(_FIRST_WINDOW, shrunk * after)
+    return stalled
 
 
 def _burst(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
