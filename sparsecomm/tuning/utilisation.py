@@ -254,7 +254,8 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
     peers = 1 + count("gap") / trips
     phases = trips if peers < 1 + _LITTLE else 1.0
     connections = peers * network.streams
-    stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle)
+    burst = nbytes / trips / connections  # bytes that a connection sends at once
+    stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle, burst)
     lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
     compared = 0.0  # before a round's sums, ranks compare what they are about to do
     if rounds:
@@ -271,8 +272,7 @@ def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once
     seconds = work + nbytes * link.beta + trips * 2 * link.alpha / at_once
     if sites == 1:
         return _Call(GLOO, "plain", seconds, 0.0, work)
-    window = 2 * _GLOO_SEGMENT / PACKET
-    seconds += _stalled(nbytes, 1.0, network, idle, window) / at_once
+    seconds += _stalled(nbytes, 1.0, network, idle, nbytes, 2 * _GLOO_SEGMENT) / at_once
     lost = _recovery(nbytes * sites / (2 * P - 2), 2 * P - 2, sites, network) / at_once
     return _Call(GLOO, "plain", seconds + lost, nbytes, work)
 
@@ -294,22 +294,24 @@ def stream_rate(network: Network) -> float:
     return min(full, 8 * SEGMENT * 1.22 / math.sqrt(network.loss) / network.rtt)
 
 
-def _stalled(nbytes: float, streams: float, network: Network, idle: float, limit: float = math.inf) -> float:
+def _stalled(
+    nbytes: float, streams: float, network: Network, idle: float, burst: float, limit: float = math.inf
+) -> float:
     """Return the seconds for which a link waits for windows to open, while ``streams`` send ``nbytes`` each.
 
-    Each has sent as many before, and then nothing for ``idle`` seconds. A sender has at most ``limit`` packets under
-    way.
+    Each has sent as many before, and then nothing for ``idle`` seconds. A sender gives TCP ``burst`` bytes at once, and
+    has at most ``limit`` under way.
     """
     rtt, packets = network.rtt, nbytes / SEGMENT
     if not rtt or not packets:
         return 0.0
     on_link = network.rate / (8 * PACKET)  # packets per second
-    full = min(limit, max(_FIRST_WINDOW, on_link * rtt / streams))  # packets under way when the link is full
+    full = max(_FIRST_WINDOW, min(on_link * rtt / streams, limit / SEGMENT))  # packets under way when the link is full
     slows, several = network.congestion != "bbr", streams > 1
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
     for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        fits = on_link * network.queue / (streams * min(packets, window))  # of what is sent at once, in the queue
+        fits = on_link * network.queue / (streams * min(burst / SEGMENT, window))  # the part that the queue takes
         overflows = slows and several and fits < 1
         stalled, after = _burst(packets, 1.0 if overflows else window, full, loss, several)
         stalled *= rtt
@@ -326,6 +328,8 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
     ``several`` streams the slowest counts: one that has had a loss more.
     """
     stalled, sent, window = 0.0, 0.0, min(window, full)
+    if packets <= window:
+        return 0.0, window
     slow = (_KEPT if several else 1) / math.sqrt(loss) if loss else math.inf
     while True:
         left = packets - sent
@@ -347,6 +351,8 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
     """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
     packets = max(nbytes / SEGMENT, 1.0)
-    last = min(packets, 3.0 * streams)  # nothing comes after them that would tell of their loss before a timeout
+    # Nothing follows the last packets of a connection that would tell of their loss before a timeout; but where there are
+    # several connections, the library sends a short frame behind each message.
+    last = min(packets, 3.0 * streams) if network.streams == 1 else 0.0
     again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))
