@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.table import Table
 
 from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
+from bench.utilisation.plans import is_held_out
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 
-__all__ = ["cells_table", "pages", "plans_table", "published_table"]
+__all__ = ["cells_table", "pages", "plans_tables", "published_table"]
 
 Row = dict[str, Any]
 Found = dict[Cell, Row]
@@ -43,6 +44,7 @@ def cells_table(rows: list[Row]) -> Table:
         ("H", lambda row: row["H"]),
         ("utilisation, %", lambda row: percent(row["utilisation"])),
         ("planned", lambda row: percent(row.get("planned"))),
+        ("held out", lambda row: "yes" if is_held_out(row) else "no"),
         ("points off", lambda row: None if row.get("planned") is None else f"{_off(row):+.1f}"),
         ("round, s", lambda row: number_text(row["round_s"])),
         ("exchange, s", lambda row: number_text(max(0.0, row["exchange_s"]))),
@@ -90,11 +92,14 @@ def published_table(rows: list[Row]) -> Table:
     return report.table(lines, columns, title="dense local steps, no delay, nothing lost", title_justify="left")
 
 
-def plans_table(rows: list[Row]) -> Table:
-    """Return how far plans are from what was measured, by method."""
-    head, *lines = _plans(rows)
-    columns = [(name, lambda line, i=i: line[i]) for i, name in enumerate(head)]
-    return report.table(lines, columns, title="`sparsecomm plan` against these cells", title_justify="left")
+def plans_tables(rows: list[Row]) -> list[Table]:
+    """Return the errors of plans by method, and by link."""
+    made = []
+    for name, group in (("method", _method), ("link", lambda row: str(key(row).network))):
+        head, *lines = _plans(rows, name, group)
+        columns = [(each, lambda line, i=i: line[i]) for i, each in enumerate(head)]
+        made.append(report.table(lines, columns, title="`sparsecomm plan` against cells held out", title_justify="left"))
+    return made
 
 
 def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
@@ -104,7 +109,7 @@ def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
         "utilisation_published": [PUBLISHED_HEAD, *_published_rows(cells)],
         "utilisation_local": _by_network(cells, LOCAL, sorted({cell.H for cell in cells})),
         "utilisation_steps": _by_network(cells, STEPS, [1]),
-        "utilisation_plan": _plans(rows),
+        "utilisation_plan": _plans(rows, "method", _method),
     }
     return {name: table for name, table in made.items() if len(table) > 1}
 
@@ -122,16 +127,24 @@ def _by_network(cells: Found, methods: tuple[str, ...], every: list[int]) -> lis
     return table
 
 
-def _plans(rows: list[Row]) -> list[list[str]]:
-    """Return how far plans are from what was measured, by method."""
-    table = [["method", "cells", f"within {GOOD:g} points", "median, points", "furthest, points", "at"]]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        its = [row for row in rows if row["method"] == method and row.get("planned") is not None]
+def _method(row: Row) -> str:
+    return str(row["method"])
+
+
+def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list[str]]:
+    """Return the errors of plans of cells held out, by group, of all of them, and of the cells that calibrate."""
+    table = [[name, "cells", f"within {GOOD:g} points", "median, points", "furthest, points", "at"]]
+    rows = [row for row in rows if row.get("planned") is not None]
+    groups: dict[str, list[Row]] = {}
+    for row in filter(is_held_out, rows):
+        groups.setdefault(group(row), []).append(row)
+    groups["all held out"] = list(filter(is_held_out, rows))
+    groups["not held out"] = [row for row in rows if not is_held_out(row)]
+    for label, its in groups.items():
         if its:
             worst = max(its, key=lambda row: abs(_off(row)))
             off = [abs(_off(row)) for row in its]
-            table.append([
-                method, str(len(its)), str(sum(each <= GOOD for each in off)), f"{statistics.median(off):.1f}",
-                f"{_off(worst):+.1f}", f"{key(worst).network}, H = {worst['H']}",
-            ])  # fmt: skip
+            at = f"{key(worst).network}, {worst['method']}, H = {worst['H']}"
+            within, median = sum(each <= GOOD for each in off), f"{statistics.median(off):.1f}"
+            table.append([label, str(len(its)), str(within), median, f"{_off(worst):+.1f}", at])
     return table

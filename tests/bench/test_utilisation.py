@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from bench.utilisation import grid, plots, tables
+from bench.utilisation import grid, plans, plots, tables
 from bench.utilisation.grid import Cell, Network
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,8 @@ def test_dense_cells_stand_beside_the_published_ones() -> None:
 def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
     rows = [
         row(50e6, "dense", 8, 0.0055, planned=0.0155), row(1e9, "dense", 8, 0.12, planned=0.22),
-        row(1e9, "blocking", 8, 0.55), row(1e9, "delayed", 8, 0.951, rtt=0.08), row(50e6, "per-step 0.01", 1, 0.04),
+        row(1e9, "blocking", 8, 0.55), row(1e9, "delayed", 8, 0.951, rtt=0.08, planned=0.941),
+        row(50e6, "per-step 0.01", 1, 0.04),
     ]  # fmt: skip
     made = tables.pages(rows)
     assert made["utilisation_local"] == [
@@ -111,7 +112,20 @@ def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
         ["80", "0 %", "8", "- / - / -", "- / - / 95"],
     ]
     assert made["utilisation_steps"] == [["RTT, ms", "loss", "50 Mb/s", "1 Gb/s"], ["0", "0 %", "4.0 / -", "- / -"]]
-    assert made["utilisation_plan"][1][:5] == ["dense", "2", "1", "5.5", "+10.0"]
+    assert [line[:5] for line in made["utilisation_plan"][1:]] == [
+        ["delayed", "1", "1", "1.0", "-1.0"], ["all held out", "1", "1", "1.0", "-1.0"],
+        ["not held out", "2", "1", "5.5", "+10.0"],
+    ]  # fmt: skip
+
+
+def test_held_out_cells_do_not_change_predictions() -> None:
+    """Only the CPU time of cells without delay and losses counts: twice as much of it means more work everywhere."""
+    setting = {"ranks": 4, "elements": 10**6, "step": grid.STEP, "cores": 2}
+    near, far = row(1e9, "blocking", 8, 0.5), row(1e9, "blocking", 8, 0.4, rtt=0.08)
+    found = plans.predictions([near, far], setting)
+    assert plans.predictions([near, far | {"busy": 0.9, "utilisation": 0.1}], setting) == found
+    busier = plans.predictions([near | {"busy": 1.0}, far], setting)
+    assert all(after < before for after, before in zip(busier, found, strict=True))
 
 
 def test_heat_maps_are_drawn_of_what_there_is() -> None:
