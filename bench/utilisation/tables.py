@@ -98,7 +98,9 @@ def plans_tables(rows: list[Row]) -> list[Table]:
     for name, group in (("method", _method), ("link", lambda row: str(key(row).network))):
         head, *lines = _plans(rows, name, group)
         columns = [(each, lambda line, i=i: line[i]) for i, each in enumerate(head)]
-        made.append(report.table(lines, columns, title="`sparsecomm plan` against cells held out", title_justify="left"))
+        made.append(
+            report.table(lines, columns, title="`sparsecomm plan` against cells held out", title_justify="left")
+        )
     return made
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
+from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, bucket_bytes, decide
 from sparsecomm.tuning.profile import DEFAULT
 
@@ -38,7 +38,7 @@ _FIRST_WINDOW = 10.0  # packets
 _KEPT = 0.7  # of the window after a loss (CUBIC, RFC 9438)
 _GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip, which gives the window of Mathis et al. in the long run
 _MIN_TIMEOUT = 0.2  # seconds that Linux adds to the round trip for a retransmission timeout, at least
-# Connections of a process group to a peer: one if the round trip is below `_LOCAL` seconds, else one per `_STREAM_EACH`.
+# Connections of a process group to a peer: one if the round trip is below `_LOCAL`, else one per `_STREAM_EACH`.
 _LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 1.5e-3, 48
 _LITTLE = 1e-3  # relative change of a cost that is too small to change the choice of an algorithm
 
@@ -351,8 +351,8 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
     """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
     packets = max(nbytes / SEGMENT, 1.0)
-    # Nothing follows the last packets of a connection that would tell of their loss before a timeout; but where there are
-    # several connections, the library sends a short frame behind each message.
+    # Only a timeout tells of the loss of a connection's last packets. But on several connections to a peer, the library
+    # sends a short frame behind each message, whose acknowledgement tells of it.
     last = min(packets, 3.0 * streams) if network.streams == 1 else 0.0
     again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))

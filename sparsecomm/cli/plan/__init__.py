@@ -1,24 +1,26 @@
-"""Plan a training over a network: will sparse sums pay, in every step or by local steps, and how well will it run?
+"""Plan a training over a network: compare ways to exchange gradients or weights, and recommend one.
 
   sparsecomm plan --ranks 4 --rate 50mbit --rtt 80ms --loss 0.1% --parameters 30.8M --step-time 30ms --plot plan.png
   mpirun -n 4 python -m sparsecomm plan --measure --parameters 30.8M --step-time 30ms
 
-Each line of the table is a way to train together:
+Each line of the table is a way to train:
 
-  H            local steps of a round; 1: an exchange after every step
-  delay        local steps for which an exchange may go on before it is applied (fragment_sync_delay)
-  exchange     how long one takes
-  sent         what each site's link sends in a round
-  computing    the part of the time in which ranks compute: what is to be expected
-  loss         that a small model had after 600 local steps on 8 ranks (docs/reports/local-steps.md)
-  equal loss   the time to equal loss, as a multiple of the least
+  H            local steps of a round; 1: an exchange in every step
+  delay        local steps between the start of an exchange and its application (fragment_sync_delay)
+  exchange     seconds of an exchange, including its work
+  sent         megabytes that the link of a site sends in a round
+  step         seconds per step, including the part of exchanges that delays it
+  computing    the percentage of the time in which ranks compute: the utilisation
+  loss         nats above dense sums in every step, measured in trainings; "not trained": unknown
+  equal loss   the time to the same loss, as a multiple of the smallest in the table
 
-Dense sums are those of gloo, over one connection. Times follow from the cost model of "auto", from the round trips in
-which TCP opens its windows, and from losses. Nothing is taken to be hidden behind the computation of a step, except
-what is delayed.
+The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps. The times
+follow from the cost model of "auto", from the slow start, packet losses and full queues of TCP, and from the order in
+which the calls of a step wait for each other. DistributedDataParallel, with and without register(), exchanges during
+the backward pass.
 
-With --measure, the ranks that run the command measure the links between them. Before that they check that they have
-been started as one job, that they have the same versions, and which network interface they talk over.
+With --measure, the ranks that run the command measure the links between them. First they check that they belong to one
+job, that their versions agree, and which network interface they use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sparsecomm import transport
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.plan import advice, launch, links, plot
-from sparsecomm.cli.plan.methods import best, ways
+from sparsecomm.cli.plan.methods import OPTIMIZERS, best, ways
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import number_text, percent_text, time_text
@@ -42,41 +44,46 @@ from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "whether sparse sums pay on a network, and how to train on it: local steps, H, algorithm, utilisation"
-SCHEMA = 1  # of the JSON file: it rises when a field changes its meaning or is removed
+HELP = "compare ways to train over a network, and recommend one: SparseAdamW, local steps, H, utilisation"
+_CORES = options.number(0.01, 1024, "a number of cores, such as 0.5 or 2")
+SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     network = parser.add_argument_group("the network")
-    measured = "measure what is not given, with the ranks that run this: under mpirun, srun or torchrun"
+    measured = "measure what you do not pass; start the command with mpirun, srun or torchrun"
     network.add_argument("--measure", action="store_true", help=measured)
-    often = "about how long each of the measurements takes (%(default)s)"
+    often = "duration of each measurement, roughly (%(default)s)"
     network.add_argument("--seconds", type=options.duration, default="2s", metavar="TIME", help=often)
-    network.add_argument("--ranks", type=options.count, metavar="P", help="how many ranks train")
-    per_site = "ranks at each site, behind one link (1)"
+    network.add_argument("--ranks", type=options.count, metavar="P", help="number of ranks that train")
+    per_site = "ranks at each site, which share its link (1)"
     network.add_argument("--ranks-per-site", type=options.count, metavar="M", help=per_site)
-    network.add_argument("--rate", type=options.rate, help="of a site's link, each way: 50mbit, 1gbit")
-    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="of a round trip between sites: 80ms")
-    network.add_argument("--loss", type=options.loss, metavar="PART", help="of packets: 0.1%% or 0.001 (0)")
-    control = "what TCP does about it: cubic, as Linux comes, and its kin slow down for losses, bbr does not (cubic)"
+    network.add_argument("--rate", type=options.rate, help="rate of a site's link, each way: 50mbit, 1gbit")
+    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="round trip between sites: 80ms")
+    network.add_argument("--loss", type=options.loss, metavar="PART", help="packet loss: 0.1%% or 0.001 (0)")
+    control = "TCP congestion control: cubic slows down after a loss, bbr does not (cubic)"
     network.add_argument("--congestion", choices=("cubic", "bbr"), help=control)
     training = parser.add_argument_group("the training")
-    n = "of the model, in float32: K, M and G are decimal"
+    n = "size of the model, in float32: K, M and G are decimal"
     training.add_argument("--parameters", type=options.count, metavar="N", help=n)
-    step = "that a rank computes in a step, without exchanges: 30ms"
+    step = "time that a rank computes in a step, without exchanges: 30ms"
     training.add_argument("--step-time", type=options.duration, metavar="TIME", help=step)
-    every = "local steps of a round, one or several (%(default)s)"
+    every = "numbers of local steps in a round to compare (%(default)s)"
     training.add_argument(
         "--sync-every", type=options.listed(options.count), default="1,8,32,128", metavar="LIST", help=every
     )
-    costs = "costs of work, as `sparsecomm tune` writes them (a core of 2024)"
+    choice = "your optimizer: SparseAdamW replaces AdamW, register() suits SGD (%(default)s)"
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=choice)
+    cores = "CPU cores of a rank for the work of exchanges; below 1 if ranks share cores (%(default)s)"
+    training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
+    costs = "costs of work, as written by `sparsecomm tune` (a core of 2024)"
     training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
     options.add_files(parser, "utilisation against rate and H")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan what was asked for, print table and advice, and write the files; return 0."""
+    """Print the table and the advice, and write the files; return 0."""
     if not arguments.measure:
         _check(arguments, "ranks", "rate", "rtt")
         options.check_writable(arguments.json, arguments.plot)
@@ -98,22 +105,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, *needed: str) -> None:
-    """Refuse what cannot be planned, before anything is measured."""
+    """Refuse options that cannot be planned, before anything is measured."""
     such = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
     missing = [name for name in such if vars(arguments)[name] is None and name in (*needed, "parameters", "step_time")]
     if missing:
         said = ", ".join(f"--{name.replace('_', '-')} {such[name]}" for name in missing)
         measured = ", or --measure under mpirun or torchrun" if {"rate", "rtt"} & {*missing} else ""
-        raise InvalidInputError(f"plan needs to know more. Add, with your numbers: {said}{measured}")
+        raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {said}{measured}")
     if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
         raise InvalidInputError(
-            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: expected as many at each site"
+            f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: must be a multiple of it"
         )
     options.costs(arguments.profile)
 
 
 def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
-    """Measure the links and print what was found; put it where nothing was said of it. Collective."""
+    """Measure the links, print the results, and fill in the options that were not passed. Collective."""
 
     def say(label: str, text: str) -> None:
         if ranks.rank == 0:
@@ -143,9 +150,9 @@ def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namesp
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    """Plan what was asked for, or found; print table and advice, and write the files."""
+    """Print the table and the advice, and write the files."""
     costs = options.costs(arguments.profile)
-    training = Training(arguments.ranks, arguments.parameters, arguments.step_time)
+    training = Training(arguments.ranks, arguments.parameters, arguments.step_time, arguments.cores_per_rank)
     network = Network(
         arguments.rate,
         arguments.rtt,
@@ -155,7 +162,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     every = sorted(arguments.sync_every)
     found = list(ways(training, network, every, costs))
-    taken, min_seconds = best(found), min(way.seconds for way in found)
+    taken, min_seconds = best(found, arguments.optimizer), min(way.seconds for way in found)
     print(table_head(_header(training, network), _COLUMNS))
     for way in found:
         print(table_line((way, min_seconds), _COLUMNS))
@@ -182,14 +189,15 @@ def _percent(part: float) -> str:
 
 _COLUMNS = [
     Column("", "", 21, lambda row: f"{row[0].method:<20}"),
-    Column("H", "steps", 7, lambda row: row[0].H),
+    Column("H", "steps", 6, lambda row: row[0].H),
     Column("delay", "steps", 7, lambda row: row[0].exchange.delay or "-"),
     Column("density", "", 9, lambda row: number_text(row[0].exchange.density)),
-    Column("algorithm", "", 22, lambda row: row[0].found.algorithm),
+    Column("algorithm", "", 11, lambda row: row[0].found.algorithm),
     Column("wire", "", 13, lambda row: "-" if row[0].found.algorithm == GLOO else row[0].found.wire),
     Column("exchange", "s", 10, lambda row: number_text(row[0].found.seconds)),
-    Column("sent", "MB", 9, lambda row: number_text(row[0].found.nbytes / 1e6)),
+    Column("sent", "MB", 8, lambda row: number_text(row[0].found.nbytes / 1e6)),
+    Column("step", "s", 9, lambda row: number_text(row[0].step_seconds)),
     Column("computing", "%", 11, lambda row: _percent(row[0].found.utilisation)),
-    Column("loss", "nats", 7, lambda row: f"{row[0].loss:.2f}"),
-    Column("equal loss", "x", 12, lambda row: number_text(row[0].seconds / row[1])),
+    Column("loss", "nats", 13, lambda row: "not trained" if row[0].loss is None else f"{row[0].loss:+.3f}"),
+    Column("equal loss", "x", 12, lambda row: "-" if row[0].loss is None else number_text(row[0].seconds / row[1])),
 ]

@@ -1,18 +1,17 @@
-"""A plan in words: what to take, the line of code for it, and what to beware of."""
+"""A plan in words: the recommendation, the line of code for it, and cautions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import wrap
 
-from sparsecomm.cli.plan.methods import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way
+from sparsecomm.cli.plan.methods import ADAMW, DELAYED, DENSE, DENSE_LOCAL, LOCAL, SGD, Way
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
-from sparsecomm.tuning.equal_loss import nats
 from sparsecomm.tuning.utilisation import Network, Training, stream_rate
 
 __all__ = ["described", "said"]
 
-_DEFAULT_BUFFERS = 4e6  # bytes of a connection that Linux allows, as it comes
+_DEFAULT_BUFFERS = 4e6  # bytes that Linux allows a connection by default
 
 
 def described(training: Training, network: Network) -> dict[str, str]:
@@ -30,14 +29,13 @@ def said(taken: Way, found: Sequence[Way], training: Training, network: Network)
     """Return the advice, line by line."""
     dense = next(way for way in found if way.method == DENSE)
     locally = [way for way in found if way.method == DENSE_LOCAL and way.H == taken.H]
-    others = [f"{_part(dense)} with dense sums in every step"]
+    others = [f"{_part(dense)} with dense sums in every step"] if dense is not taken else []
     others += [f"{_part(way)} with dense local steps of H = {way.H}" for way in locally if way is not taken]
-    others = [text for way, text in zip([dense, *locally], others, strict=False) if way is not taken]
-    pays = taken.method in (STEPS, LOCAL, DELAYED)
+    pays = taken.method in (ADAMW, SGD, LOCAL, DELAYED)
     instead = f", instead of {' and '.join(others)}" if others else ""
     what = _WHAT[taken.method].format(H=taken.H, density=number_text(taken.exchange.density))
     verdict = "Sparse sums pay here." if pays else "Sparse sums do not pay here."
-    take = f"Take {what}: ranks compute {_part(taken)} of the time{instead}."
+    take = f"Use {what}: ranks compute {_part(taken)} of the time{instead}."
     cautions = [
         line for caution in _cautions(taken, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
     ]
@@ -46,8 +44,9 @@ def said(taken: Way, found: Sequence[Way], training: Training, network: Network)
 
 _WHAT = {
     DENSE: "dense sums in every step",
+    ADAMW: "SparseAdamW, at a density of {density}",
+    SGD: "sparse sums in every step, at a density of {density}",
     DENSE_LOCAL: "dense local steps, H = {H}",
-    STEPS: "sparse sums in every step, at a density of {density}",
     LOCAL: "sparse local steps, H = {H}",
     DELAYED: "sparse local steps, H = {H}, exchanged in the background",
 }
@@ -59,7 +58,7 @@ def _part(way: Way) -> str:
 
 
 def _code(way: Way) -> list[str]:
-    """Return the lines to paste."""
+    """Return the lines of code to paste."""
     exchange = way.exchange
     if way.method == DENSE:
         return ["model = torch.nn.parallel.DistributedDataParallel(model)  # as it is"]
@@ -68,12 +67,11 @@ def _code(way: Way) -> list[str]:
             "outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)",
             f"diloco = sparsecomm.torch.DiLoCo(model, inner, outer, 1.0, sync_every={way.H})",
         ]
-    if way.method == STEPS:
-        density = number_text(exchange.density)
-        return [
-            f'state = sparsecomm.torch.register(model, {density}, algorithm="fastest")  # DistributedDataParallel',
-            f'reducer = sc.Reducer(parameters, {density}, algorithm="fastest")  # others',
-        ]
+    more = f", {way.arguments}" if way.arguments else ""
+    if way.method == ADAMW:
+        return [f"optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=lr{more})  # for torch's AdamW"]
+    if way.method == SGD:
+        return [f"state = sparsecomm.torch.register(model{more})  # a model in DistributedDataParallel"]
     delay = f", fragment_sync_delay={exchange.delay}" if exchange.delay else ""
     return [
         f'local = sc.LocalSteps(parameters, sync_every={way.H}{delay}, algorithm="{exchange.algorithm}")',
@@ -82,30 +80,39 @@ def _code(way: Way) -> list[str]:
 
 
 def _cautions(way: Way, network: Network) -> list[str]:
-    """Return what to beware of."""
+    """Return the cautions."""
     lines = []
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
-            f"Loss: {way.loss:.2f} nats in trainings of 600 local steps, where dense sums in every step came to "
-            f"{nats('dense', 1):.2f}. Longer trainings bear a larger H: with twice the steps, H = 30 cost about half "
-            "as much beside H = 10, and with half of them twice as much. See docs/reports/local-steps.md."
+            f"Loss: {_above(way)} in trainings of 600 local steps. Longer trainings suit a larger H: with twice the "
+            "steps, H = 30 cost about half as much compared with H = 10, and with half the steps twice as much. See "
+            "docs/reports/local-steps.md."
         )
-    if way.method == STEPS:
+    if way.method in (ADAMW, SGD):
         lines.append(
-            "Loss: try it with your model first. Sparse gradients suit SGD; with Adam take local steps, also with "
-            "H = 1. See docs/reports/convergence.md."
+            f"Loss: {_above(way)} in trainings of small models on 8 ranks. Compare with dense on your own model. See "
+            "docs/reports/what-is-lost.md."
         )
+    if "momentum" in way.arguments:
+        lines.append("Use SGD without momentum, at twice the learning rate that suits momentum 0.9, and a Warmup.")
     if way.method == DELAYED:
-        lines.append(f"What is exchanged is applied late, by a delay of {way.exchange.delay}, which is in that loss.")
+        lines.append(
+            f"Exchanges are applied late, after fragment_sync_delay={way.exchange.delay}. The loss includes the effect."
+        )
     one, product = stream_rate(network), network.rate * network.rtt / 8
     if one < network.rate / 2:
         lines.append(
-            f"One TCP connection carries {rate_text(one)} here in the long run, because of delay and loss. BBR does "
-            "not slow down for losses: `sysctl net.ipv4.tcp_congestion_control=bbr` on all machines, if you may."
+            f"A single TCP connection reaches {rate_text(one)} on this link, because of delay and loss. BBR does not "
+            "slow down after a loss: if you can, run `sysctl net.ipv4.tcp_congestion_control=bbr` on all machines."
         )
     if product > _DEFAULT_BUFFERS:
         lines.append(
-            f"{bytes_text(product)} are under way when the link is full: raise the maxima of net.ipv4.tcp_rmem and "
-            "net.ipv4.tcp_wmem above that, on all machines."
+            f"The link holds {bytes_text(product)} in flight: raise the maxima of net.ipv4.tcp_rmem and "
+            "net.ipv4.tcp_wmem above that on all machines."
         )
     return lines
+
+
+def _above(way: Way) -> str:
+    assert way.loss is not None, "a plan takes only ways that were trained"
+    return f"{abs(way.loss):.2f} nats {'above' if way.loss >= 0 else 'below'} dense sums in every step"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsecomm.cli.plan.advice import described
-from sparsecomm.cli.plan.methods import DELAYED, DENSE, DENSE_LOCAL, LOCAL, STEPS, Way, ways
+from sparsecomm.cli.plan.methods import ADAMW, DELAYED, DENSE, DENSE_LOCAL, LOCAL, SGD, Way, ways
 from sparsecomm.cli.plots import log_axis, pyplot
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import number_text, rate_text
@@ -19,11 +19,12 @@ __all__ = ["draw", "write"]
 _STYLES: dict[str, dict[str, Any]] = {
     DENSE: {"color": "#4d4d4d", "marker": "o"},
     DENSE_LOCAL: {"color": "#0072b2", "marker": "s"},
-    STEPS: {"color": "#e69f00", "marker": "^"},
+    ADAMW: {"color": "#e69f00", "marker": "^"},
+    SGD: {"color": "#cc79a7", "marker": "P"},
     LOCAL: {"color": "#009e73", "marker": "v"},
     DELAYED: {"color": "#d55e00", "marker": "D"},
 }
-_FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # of the rate that was asked for: it is the one in the middle
+_FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
 
 def write(path: Path, training: Training, network: Network, every: Sequence[int], costs: Costs, taken: Way) -> None:
@@ -50,7 +51,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
         )
         if its:
             rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(method, H, density))
-        if method in (DENSE, STEPS):
+        if method in (DENSE, ADAMW, SGD):
             lengths.axhline(at_length[0][1], color=look["color"])
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
@@ -60,7 +61,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
     rates.set_xlabel("rate of a site's link")
-    rates.set_ylabel("time of computation / time that passes, %")
+    rates.set_ylabel("utilisation: time of computation / time that passes, %")
     lengths.set_xscale("log", base=2)
     lengths.set_xticks(every, [number_text(each) for each in every])
     lengths.minorticks_off()
@@ -74,6 +75,6 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
 
 
 def _label(method: str, H: int, density: float | None) -> str:
-    if method == STEPS and density is not None:
-        return f"{method}, {number_text(density)}"
+    if method in (ADAMW, SGD) and density is not None:
+        return f"{method}, density {number_text(density)}"
     return method if method == DENSE else f"{method}, H = {H}"
