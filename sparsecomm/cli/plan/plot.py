@@ -42,15 +42,13 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     by_length = [(way.H, way) for way in ways(training, network, every, costs)]
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
-        density = next(
-            (way.exchange.density for _, way in by_rate if way.method == method), None
-        )  # the first of several
+        first = next((way for _, way in by_rate if way.method == method), None)  # of several settings
         its, at_length = (
-            [(x, 100 * w.found.utilisation) for x, w in found if (w.method, w.exchange.density) == (method, density)]
+            [(x, 100 * w.found.utilisation) for x, w in found if first and _line_of(w) == _line_of(first)]
             for found in (by_rate, by_length)
         )
-        if its:
-            rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(method, H, density))
+        if first and its:
+            rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(first, H))
         if method in (DENSE, ADAMW, SGD):
             lengths.axhline(at_length[0][1], color=look["color"])
         elif at_length:
@@ -74,7 +72,11 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     return figure
 
 
-def _label(method: str, H: int, density: float | None) -> str:
-    if method in (ADAMW, SGD) and density is not None:
-        return f"{method}, density {number_text(density)}"
-    return method if method == DENSE else f"{method}, H = {H}"
+def _line_of(way: Way) -> tuple[str, str]:
+    return way.method, way.arguments
+
+
+def _label(way: Way, H: int) -> str:
+    if way.method in (ADAMW, SGD):
+        return f"{way.method}, density {number_text(way.exchange.density)}"
+    return way.method if way.method == DENSE else f"{way.method}, H = {H}"
