@@ -97,6 +97,13 @@ def _alone(parameters: Any, **options: Any) -> sc.LocalSteps:
     return sc.LocalSteps(parameters, comm=MPI.COMM_SELF, **options)
 
 
+def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text()
+    command, shown = re.findall(r"```console\n\$ sparsecomm (plan .*?) --plot plan\.png\n(.*?)```", page, re.DOTALL)[0]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == shown.replace("...", sc.__version__, 1)
+
+
 @pytest.mark.parametrize("method", methods.SETTINGS)
 def test_rows_are_the_settings_of_the_lines_to_paste(method: str) -> None:
     """A reducer takes the arguments. The density and the wire that they leave out are the defaults of the library."""
