@@ -220,8 +220,8 @@ def test_ranks_that_are_not_alike() -> None:
     same = {"sparsecomm": "0.1.0", "Python": "3.11.7", "torch": "2.13.0"}
     launch.check_alike([("a", same), ("b", dict(same))])
     for other, message in (
-        ({**same, "torch": "2.4.0"}, r"torch: 2.4.0 on rank 1 \(b\), and 2.13.0 on rank 0 \(a\): give all"),
-        ({**same, "SPARSECOMM_THREADS": "1"}, r"SPARSECOMM_THREADS: 1 on rank 1 \(b\), and is not there on rank 0"),
+        ({**same, "torch": "2.4.0"}, r"torch is 2.4.0 on rank 1 \(b\) and 2.13.0 on rank 0 \(a\): start all"),
+        ({**same, "SPARSECOMM_THREADS": "1"}, r"SPARSECOMM_THREADS is 1 on rank 1 \(b\) and missing on rank 0"),
     ):
         with pytest.raises(sc.InvalidInputError, match=message):
             launch.check_alike([("a", same), ("b", other)])
@@ -238,7 +238,7 @@ def test_measures_under_mpirun(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"^ranks +3 on 1 machine: .* \(3\)$", ran.stdout, re.MULTILINE)
     assert re.search(r"^rates +.* in messages of the library", ran.stdout, re.MULTILINE)
-    assert "all ranks are on one machine: these are no figures of a network" in ran.stdout
+    assert "all ranks are on one machine: these are not measurements of a network" in ran.stdout
     assert ran.stdout.count("# training") == 1
     header = json.loads(file.read_text())["header"]
     assert (header["ranks"], header["rtt"]) == (3, 0.04)  # what was given is not replaced
@@ -308,14 +308,14 @@ def test_an_interface_inside_a_machine_is_told_of() -> None:
     assert shown == ["docker0 (172.17.0.1)", "eth0 (10.0.0.2)"]
     assert len(wrong) == 1
     assert wrong[0].startswith(
-        "rank 0 talks over docker0 (172.17.0.1), which is inside its machine: name the interface"
+        "rank 0 talks over docker0 (172.17.0.1), which is an interface inside its machine: name the interface"
     )
 
 
 def test_unequally_many_ranks_are_told_of() -> None:
     ranks: Any = SimpleNamespace(size=3, node_of_rank=[0, 0, 1], num_nodes=2)
     assert launch.placement(ranks, ["a", "a", "b"]) == "3 on 2 machines: a (2), b (1)"
-    assert launch.warnings(ranks) == ["machines have unequally many ranks: 2, 1"]
+    assert launch.warnings(ranks) == ["machines have different numbers of ranks: 2, 1"]
 
 
 class Threads:

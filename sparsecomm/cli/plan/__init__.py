@@ -134,12 +134,12 @@ def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namesp
     first, second = found.links.farthest
     say("library", ranks.library)
     say("interfaces", ", ".join(found.interfaces) or found.streams.unseen)
-    say("round trip", f"{time_text(found.rtt)}, the longest: between rank {first} and rank {second}")
+    say("round trip", f"{time_text(found.rtt)}, the longest, between rank {first} and rank {second}")
     say("rates", found.rates_text)
-    say("losses", "not seen" if found.loss is None else f"{percent_text(found.loss)} of the packets")
-    say("TCP", found.streams.control or "its congestion control is not seen")
+    say("losses", "unknown" if found.loss is None else f"{percent_text(found.loss)} of the packets")
+    say("TCP", found.streams.control or "congestion control unknown")
     for warning in [*found.wrong, *launch.warnings(ranks)]:
-        say("! beware", warning)
+        say("! warning", warning)
     say("", "")
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % ranks.num_nodes == 0 and ranks.num_nodes > 1:

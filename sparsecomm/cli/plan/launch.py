@@ -1,4 +1,4 @@
-"""What ranks check before they measure: that they are one job, alike, and talk over the network that was meant."""
+"""Checks before ranks measure: that they belong to one job, that versions agree, and which interfaces they use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ESTABLISHED = "01"
 
 
 def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
-    """Return the host of each rank, with versions and settings. Collective."""
+    """Return each rank's host, and its versions and settings. Collective."""
     mine = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
     for name in ("numpy", "mpi4py", "torch"):
         with suppress(PackageNotFoundError):
@@ -52,10 +52,10 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
     for rank, (host, its) in enumerate(versions):
         for name in dict.fromkeys((*first, *its)):
             if its.get(name) != first.get(name):
-                here, there = (each.get(name, "is not there") for each in (its, first))
+                here, there = (each.get(name, "missing") for each in (its, first))
                 raise InvalidInputError(
-                    f"{name}: {here} on rank {rank} ({host}), and {there} on rank 0 ({first_host}): give all ranks the "
-                    "same environment"
+                    f"{name} is {here} on rank {rank} ({host}) and {there} on rank 0 ({first_host}): start all ranks in "
+                    "the same environment"
                 )
 
 
@@ -67,26 +67,26 @@ def check_several(ranks: transport.Transport) -> None:
     """
     if ranks.size == 1:
         raise InvalidInputError(
-            "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun, on the "
-            "machines that train; or give --rate and --rtt in place of --measure"
+            "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun on the "
+            "machines that train, or pass --rate and --rtt instead of --measure"
         )
 
 
 def placement(ranks: transport.Transport, hosts: Sequence[str]) -> str:
-    """Return where the ranks are, for people. ``hosts``: by rank."""
+    """Describe which ranks run on which machines. ``hosts``: by rank."""
     nodes = list(ranks.node_of_rank)
     names = ", ".join(f"{hosts[nodes.index(node)]} ({nodes.count(node)})" for node in range(ranks.num_nodes))
     return f"{ranks.size} on {ranks.num_nodes} machine{'s' * (ranks.num_nodes > 1)}: {names}"
 
 
 def warnings(ranks: transport.Transport) -> list[str]:
-    """Return what is perhaps not meant."""
+    """Return warnings about the placement of the ranks."""
     counts = Counter(ranks.node_of_rank)
     found = []
     if ranks.num_nodes == 1:
-        found.append("all ranks are on one machine: these are no figures of a network")
+        found.append("all ranks are on one machine: these are not measurements of a network")
     elif len(set(counts.values())) > 1:
-        found.append(f"machines have unequally many ranks: {', '.join(str(counts[node]) for node in sorted(counts))}")
+        found.append(f"machines have different numbers of ranks: {', '.join(str(counts[node]) for node in sorted(counts))}")
     return found
 
 
@@ -94,13 +94,13 @@ def warnings(ranks: transport.Transport) -> list[str]:
 
 
 def paths(comm: World, members: Sequence[int]) -> tuple[list[str | None], list[str], list[str]]:
-    """Return how ``members`` talk to each other, by TCP connections of their processes, whatever library has made them.
+    """Return the addresses over which ``members`` talk to each other, from the TCP connections of their processes.
 
     Collective, after messages between all members.
 
     Returns:
-        By rank, the address over which it talks to other members; None where there is none. All addresses, for people,
-        with the names of their interfaces. What is wrong with them.
+        For each rank, the address over which it talks to other members, or None; all addresses with the names of their
+        interfaces; and warnings.
     """
     everyone = comm.allgather((_connections(), _interfaces()))
     found: list[str | None] = []
@@ -116,14 +116,14 @@ def paths(comm: World, members: Sequence[int]) -> tuple[list[str | None], list[s
             shown.append(f"{name} ({address})")
             if _VIRTUAL.match(name):
                 wrong.append(
-                    f"rank {rank} talks over {shown[-1]}, which is inside its machine: name the interface that "
-                    "leads to the others, by GLOO_SOCKET_IFNAME under torchrun, --mca btl_tcp_if_include under mpirun"
+                    f"rank {rank} talks over {shown[-1]}, which is an interface inside its machine: name the interface "
+                    "to the other machines with GLOO_SOCKET_IFNAME (torchrun) or --mca btl_tcp_if_include (mpirun)"
                 )
     return found, list(dict.fromkeys(shown)), wrong
 
 
 def _connections() -> list[tuple[End, End]]:
-    """Return the ends, here and there, of this process's connections, without those to a store of torchrun."""
+    """Return the local and remote ends of this process's connections, except to the store of torchrun."""
     inodes = set()
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
