@@ -54,8 +54,8 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
             if its.get(name) != first.get(name):
                 here, there = (each.get(name, "missing") for each in (its, first))
                 raise InvalidInputError(
-                    f"{name} is {here} on rank {rank} ({host}) and {there} on rank 0 ({first_host}): start all ranks in "
-                    "the same environment"
+                    f"{name} is {here} on rank {rank} ({host}) and {there} on rank 0 ({first_host}): start all ranks "
+                    "in the same environment"
                 )
 
 
@@ -86,7 +86,8 @@ def warnings(ranks: transport.Transport) -> list[str]:
     if ranks.num_nodes == 1:
         found.append("all ranks are on one machine: these are not measurements of a network")
     elif len(set(counts.values())) > 1:
-        found.append(f"machines have different numbers of ranks: {', '.join(str(counts[node]) for node in sorted(counts))}")
+        text = ", ".join(str(counts[node]) for node in sorted(counts))
+        found.append(f"machines have different numbers of ranks: {text}")
     return found
 
 
