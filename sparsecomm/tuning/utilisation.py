@@ -53,7 +53,7 @@ _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW beyond fused AdamW, with its selection: (69.1 - 17.5) ms for 25.6M weights = 2.0 ns per weight
 # (bench/results/training-adamw-work.txt).
-ADAMW_PASSES = 5.0
+_ADAMW_PASSES = 5.0
 # An entry that is selected touches cache lines of 16 elements: 40 ns for a line of the gradient, the residual and the
 # sum. CPU time of `double` on 4 simulated ranks, 8M weights: 1.6 and 3.0 ns per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
@@ -184,7 +184,7 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         own = (_DENSE_PASSES if dense else _OWN_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
     elif exchange.adamw:
-        own = max(0.0, ADAMW_PASSES * costs.add - costs.select) * n
+        own = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
         own = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
@@ -213,17 +213,16 @@ def _calls(training: Training, network: Network, exchange: Exchange, costs: Cost
     exchange, sites = replace(exchange, delay=0), -(-P // network.per_site)
     if exchange.algorithm == GLOO:
         count = -(-4 * n // _DDP_BUCKET) if exchange.overlap else 1
-        return [_ring(P, n / count, network, idle * (i == 0), costs, min(_GLOO_THREADS, count)) for i in range(count)]
+        threads = min(_GLOO_THREADS, count)
+        first, other = (_ring(P, n / count, network, pause, costs, threads) for pause in (idle, 0.0))
+        return [first] + [other] * (count - 1)
     count = 1
     if exchange.sync_every is None:
         link = replace(costs, link=_link(network), node=costs.node or costs.link)
         count = -(-4 * n // bucket_bytes(P, sites, exchange.density, link, exchange.algorithm, exchange.wire))
-    first, *rest = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0)[: count or 1])
-    calls = [first, *rest * (count - 1)]
-    if not exchange.adamw:
-        whole = Exchange("dense", "plain")
-        calls.append(_sparse(P, min(n, _SMALL), network, whole, 0.0, costs))
-    return calls
+    first, other = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0))
+    small = _sparse(P, min(n, _SMALL), network, Exchange("dense", "plain"), 0.0, costs)
+    return [first] + [other] * (count - 1) + [small] * (not exchange.adamw)
 
 
 @lru_cache(maxsize=4096)
