@@ -15,10 +15,10 @@ line below is one trip; that in brackets is for the first call of a plan, and wh
 
 In a first call ranges are equally long, and each rank also shows indices of some of its entries to all: in the next
 one each range holds about k of k P. Where all sums take less time to send than a trip, the first call gathers them all,
-without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next one, where
-they have grown as an entry of each rank has, of which the scatter tells. Every message names the call in which
-its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example after a call
-that some ranks left, all ranks notice in that trip and begin again as in a first call.
+without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in
+the next one, where they have grown as an entry of each rank has, of which the scatter tells. Every message names the
+call in which its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example
+after a call that some ranks left, all ranks notice in that trip and begin again as in a first call.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
