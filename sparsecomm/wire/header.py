@@ -13,7 +13,7 @@
         48      4  checksum of the shape of x; 0 where x is flat, and of calls whose label covers the shapes
         52      4  elements of a chunk, of each of which entries are selected; 0 where they are selected from the whole,
                    2^32 - 1 for as many or more
-        56      4  checksum of the costs by which "auto" chose; 0 where the caller chose
+        56      4  checksum of the costs by which the call was planned; 0 where none matter
         60      4  checksum of the label; 0 where there is none
                    -- up to here about the call: equal in all its messages; from here on about the message:
         64      8  number of the call on this communicator
@@ -84,7 +84,7 @@ class CallSignature:
         op: an index into `OPS`.
         wire: the code of the wire format.
         n, k: elements, and entries that each rank selects.
-        costs: the checksum of the costs by which "auto" chose; 0 where the caller chose.
+        costs: the checksum of the costs by which the call was planned; 0 where none matter.
         label: the checksum of the label; 0 where there is none.
         chunk: elements of a chunk; 0 where there are none.
         shape: the checksum of x's shape; 0 where it is flat.
@@ -140,7 +140,7 @@ class CallSignature:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
-        chosen = f', as "auto" chose (costs of checksum {self.costs:08x})' if self.costs else ""
+        chosen = f", costs of checksum {self.costs:08x}" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
         shaped = f" of {shape}" if shape else ""
@@ -176,7 +176,7 @@ class CallSignature:
                 "their order and settings"
             )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
-            advice = 'give all ranks the same profile (SPARSECOMM_PROFILE), or name the algorithm instead of "auto"'
+            advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none: then they measure"
         elif MEASUREMENT in (self.algorithm, other.algorithm):
             advice += "; ranks that have no profile measure, so give all the same one (SPARSECOMM_PROFILE), or none"
         for name in _GIVEN:

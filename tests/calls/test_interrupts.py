@@ -261,7 +261,7 @@ def test_ctrl_c_says_what_was_interrupted() -> None:
             return str(error)
         return ""
 
-    texts = [outcome.value for outcome in simulated.run(2, program)]
+    texts = [outcome.value for outcome in simulated.run(2, program, node_of_rank=[0, 0])]
     assert texts[0].startswith("rank 0 of 2 was interrupted in call 2, tree sum of n=9 float32, k=2")
     assert texts[0] in texts[1]  # the other rank learns it, too
 

@@ -31,10 +31,14 @@ def lines_of(report: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "costs"),
-    [({"algorithm": "fastest"}, MEASURED), ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, None)],
+    ("options", "nodes", "costs"),
+    [
+        ({"algorithm": "fastest"}, [0, 0, 0, 1], MEASURED),
+        ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, [0, 0, 0, 1], MEASURED),
+        ({"algorithm": "tree", "wire": "plain", "bucket_bytes": 1500}, [0] * 4, None),
+    ],
 )
-def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None) -> None:
+def test_what_a_reducer_takes_and_why(options: dict[str, Any], nodes: list[int], costs: str | None) -> None:
     def program(ranks: simulated.SimulatedTransport) -> dict[str, str]:
         reducer = reducer_of(ranks, **({"bucket_bytes": None} | options))
         assert "takes" not in lines_of(reducer.report())
@@ -42,12 +46,13 @@ def test_what_a_reducer_takes_and_why(options: dict[str, Any], costs: str | None
             reducer.reduce(gradients(10 * step + ranks.rank))
         return lines_of(reducer.report())
 
-    for found in run(4, program, **NETWORK):
+    results = simulated.run(4, program, node_of_rank=nodes, **NETWORK)
+    for found in (result.value for result in results):
         assert found.get("by costs") == costs
-        if costs is None:
+        assert " with " in found["takes"]
+        if "wire" in options:
             assert found["takes"].startswith("tree with plain")
-        else:
-            assert " with " in found["takes"]
+        if costs is not None:
             assert found["predicted"]
 
 
