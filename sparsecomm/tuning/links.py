@@ -303,7 +303,7 @@ def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[fl
 
 def _measurable(alpha: float, beta: float, gap: float) -> Link:
     """Return the link with these values, none below what can be measured, and the gap no longer than a trip."""
-    return Link(*(max(value, least) for value, least in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
+    return Link(*(max(value, limit) for value, limit in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
 
 
 def _slowest(found: Mapping[Pair, Both], which: int, of_two: Callable[[Sequence[float]], float] = min) -> float:

@@ -36,6 +36,7 @@ def files(folder: Path, program: Callable[[SimulatedTransport], Any], monkeypatc
         with suppress(sc.SparseCommError, MemoryError):
             program(ranks)
 
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that no call measures links
     traced(folder, P, errors_are_expected, monkeypatch)
     return sorted(folder.glob("trace.*.json"))
 
