@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparsecomm.cli.trace.clocks import messages, offsets
+from sparsecomm.cli.trace.messages import clock_offsets, messages
 
 from docs.drawings.svg import Canvas
 from sparsecomm.cli.trace.events import Call, read
@@ -32,7 +32,7 @@ _STYLE = (
 def draw() -> str:
     """Draw the last call of the files in ``bench/results/trace``."""
     ranks = read(sorted(FILES.glob("trace.?.json")))
-    ahead = offsets(ranks)
+    ahead = clock_offsets(ranks)
     lasts: dict[int, Call] = {number: next(iter(rank.calls.values()))[-1] for number, rank in ranks.items()}
     begin = min(call.start - ahead[rank].seconds for rank, call in lasts.items())
     end = max(call.parts[-1].end - ahead[rank].seconds for rank, call in lasts.items())
