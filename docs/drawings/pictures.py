@@ -84,14 +84,9 @@ def tree() -> str:
 
 
 def split() -> str:
-    """Draw the first call of the exact global top-k."""
+    """Draw the exact global top-k."""
     found = trace(apart(4), _K, "split")
-    phases = [
-        (1, "first call: samples of indices"),
-        (1, "entries to owners of ranges"),
-        (1, "first call: keys of some sums"),
-        (1, "gather what may win"),
-    ]
+    phases = [(1, "entries to owners of ranges"), (1, "gather what may win")]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
@@ -125,7 +120,7 @@ def ssar_recursive_doubling() -> str:
 def ssar_split_allgather() -> str:
     """Draw SparCML's sum by ranges."""
     found = trace(apart(4), _K, "ssar_split_allgather")
-    phases = [(1, "first call: samples of indices"), (1, "entries to owners of ranges"), (1, "gather all sums")]
+    phases = [(1, "entries to owners of ranges"), (1, "gather all sums")]
     return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
 
 

@@ -1,10 +1,10 @@
 """The exact sum of all ranks' top-k: added up by ranges of indices, then gathered.
 
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
-(SSAR_Split_allgather), with ranges that hold equally many entries in place of ranges of equal length.
+(SSAR_Split_allgather), with ranges that hold equally many entries, from the second call on.
 
 Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, where all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranges are not known from an earlier call.
+(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranks go by other ranges.
 The drawing is the first half of `sparsecomm.algorithms.split`.
 
 Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
