@@ -3,7 +3,7 @@
     python -m bench.utilisation.calls                       # as root; some minutes
     python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
 
-Four ranks, each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
+Ranks are each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
 which they share, and ends when the last rank has it: no barrier is in a time. Selection, residual and the dense result
 are. Between two exchanges connections are idle for a second, as between rounds.
 """
@@ -42,13 +42,17 @@ class Place:
 
 
 PLACES = (
-    Place(Network(200e6, 0.08), 2_500_000, {ROUND: 200, "the first call": 600}),
+    Place(Network(200e6, 0.08), 2_500_000, {ROUND: 200, "the first call": 500}),
+    Place(Network(200e6, 0.02), 2_500_000, {"the first call": 300}),
     Place(Network(1e9, 0.08, 0.001), 25_600_000, {ROUND: 300, "per-step 0.001": 200}),
 )
 EXCHANGES: dict[str, dict[str, Any]] = {
     "the first call": {"kind": "first", "density": 0.001},
     "per-step 0.001": {"kind": "per-step", "density": 0.001},
     "per-step 0.01": {"kind": "per-step", "density": 0.01},
+    "double 0.001": {"kind": "single", "density": 0.001, "options": {"algorithm": "double", "wire": "packed"}},
+    "allgather 0.001": {"kind": "single", "density": 0.001, "options": {"algorithm": "allgather", "wire": "packed"}},
+    "SparseAdamW": {"kind": "adamw"},
     ROUND: {"kind": "local"},
     "a round, split:2": {"kind": "local", "options": {"algorithm": "split:2"}},
     "a round, allgather": {"kind": "local", "options": {"algorithm": "allgather"}},
@@ -60,21 +64,29 @@ def main() -> int:
     options = _parser().parse_args()
     folders = {"this": HERE} | ({"that": options.against.resolve()} if options.against else {})
     cells = [{"name": name, "times": options.times, **EXCHANGES[name]} for name in options.exchanges]
-    sites = [place for place in PLACES if not options.elements or place.n in options.elements]
+    sites = [
+        place
+        for place in PLACES
+        if (not options.elements or place.n in options.elements)
+        and (not options.rtts or 1e3 * place.network.rtt in options.rtts)
+    ]
     if options.no_network:
         sites = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
     found: dict[tuple[Place, str, str], list[float]] = {}
+    sent: dict[tuple[Place, str], int] = {}
     for place in sites:
         for _ in range(options.turns):
             for which, folder in reversed(folders.items()):
                 for row in _turn(place, cells, options, folder):
                     found.setdefault((place, which, row["name"]), []).extend(row["seconds"])
-    rows = list(_rows(found, sites, options.exchanges))
+                    sent[place, row["name"]] = row["sent"]
+    rows = list(_rows(found, sent, sites, options.exchanges))
     columns: list[report.Column] = [
         ("link", lambda row: row["link"]),
         ("n", lambda row: f"{row['n'] / 1e6:g}M"),
         ("exchange", lambda row: row["exchange"]),
         *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in reversed(folders)),
+        ("sent, kB", lambda row: row["sent"] and f"{row['sent'] / 1e3:.1f}"),
         ("target", lambda row: row.get("target")),
         ("met", report.yes_or_no),
     ]
@@ -92,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--exchanges", nargs="+", choices=EXCHANGES, default=list(EXCHANGES), metavar="NAME",
                         help=f"of: {', '.join(EXCHANGES)} (all)")  # fmt: skip
     parser.add_argument("--elements", nargs="+", type=int, metavar="N", help="2500000 or 25600000 (both)")
+    parser.add_argument("--rtts", nargs="+", type=float, metavar="MS", help="20 or 80 (both)")
+    parser.add_argument("--ranks", type=int, default=grid.RANKS, metavar="P", help="(%(default)s)")
     parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
     parser.add_argument("--times", type=int, default=5, help="exchanges of a turn (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each checkout (%(default)s)")
@@ -107,14 +121,17 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
         plan.write_text(json.dumps(told))
         results.touch()
         more = {"PYTHONPATH": str(folder)}
-        status = launch.run(place.network, grid.RANKS, [str(WORKER), str(plan), str(results)], more=more)
+        status = launch.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)
         if status:
             raise SystemExit(f"bench.utilisation.calls: the ranks ended with status {status}")
         return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def _rows(
-    found: dict[tuple[Place, str, str], list[float]], sites: list[Place], names: list[str]
+    found: dict[tuple[Place, str, str], list[float]],
+    sent: dict[tuple[Place, str], int],
+    sites: list[Place],
+    names: list[str],
 ) -> Iterator[dict[str, Any]]:
     for place in sites:
         for name in names:
@@ -122,7 +139,11 @@ def _rows(
             for which in ("that", "this"):
                 if its := found.get((place, which, name)):
                     row[which] = [1e3 * of(its) for of in (statistics.median, min, max)]
+            nbytes = sent[place, name]
+            row["sent"] = nbytes or None
             row["target"] = place.targets.get(name)
+            if name == "SparseAdamW":  # bytes at the rate of the link, a round trip, and 15 %
+                row["target"] = round(1.15e3 * (8 * nbytes / place.network.rate + place.network.rtt), 1)
             row["met"] = None if row["target"] is None else row["this"][0] <= row["target"]
             yield row
 

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import sparsecomm as sc
+from sparsecomm import transport
+from sparsecomm.torch import SparseAdamW
 
 SPREAD = 8  # parts of the parameters, of which a step changes one, at least
 LIMIT = timedelta(minutes=30)
@@ -145,10 +147,54 @@ class PerStep:
         return checksum, _counted([self._reducer], self._steps)
 
 
-METHODS: dict[str, Callable[[Training, Cell], Dense | Local | PerStep]] = {
+class Single:
+    """A sum of one gradient, with a residual and a dense result."""
+
+    def __init__(self, training: Training, cell: Cell) -> None:
+        self._gradient, self._density, self._options = training.change, cell["density"], cell["options"]
+        self._residual, self._sum = np.zeros_like(self._gradient), np.empty_like(self._gradient)
+
+    def warm_up(self) -> None:
+        for _ in range(2):  # a first call may measure links
+            self.step()
+
+    def step(self) -> None:
+        residual, out = self._residual, self._sum
+        sc.sparse_allreduce(self._gradient, self._density, residual=residual, out=out, **self._options)
+
+    def outcome(self) -> tuple[int, Cell]:
+        return zlib.crc32(self._sum.data), {}
+
+
+class AdamW:
+    """A step of `SparseAdamW` as it is by default, for parameters of PyTorch."""
+
+    def __init__(self, training: Training, cell: Cell) -> None:
+        self._parameters = {
+            name: torch.nn.Parameter(torch.from_numpy(gradient.copy())) for name, gradient in training.gradients.items()
+        }
+        for parameter, gradient in zip(self._parameters.values(), training.gradients.values(), strict=True):
+            parameter.grad = torch.from_numpy(gradient)
+            dist.broadcast(parameter.data, 0)
+        self._optimizer = SparseAdamW(self._parameters.items(), lr=1e-3, **cell.get("options", {}))
+
+    def warm_up(self) -> None:
+        for _ in range(6):  # later steps have as many weights waiting as any
+            self.step()
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def outcome(self) -> tuple[int, Cell]:
+        return 0, {}
+
+
+METHODS: dict[str, Callable[[Training, Cell], Dense | Local | PerStep | Single | AdamW]] = {
     "dense": Dense,
     "local": Local,
     "per-step": PerStep,
+    "single": Single,
+    "adamw": AdamW,
 }
 
 
@@ -212,7 +258,7 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
     Between two of them the connections are idle for as long as it takes to agree on the next moment.
     """
     training = Training(plan["shapes"], dist.get_rank(), 0.0)
-    every_time = []
+    every_time, sent = [], 0
     method = None if cell["kind"] == "first" else METHODS[cell["kind"]](training, cell | {"H": 1})
     if method is not None:
         method.warm_up()
@@ -220,6 +266,7 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
         group = dist.new_group(backend="gloo") if method is None else None
         training.flat -= 1e-3 * training.change
         begin = begin_together(plan["ahead"])
+        before = transport.of(group).counters.bytes_sent if method is not None else 0
         if method is None:
             sc.sparse_allreduce(training.change, cell["density"], comm=group)
         else:
@@ -227,7 +274,8 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
         end = torch.tensor([time.monotonic()], dtype=torch.float64)
         dist.all_reduce(end, dist.ReduceOp.MAX)
         every_time.append(float(end) - begin)
-    return {"seconds": every_time}
+        sent = transport.of(group).counters.bytes_sent - before
+    return {"seconds": every_time, "sent": sent}
 
 
 def agreed(value: int) -> int:
