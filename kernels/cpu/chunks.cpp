@@ -15,6 +15,8 @@ namespace {
 constexpr size_t TILE = 4096;            // elements that are looked at before candidates may be dropped
 constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
 constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+constexpr size_t AHEAD = 8;              // candidates for which one line of the next chunk is asked for
+constexpr size_t ASK_UP_TO = 192;        // candidates up to which that pays
 constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting from the guess on beats all else
 constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
 constexpr double LOWER = 4;              // margins by which it is lower the second time
@@ -46,7 +48,7 @@ class Guess {
     // The k-th was `key`, of so many candidates.
     void learn(Bits key, size_t k, size_t candidates) {
         const double off = double(key) - key_;
-        if (known()) margin_ *= 0.75 + 0.25 * std::clamp(spread(k) / (double(candidates - k) + 1), 0.0, 3.0);
+        if (known()) margin_ *= 0.95 + 0.05 * std::clamp(spread(k) / (double(candidates - k) + 1), 0.0, 3.0);
         margin_ = std::max(margin_, OCTAVE / 256);
         key_ = known() && std::fabs(off) < margin_ ? key_ + off / 4 : double(key);
     }
@@ -88,6 +90,27 @@ class Chunks {
     }
 
   private:
+    // Whether memory is idle while there is work on this chunk.
+    bool idle() const { return chunk_ <= TILE && count_ <= ASK_UP_TO; }
+
+    // Asks for the next lines of the chunk after this one, where memory is idle. Many at once are slower.
+    void ask_ahead(size_t lines) {
+        for (; lines && idle(); lines--, ahead_ += 64) {
+            __builtin_prefetch(reinterpret_cast<const char*>(x_ + end_) + ahead_);
+            if (r_) __builtin_prefetch(reinterpret_cast<const char*>(r_ + end_) + ahead_);
+        }
+    }
+
+    // Does work(i) for every i below `count`, and asks ahead meanwhile.
+    template <class Work>
+    void each(size_t count, const Work& work) {
+        const size_t step = idle() ? AHEAD : count;
+        for (size_t i = 0; i < count;) {
+            ask_ahead(1);
+            for (const size_t end = std::min(count, i + step); i < end; i++) work(i);
+        }
+    }
+
     const Bits* stored(size_t i) const {
         if constexpr (sizeof(typename X::Bits) == sizeof(Bits)) return r_ ? r_ + i : x_ + i;
         return r_ + i;
@@ -96,6 +119,7 @@ class Chunks {
     template <class Index>
     size_t select(size_t begin, size_t size, Index* indices, Accumulator* values) {
         const bool all = k_ >= size;
+        end_ = begin + size, ahead_ = 0;
         Bits from = guess_.known() && !all ? guess_.threshold() : Bits(1);
         collect(begin, size, from, true);
         if (count_ < k_ && from > 1) {
@@ -109,7 +133,7 @@ class Chunks {
             limit = kth(from);
             room = k_;
         }
-        if (count_ >= k_ && !all) guess_.learn(Bits(limit.kth + 1), k_, count_);
+        if (count_ >= k_ && !all) guess_.learn(count_ > k_ ? Bits(limit.kth + 1) : from, k_, count_);
         return write(begin, limit, room, indices, values);
     }
 
@@ -124,7 +148,10 @@ class Chunks {
                 sums && r_ ? locate_.sums(x_ + begin + i, r_ + begin + i, decay_, tile, threshold, base, index_.get() + count_)
                            : locate_.plain(stored(begin + i), nullptr, 1, tile, threshold, base, index_.get() + count_);
             const Bits* from = stored(begin);
-            for (size_t end = count_ + found; count_ < end; count_++) bits_[count_] = from[index_[count_]];
+            const uint32_t* index = index_.get() + count_;
+            Bits* bits = bits_.get() + count_;
+            count_ += found;
+            each(found, [=](size_t i) { bits[i] = from[index[i]]; });
             if (i + TILE >= size) break;
             if (threshold == 1 && i == 0 && sums)
                 raised_ = (threshold = raise(double(k_) / double(size) * double(tile))) > 1;
@@ -179,6 +206,7 @@ class Chunks {
             }
             const Bits last = Bits(high - low - 1);
             const Bits probe = Bits(low + (step < double(last) ? std::max<Bits>(1, Bits(step)) : last));
+            ask_ahead(4);
             const size_t reached = loops_.reaching(bits_.get(), whole, probe);
             if (reached == k_) {
                 limit.kth = Bits(probe - 1);
@@ -202,7 +230,7 @@ class Chunks {
             const Kept<Bits> kept{index, reinterpret_cast<Bits*>(values), room, uint32_t(begin)};
             loops_.split(index_.get(), bits_.get(), count_, limit, kept, nullptr, nullptr);
             if (r_)
-                for (size_t i = 0; i < room; i++) r_[index[i]] = 0;
+                each(room, [r = r_, index](size_t i) { r[index[i]] = 0; });
         } else {
             keep(limit, room);
             for (size_t i = 0; i < room; i++) {
@@ -229,6 +257,8 @@ class Chunks {
     Buffer<uint32_t> index_;
     Buffer<Bits> bits_, keys_;
     size_t count_ = 0;     // candidates in index_ and bits_
+    size_t end_ = 0;       // where the next chunk begins
+    size_t ahead_ = 0;     // bytes of it that have been asked for
     bool raised_ = false;  // a non-zero need not be a candidate
 };
 
