@@ -249,8 +249,8 @@ class Contribution:
             else:
                 backend.scatter_add(residual, entries)
             self._committed += 1
-        if rejects and self.taken is not None and self._committed == len(self._dropped) + 1:
-            backend.scatter_add_where(residual, self.taken, result, False)
+        if rejects and self._committed == len(self._dropped) + 1 and (taken := self.taken) is not None:
+            backend.scatter_add_where(residual, taken, result, False)
         self._committed = len(self._dropped) + 2
 
     def rollback(self) -> None:

@@ -15,7 +15,7 @@ namespace {
 
 // Tuning, measured on Zen 5 (bench/figures.py).
 constexpr size_t SAMPLE = size_t(1) << 16;  // elements sampled at most
-constexpr size_t SAMPLE_STRIDE = 16;         // and at most one in so many
+constexpr size_t SAMPLE_STRIDE = 32;         // and at most one in so many
 constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
 constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
 constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
