@@ -255,7 +255,7 @@ class _BucketCall(SumCall):
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = group.settings.skip_nonfinite
-        super().__init__(plan, contribution, label, self._write_sums, within, deferred=skip, keeps=True)
+        super().__init__(plan, contribution, label, within=within, deferred=skip, keeps=True)
         self.finite, self.largest = True, 0.0
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
@@ -319,6 +319,10 @@ class _BucketCall(SumCall):
                     self._mask(result)
                 self._result = None
         self._counters.exchange += time.perf_counter() - start
+
+    def _finish(self, result: SparseVector) -> None:  # a bound method as ``write`` would be a reference to itself
+        super()._finish(result)
+        self._write_sums(result)
 
     def _write_sums(self, result: SparseVector) -> None:
         """Write the result to where the tensors' sums go."""
