@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsecomm import transport
@@ -21,7 +22,7 @@ from sparsecomm.tensors.arrays import Array, from_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.parameters import NamedParameters
-from sparsecomm.torch.shards import gradient_of, local
+from sparsecomm.torch.shards import gradient_of, is_sharded, local
 from sparsecomm.transport import Comm
 
 __all__ = ["UNSUPPORTED", "AdamWExchange", "has_moments", "rule_of"]
@@ -179,10 +180,7 @@ class AdamWExchange(Exchange):
         """Make the state of a parameter."""
         parameter = self.named[spec.name]
         real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-        made = [
-            torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
-            for dtype in (real, real, torch.int32)
-        ]
+        made = [_zeros_like(parameter, dtype) for dtype in (real, real, torch.int32)]
         self.optimizer.state[parameter] = {"step": _step(0), **dict(zip(FIELDS, made, strict=True))}
         return Moments(*map(_flat, made))
 
@@ -272,6 +270,13 @@ def rule_of(group: Mapping[str, Any]) -> AdamWRule:
 def has_moments(states: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether states of parameters have moments. Zeros, as before the first gradient, are none."""
     return any(state and (float(state["step"]) or bool(local(state["exp_avg_sq"]).any())) for state in states)
+
+
+def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return contiguous zeros. In host memory NumPy allocates them, because it asks Linux for huge pages."""
+    if parameter.device.type == "cpu" and not is_sharded(parameter):
+        return torch.from_numpy(np.zeros(tuple(parameter.shape), str(dtype).removeprefix("torch.")))
+    return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _step(count: int) -> torch.Tensor:
