@@ -7,6 +7,7 @@
 
 #include "dense.hpp"
 #include "isa.hpp"
+#include "scan.hpp"
 
 namespace sparsecomm {
 
@@ -22,17 +23,10 @@ void raise(std::atomic<T>& maximum, T value) {
 // Returns the largest magnitude, as bits: above infinity if there is a NaN.
 template <class X>
 typename X::Bits largest_of(const typename X::Bits* x, size_t size, int threads) {
-    using Signed = std::make_signed_t<typename X::Bits>;  // of which vectors of all instruction sets find the largest
+    using Signed = std::make_signed_t<typename X::Bits>;
     std::atomic<Signed> largest{0};
     ranges(size, threads, [&](size_t begin, size_t end) {
-        constexpr size_t STREAMS = 8;  // of one alone the processor does not fetch enough ahead
-        const size_t length = (end - begin) / STREAMS;
-        Signed top = 0, each[STREAMS] = {};
-        for (size_t i = 0; i < length; i++)
-            for (size_t s = 0; s < STREAMS; s++) each[s] = std::max(each[s], Signed(magnitude(x[begin + s * length + i])));
-        for (size_t i = begin + STREAMS * length; i < end; i++) top = std::max(top, Signed(magnitude(x[i])));
-        for (const Signed one : each) top = std::max(top, one);
-        raise(largest, top);
+        raise(largest, Signed(select_loops(typename X::Bits()).largest(x + begin, end - begin)));
     });
     return typename X::Bits(largest.load());
 }

@@ -61,12 +61,17 @@ template <class Bits>
 using Split = void (*)(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
                        uint32_t* lost_index, Bits* lost_bits);
 
+// Returns the largest magnitude.
+template <class Bits>
+using Largest = Bits (*)(const Bits* bits, size_t count);
+
 template <class Bits>
 struct Select {
     Between<Bits> between;
     Reaching<Bits> reaching;
     ByCounting<Bits> by_counting;
     Split<Bits> split;
+    Largest<Bits> largest;
 };
 
 // Sets packed indices to what their high bits say; see indices.inl. Returns false if there are not as many as `count`.

@@ -30,8 +30,14 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
     const S s(x, r);
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
+    bool many = false;  // of the tile before reached the threshold
     while (i < end && o <= last) {  // a tile, of which first the positions are found
-        const size_t tile = std::min(i + TILE, end);
+        const size_t tile = std::min(i + TILE, end), before = o;
+        if constexpr (takes_blocks<S>)
+            for (; many && i + 64 <= tile && o <= last; i += 64) {
+                s.prefetch(i);
+                o = take_block(s, i, block(s, i, threshold), uint32_t(i - origin), index, bits, o);
+            }
         size_t found = o;
         for (; i + 64 <= tile && found <= last; i += 64) {
             s.prefetch(i);
@@ -42,6 +48,7 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
             i = tile;
         }
         for (; o < found; o++) bits[o] = s.take(origin + index[o]);
+        many = (o - before) * 32 > TILE;
     }
     *count = o;
     return i;
@@ -106,6 +113,19 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
     }
 }
 
+template <class Bits>
+Bits largest(const Bits* bits, size_t count) {
+    using Signed = std::make_signed_t<Bits>;  // of which vectors of all instruction sets find the largest
+    constexpr size_t STREAMS = 8;             // of one alone the processor does not fetch enough ahead
+    const size_t length = count / STREAMS;
+    Signed top = 0, each[STREAMS] = {};
+    for (size_t i = 0; i < length; i++)
+        for (size_t s = 0; s < STREAMS; s++) each[s] = std::max(each[s], Signed(magnitude(bits[s * length + i])));
+    for (size_t i = STREAMS * length; i < count; i++) top = std::max(top, Signed(magnitude(bits[i])));
+    for (const Signed one : each) top = std::max(top, one);
+    return Bits(top);
+}
+
 template <class X, class Accumulator>
 void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny, Accumulator* sum,
                size_t count) {
@@ -114,7 +134,7 @@ void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator
 
 template <class Bits>
 constexpr Select<Bits> selection() {
-    return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>};
+    return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>, largest<Bits>};
 }
 
 constexpr Isa table(const char* name) {

@@ -120,6 +120,28 @@ inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, s
     return o;
 }
 
+// Takes the entries of a block, which its mask says, without branches on the data; returns the new o.
+template <class S>
+constexpr bool takes_blocks = sizeof(typename S::Bits) == 4;
+template <class Bits>
+inline void clear_lanes(const Plain<Bits>&, size_t, __mmask16) {}
+template <class S>
+inline auto clear_lanes(const S& s, size_t i, __mmask16 m) -> decltype(void(s.r)) {
+    _mm512_mask_storeu_epi32(s.r + i, m, _mm512_setzero_si512());
+}
+template <class S>
+inline size_t take_block(const S& s, size_t i, uint64_t mask, uint32_t local, uint32_t* index, uint32_t* bits, size_t o) {
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (uint32_t j = 0; j < 64; j += 16) {
+        const __mmask16 m = __mmask16(mask >> j);
+        store(index + o, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(iota, _mm512_set1_epi32(int(local + j)))));
+        store(bits + o, _mm512_maskz_compress_epi32(m, load(s.stored(i + j))));
+        clear_lanes(s, i + j, m);
+        o += size_t(__builtin_popcount(m));
+    }
+    return o;
+}
+
 inline size_t between_blocks(const uint32_t* bits, size_t count, uint32_t low, uint32_t high, uint32_t* out, size_t* o) {
     size_t i = 0, n = 0;
     for (; i + 16 <= count; i += 16) {

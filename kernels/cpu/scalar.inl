@@ -15,3 +15,6 @@ inline size_t split_blocks(const uint32_t*, const Bits*, size_t, Limit<Bits>&, c
                            size_t*, size_t*) {
     return 0;
 }
+
+template <class S>
+constexpr bool takes_blocks = false;
