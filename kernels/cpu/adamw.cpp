@@ -44,6 +44,11 @@ Quotients<F16, float> quotients_of(F16) { return isa().quotients16; }
 Quotients<BF16, float> quotients_of(BF16) { return isa().quotients_bf16; }
 Quotients<F64, double> quotients_of(F64) { return isa().quotients64; }
 
+AdamWStep<float> adamw_of(float) { return isa().adamw32; }
+AdamWStep<double> adamw_of(double) { return isa().adamw64; }
+
+#include "adamw.inl"
+
 }  // namespace
 
 bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads) {
@@ -97,46 +102,61 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
         auto* last = moments.last;
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
-        constexpr Accumulator MAX = std::numeric_limits<Accumulator>::max();
-        const auto update = [=](size_t i, Accumulator quotient, const Accumulator* of, bool first) {
-            const Accumulator before = floor_power_of_two(std::sqrt(square[i]) + unit_tiny);
-            const Accumulator g = quotient * before;
-            const Accumulator m = of[0] * mean[i] + of[1] * g;
-            const Accumulator v = of[2] * (first ? Accumulator(0) : square[i]) + of[3] * (g * g);
-            const Accumulator root = std::sqrt(v);
-            const Accumulator w = W::widen(weight[i]);
-            mean[i] = m;
-            square[i] = v;
-            last[i] = step;
-            const Accumulator kept = waiting[i];
-            if (kept != 0) {
-                const Accumulator rescaled = kept * (before / floor_power_of_two(root + unit_tiny));
-                waiting[i] = std::abs(rescaled) <= MAX ? rescaled : std::copysign(MAX, kept);
-            }
-            weight[i] = canonical<W>(W::narrow(w + ((of[5] * w - of[4] * (m / (root + tiny))) - w)));
-        };
         const auto row_of = [=](size_t i) {
             const int64_t passed = int64_t(step) - last[i];
             return row + 6 * (passed < 0 ? 0 : size_t(passed) < count ? size_t(passed) : count - 1);
         };
         if (!index) {
-            ranges(means.count, threads, [&](size_t begin, size_t end) {
-                for (size_t i = begin; i < end; i++) update(i, value[i], row_of(i), last[i] == 0);
+            ranges(means.count, threads, [=](size_t begin, size_t end) {
+                using Block = AdamWBlock<Accumulator>;
+                Block block{};
+                const auto update = [&](size_t from, size_t size) {
+                    int32_t differ = 0;
+                    for (size_t j = 0; j < size; j++) differ |= last[from + j] ^ last[from];
+                    for (size_t c = 0; c < 6; c++)
+                        if (differ)
+                            for (size_t j = 0; j < size; j++) block.row[c][j] = row_of(from + j)[c];
+                        else
+                            std::fill_n(block.row[c], Block::SIZE, row_of(from)[c]);
+                    for (size_t j = 0; j < size; j++) block.weight[j] = W::widen(weight[from + j]);
+                    std::copy_n(mean + from, size, block.mean);
+                    std::copy_n(square + from, size, block.square);
+                    std::copy_n(waiting + from, size, block.residual);
+                    std::copy_n(value + from, size, block.quotient);
+                    for (size_t j = 0; j < size; j++) block.carried[j] = last[from + j] ? square[from + j] : 0;
+                    adamw_of(Accumulator())(block, unit_tiny, tiny);
+                    for (size_t j = 0; j < size; j++) weight[from + j] = canonical<W>(W::narrow(block.weight[j]));
+                    std::copy_n(block.mean, size, mean + from);
+                    std::copy_n(block.square, size, square + from);
+                    std::copy_n(block.residual, size, waiting + from);
+                    std::fill_n(last + from, size, step);
+                };
+                size_t i = begin;
+                for (; i + Block::SIZE <= end; i += Block::SIZE) update(i, Block::SIZE);
+                if (i < end) update(i, end - i);
             });
             return;
         }
-        constexpr size_t AHEAD = 16;  // entries whose memory is prefetched
+        // What takes long is to fetch lines of memory; more of them can be on their way to the second cache than to the first.
+        constexpr size_t AHEAD = 32;  // entries whose memory is prefetched
         for (size_t e = 0; e < means.count; e++) {
             if (e + AHEAD < means.count) {
                 const auto next = index[e + AHEAD];
-                __builtin_prefetch(weight + next, 1);
-                __builtin_prefetch(mean + next, 1);
-                __builtin_prefetch(square + next, 1);
-                __builtin_prefetch(last + next, 1);
-                __builtin_prefetch(waiting + next, 1);
+                __builtin_prefetch(weight + next, 0, 2);
+                __builtin_prefetch(mean + next, 0, 2);
+                __builtin_prefetch(square + next, 0, 2);
+                __builtin_prefetch(last + next, 0, 2);
+                __builtin_prefetch(waiting + next, 0, 2);
             }
             const auto i = index[e];
-            update(i, value[e], row_of(i), last[i] == 0);
+            const Accumulator* of = row_of(i);
+            Accumulator w = W::widen(weight[i]), m = mean[i], v = square[i];
+            adamw_step<Accumulator>(w, m, v, value[e], last[i] ? v : 0, of[0], of[1], of[2], of[3], of[4], of[5], unit_tiny, tiny);
+            if (const auto kept = waiting[i]; kept != 0) waiting[i] = in_new_unit<Accumulator>(kept, square[i], v, unit_tiny);
+            mean[i] = m;
+            square[i] = v;
+            last[i] = step;
+            weight[i] = canonical<W>(W::narrow(w));
         }
     });
 }

@@ -97,6 +97,15 @@ template <class X, class Accumulator>
 using Quotients = void (*)(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny,
                            Accumulator* sum, size_t count);
 
+// What AdamW knows of some weights: of each its numbers, and its row of coefficients. `carried`: see adamw.inl.
+template <class Accumulator>
+struct AdamWBlock {
+    static constexpr size_t SIZE = 64;
+    Accumulator weight[SIZE], mean[SIZE], square[SIZE], residual[SIZE], quotient[SIZE], carried[SIZE], row[6][SIZE];
+};
+template <class Accumulator>
+using AdamWStep = void (*)(AdamWBlock<Accumulator>& block, Accumulator unit_eps, Accumulator eps);
+
 struct Isa {
     const char* name;
     Filter<uint16_t> plain16, held16, f16_f16, bf16_bf16;
@@ -116,6 +125,8 @@ struct Isa {
     Quotients<F16, float> quotients16;
     Quotients<BF16, float> quotients_bf16;
     Quotients<F64, double> quotients64;
+    AdamWStep<float> adamw32;
+    AdamWStep<double> adamw64;
 };
 
 extern const Isa portable_isa;

@@ -132,6 +132,20 @@ void quotients(const typename X::Bits* x, const Accumulator* square, Accumulator
     for (size_t i = 0; i < count; i++) sum[i] += factor * X::widen(x[i]) / floor_power_of_two(std::sqrt(square[i]) + tiny);
 }
 
+#include "adamw.inl"
+
+template <class A>
+void adamw_block(AdamWBlock<A>& b, A unit_eps, A eps) {
+    const auto& c = b.row;
+    for (size_t j = 0; j < b.SIZE; j++) {
+        const A square = b.square[j], kept = b.residual[j];
+        adamw_step<A>(b.weight[j], b.mean[j], b.square[j], b.quotient[j], b.carried[j], c[0][j], c[1][j], c[2][j], c[3][j], c[4][j],
+                      c[5][j], unit_eps, eps);
+        const A rescaled = in_new_unit<A>(kept, square, b.square[j], unit_eps);
+        b.residual[j] = kept != 0 ? rescaled : kept;
+    }
+}
+
 template <class Bits>
 constexpr Select<Bits> selection() {
     return {between<Bits>, reaching<Bits>, by_counting<Bits>, split<Bits>, largest<Bits>};
@@ -149,5 +163,6 @@ constexpr Isa table(const char* name) {
             {{}, value_codec<Half<BF16>>(), value_codec<Half<F16>>(), value_codec<Int8>(),  // by kind
              few_bits<3>(), few_bits<1>(), few_bits<0>()},
             unpack_high<int32_t>, unpack_high<int64_t>, all_finite,
-            quotients<F32, float>, quotients<F16, float>, quotients<BF16, float>, quotients<F64, double>};
+            quotients<F32, float>, quotients<F16, float>, quotients<BF16, float>, quotients<F64, double>,
+            adamw_block<float>, adamw_block<double>};
 }
