@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -307,6 +309,28 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
 
     first, second = run(2, program)
     assert all(data.same_bits(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> None:
+        optimizer = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=ranks, density=density)
+        gradient = np.linspace(-1, 2, 1000, dtype=np.float32)
+
+        def step() -> weakref.ref[Any]:
+            sums = optimizer.step({"w": gradient}).left["w"]
+            return weakref.ref(sums.values if density < 1 else sums.dense)
+
+        sums = step()
+        step()
+        step()
+        assert sums() is None
+
+    gc.disable()
+    try:
+        run(2, program)
+    finally:
+        gc.enable()
 
 
 def test_begins_when_there_is_a_gradient() -> None:
