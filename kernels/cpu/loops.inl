@@ -30,9 +30,10 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
     const S s(x, r);
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
-    bool many = false;  // of the tile before reached the threshold
+    [[maybe_unused]] bool many = false;  // of the tile before reached the threshold
     while (i < end && o <= last) {  // a tile, of which first the positions are found
-        const size_t tile = std::min(i + TILE, end), before = o;
+        const size_t tile = std::min(i + TILE, end);
+        [[maybe_unused]] const size_t before = o;
         if constexpr (takes_blocks<S>)
             for (; many && i + 64 <= tile && o <= last; i += 64) {
                 s.prefetch(i);
@@ -48,7 +49,7 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
             i = tile;
         }
         for (; o < found; o++) bits[o] = s.take(origin + index[o]);
-        many = (o - before) * 32 > TILE;
+        if constexpr (takes_blocks<S>) many = (o - before) * 32 > TILE;
     }
     *count = o;
     return i;
