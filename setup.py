@@ -70,7 +70,9 @@ OF_ABI = {
     abi: Extension(f"sparsecomm.transport._mpi_{abi}", MPI_SOURCE.sources, extra_compile_args=C)
     for abi in ("openmpi", "mpich", "mpiabi")
 }
-DIRECTIVES = {"language_level": 3, "boundscheck": False, "wraparound": False, "embedsignature": True}
+# No module needs the GIL: what threads share is locked where it is made, and each communicator's queue has its own.
+EVERYWHERE = {"language_level": 3, "freethreading_compatible": True}
+DIRECTIVES = EVERYWHERE | {"boundscheck": False, "wraparound": False, "embedsignature": True}
 # Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
 # instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
 ON_THE_PATH = [
@@ -119,7 +121,7 @@ COMPILED = [
     for path in sorted(glob(pattern))
     if not path.endswith("__init__.py")
 ]
-PYTHON_DIRECTIVES = {"language_level": 3, "annotation_typing": False}
+PYTHON_DIRECTIVES = EVERYWHERE | {"annotation_typing": False}
 # What mpi.h says of the ABI that it describes.
 ABI_OF_HEADER = """
 #include <mpi.h>

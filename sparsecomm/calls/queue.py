@@ -192,7 +192,7 @@ class Plans:
     def keep(self, key: Hashable, plan: Plan) -> None:
         """Keep a plan that was not found, in place of the oldest one if there are too many."""
         if len(self._plans) >= _MAX_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)
+            self._plans.pop(next(iter(list(self._plans)), None), None)
         try:  # noqa: SIM105 - what leaves `suppress` is bytecode
             self._plans[key] = plan
         except FAULTS:
@@ -223,6 +223,7 @@ class CallQueue:
         self._maker = 0  # the thread that does
         self._waiting: deque[Handle] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()  # of the thread, where there is one
+        self._start = Lock()  # taken by whoever starts the thread, for good
         self._started = self._ending = False
         self._thread = 0  # which it is
         self._ended = Lock()  # the thread holds it
@@ -273,9 +274,13 @@ class CallQueue:
         self._check()
         self._waiting.append(handle)
         if self._threaded:
-            if not self._started:
-                _thread.start_new_thread(self._serve, ())
-                self._started = True
+            if not self._started and self._start.acquire(blocking=False):
+                try:
+                    _thread.start_new_thread(self._serve, ())
+                    self._started = True
+                finally:
+                    if not self._started:
+                        self._start.release()
             self._wake.put(None)
 
     def run_or_wait(self, handle: Handle, timeout: float | None) -> bool:
@@ -380,7 +385,8 @@ class CallQueue:
 
     def _refuse_waiting(self, error: TransportError) -> None:
         """Have the calls that are waiting left: the job is in pieces, and no call should wait for it again."""
-        for handle in list(self._waiting):
+        for i in range(len(self._waiting)):  # other threads may add to it meanwhile, and only this one takes from it
+            handle = self._waiting[i]
             text = f"rank {self.rank} did not make this call, since one before it failed: {text_of(error)}"
             dead = error.ranks if isinstance(error, RankFailedError) else None
             why = TransportError(text) if dead is None else RankFailedError(text, dead)
@@ -389,7 +395,11 @@ class CallQueue:
 
     def _after_call(self) -> None:
         while self._postponed:
-            self.finish(self._postponed.pop())
+            try:
+                then = self._postponed.pop()
+            except IndexError:  # another thread has it
+                return
+            self.finish(then)
 
     def _check(self) -> None:
         if os.getpid() != self._process:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 from weakref import ref
 
@@ -62,6 +63,7 @@ class TraceFile:
         """
         self.rank, self._path = rank, path
         self._file, self._nbytes, self._process = -1, 0, os.getpid()
+        self._lock = RLock()  # of the file: threads that make calls on several communicators write to it
         self._heads = [self.head("process_name", name=f"rank {rank}"), self.head("process_sort_index", sort_index=rank)]
         self._heads.append(self.head("process_labels", labels=socket.gethostname(), node=node.hex()))
         self.traces: list[Trace] = []
@@ -83,20 +85,24 @@ class TraceFile:
 
     def write(self, events: str) -> None:
         """Write whole lines."""
-        if self._file < 0 or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
-        try:
-            data = events.encode()
-            self._nbytes += len(data)
-            os.write(self._file, data)
-        except OSError as error:
-            self._give_up(error)
+        data = events.encode()
+        with self._lock:
+            if self._file < 0:
+                return
+            try:
+                os.write(self._file, data)
+                self._nbytes += len(data)
+            except OSError as error:
+                self._give_up(error)
 
     def begin_call(self) -> None:
         """Begin another file if this one is long."""
-        if self._file >= 0 and self._nbytes >= MAX_BYTES:
-            os.close(self._file)
-            self._open()
+        with self._lock:
+            if self._file >= 0 and self._nbytes >= MAX_BYTES:
+                os.close(self._file)
+                self._open()
 
     def end(self) -> None:
         """Write what is left, and that the process ends in order."""

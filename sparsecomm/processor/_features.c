@@ -62,7 +62,14 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_mod_gil /* Python 3.13 and later */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, .m_name = "sparsecomm.processor._features", .m_methods = methods};
+    PyModuleDef_HEAD_INIT, .m_name = "sparsecomm.processor._features", .m_methods = methods, .m_slots = slots};
 
 PyMODINIT_FUNC PyInit__features(void) { return PyModuleDef_Init(&module); }

@@ -284,7 +284,7 @@ def _completes(request: MPI.Request, timeout: float, comm: MPI.Comm) -> bool:
     return complete
 
 
-_lock = threading.RLock()  # of setups; nobody waits while holding it
+_lock = threading.RLock()  # of setups, and of `_key` while it is made; nobody waits while holding it
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
 _key = MPI.KEYVAL_INVALID  # of the attribute that is a `_Setup`
 
@@ -350,8 +350,9 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         raise InvalidInputError(
             "comm is COMM_NULL: it was freed, or this rank is not in it. Ranks outside a communicator must not call."
         )
-    if _key == MPI.KEYVAL_INVALID:
-        _key = MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_close_transport)
+    with _lock:
+        if _key == MPI.KEYVAL_INVALID:
+            _key = MPI.Comm.Create_keyval(copy_fn=None, delete_fn=_close_transport)
     try:
         if comm.Is_inter():
             raise InvalidInputError("comm is an intercommunicator: merge it first (`comm.Merge()`)")

@@ -22,6 +22,7 @@ from sparsecomm.cli.trace.messages import messages
 from sparsecomm.transport import simulated
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive
+from tests.threads import at_once
 
 SimulatedTransport = simulated.SimulatedTransport
 Program = Callable[[SimulatedTransport], Any]
@@ -274,3 +275,20 @@ def test_the_rank_that_was_killed_is_found(tmp_path: Path) -> None:
     assert status == 1, output
     assert "Look at rank 2, which did not make call 4: rank 2 made 3 calls, and wrote nothing more" in output
     assert "Call 4 of ranks 0, 2 did not end well: tree sum of n=10000" in output
+
+
+def test_threads_that_write_while_others_begin_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_BYTES", 100)
+    file = tracing.TraceFile(tmp_path / "t.json", 0)
+
+    def work() -> None:
+        for number in range(300):
+            file.begin_call()
+            file.write(f'{{"number":{number}}},\n')
+
+    at_once([work] * 4)
+    file.end()
+    assert caplog.messages == []  # it would say that no events are written any more
+    assert '"name":"end"' in (tmp_path / "t.json").read_text()

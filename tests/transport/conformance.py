@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import pytest
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, of
+from tests import threads
 from tests.waiting import SOON
 
 ODD = 1  # the rank that does something else
@@ -446,3 +448,16 @@ def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
             thread.join()
     assert len(made) == 4
     assert {id(of(comm)) for comm in comms} == set(map(id, made))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@case(real=True)
+def threads_on_communicators_of_their_own(ranks: Ranks) -> None:
+    """From the first call on, which makes the transport."""
+    comms = [ranks.comm() for _ in range(3)]
+    if ranks.new().threaded:
+        works = [partial(threads.calls, comm, ranks.rank, seed) for seed, comm in enumerate(comms)]
+        together = threads.at_once(works)
+        assert together == [work() for work in works]

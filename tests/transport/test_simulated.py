@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
+from functools import partial
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport.simulated import SimulatedTransport, run
+from tests import threads
 from tests.transport import conformance
 
 ALPHA, BETA, GAP = 1e-3, 1e-6, 1e-4
@@ -378,3 +382,34 @@ class TestFailure:
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert re.search(r"pip install .*\[simulated\]'", out.stderr)
+
+
+def test_worlds_in_threads_get_what_they_get_one_after_another() -> None:
+    """While another thread changes settings."""
+
+    def world(size: int) -> list[list[bytes] | None]:
+        return [result.value for result in run(size, lambda t: threads.calls(t, t.rank, size))]
+
+    works = [partial(world, size) for size in (1, 2, 3, 5)]
+    alone = [work() for work in works]
+    ended = Event()
+
+    def change_settings() -> None:
+        number = 0
+        while not ended.wait(1e-4):
+            number += 1
+            os.environ["SPARSECOMM_TIMEOUT"] = str(100 + number % 50)
+            os.environ[f"SPARSECOMM_TEST_{number % 99}"] = "x" * number  # which makes the C library move them all
+
+    before = dict(os.environ)
+    changing = Thread(target=change_settings)
+    changing.start()
+    try:
+        together = threads.at_once(works)
+    finally:
+        ended.set()
+        changing.join()
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+    assert together == alone
