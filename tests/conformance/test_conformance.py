@@ -16,7 +16,7 @@ SUITES = ("adamw", "ddp", "accelerate_scripts", "optax_tests")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: `pip install -e '.[test]'`"),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: `pip install -e . --group test`"),
 ]
 
 
