@@ -384,6 +384,7 @@ class TestFailure:
         assert re.search(r"pip install .*\[simulated\]'", out.stderr)
 
 
+@pytest.mark.skipif(not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="greenlet needs the GIL in threads")
 def test_worlds_in_threads_get_what_they_get_one_after_another() -> None:
     """While another thread changes settings."""
 
