@@ -73,6 +73,15 @@ class Links:
         return self.between or self.inside or DEFAULT.link
 
 
+    @property
+    def round_trip(self) -> float:
+        """Seconds of the fastest round trip of `farthest`; without seconds to spend, twice the trip of `slowest`."""
+        if self.farthest is None:
+            return 2 * self.slowest.alpha
+        a, b = self.farthest
+        return self.fastest[a, b] + self.fastest[b, a]
+
+
 class Probe:
     """Times messages within one collective call, which its user begins and ends on ``comm``."""
 
@@ -131,9 +140,9 @@ class Probe:
         while True:
             (found,) = self._timed((turns, partial(self._stream, nbytes, 1)))
             took = _slowest(found, 2, fmean)
-            if took > seconds / 8 or nbytes >= _MAX_STREAM:
+            if took > seconds / 4 or nbytes >= _MAX_STREAM:
                 break
-            nbytes = min(_MAX_STREAM, int(nbytes * min(16.0, max(2.0, seconds / 4 / max(took, 1e-6))))) // 4 * 4
+            nbytes = min(_MAX_STREAM, int(nbytes * min(16.0, max(2.0, seconds / 2 / max(took, 1e-6))))) // 4 * 4
         count = max(1, math.ceil(seconds / 2 / max(took, 1e-6)))
         (found,) = self._timed((turns, partial(self._stream, nbytes, min(count, _MAX_TRIPS))))
         gap = median(min(a[2], b[2]) for a, b in bursts.values()) / (_BURST - 1)

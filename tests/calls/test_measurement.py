@@ -128,6 +128,8 @@ def test_with_seconds_to_spend_links_are_known_better(nodes: list[int], alpha: f
             assert link.beta == pytest.approx(beta, rel=0.1)
     assert links.farthest is not None
     assert (nodes[links.farthest[0]] != nodes[links.farthest[1]]) is several
+    far = alpha if several else 1e-6
+    assert 2 * far <= links.round_trip <= 2 * (far + 200 * 8 / rate)
     offsets = clocks.offsets(range(len(nodes)), links.fastest)
     for rank, offset in offsets.items():
         assert offset.seconds == pytest.approx(ahead[rank] - ahead[0], abs=offset.bound + 1e-6)

@@ -35,7 +35,7 @@ class Found:
     @property
     def rtt(self) -> float:
         """Seconds of the longest round trip."""
-        return 2 * self.links.slowest.alpha
+        return self.links.round_trip
 
     @property
     def loss(self) -> float | None:
