@@ -13,12 +13,12 @@ line below is one trip; that in brackets is for the first call of a plan, and wh
     gather       each rank sends to all its sums that may win: those of which it is sure, and those near the k-th
                  everyone takes those that are sure and the first of the others, k in all
 
-In a first call ranges are equally long, and each rank also shows indices of some of its entries to all: in the next
-one each range holds about k of k P. Where all sums take less time to send than a trip, the first call gathers them all,
-without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in
-the next one, where they have grown as an entry of each rank has, of which the scatter tells. Every message names the
-call in which its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example
-after a call that some ranks left, all ranks notice in that trip and begin again as in a first call.
+In a first call ranges are equally long, and each rank also shows indices of some of its entries to all: in the next one
+each range holds about k of k P. Where all sums take less time to send than a trip, and none is rounded, the first call
+gathers them all, without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell
+where to look in the next one, where they have grown as an entry of each rank has, of which the scatter tells. Every
+message names the call in which its ranges or bounds were made, and contains a checksum of them. If they differ between
+ranks, for example after a call that some ranks left, all ranks notice in that trip and begin again as in a first call.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
@@ -297,7 +297,7 @@ def top_sums(
     if bounds is not None:
         low, high = (comm.backend.scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
-    elif comm.is_less_than_a_trip((comm.size - 1) * kept):
+    elif comm.shows_sums and comm.is_less_than_a_trip((comm.size - 1) * kept):  # links must not decide what is rounded
         bounds = Bounds(0, comm.backend.max_key(sums) + 1, comm.number, levels)
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
     for round_no in count(_GATHER):
