@@ -25,7 +25,8 @@ SIMULATED = str(Path(simulated.__file__).parent)  # stands for what is compiled:
 AFTER = frozenset(
     number
     for name, number in opcode.opmap.items()
-    if name.startswith("CALL_") or name in ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+    if (name.startswith("CALL_") and not name.startswith("CALL_INTRINSIC"))  # after which no handler runs
+    or name in ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 )
 
 
