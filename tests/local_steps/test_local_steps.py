@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.local_steps.global_parameters import GlobalParameters
+from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import (
     DTYPES,
@@ -26,6 +28,21 @@ from tests.local_steps.programs import (
 from tests.reducer.programs import run, same
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("size", [1, 1022, 600_000])
+def test_a_checksum_of_a_parameter_tells_every_change(dtype: str, size: int) -> None:
+    parameter = np.random.default_rng(0).standard_normal(size).astype(dtype)
+    parameters = GlobalParameters({"a": parameter})
+    before, found = parameter.copy(), set()
+    places = sorted({0, size // 3, size - 1})
+    bits = parameter.view(f"u{parameter.itemsize}")
+    for change in [[], *([place] for place in places), places[:2]]:
+        parameter[:] = before
+        bits[change] += np.array([1, -1]).astype(bits.dtype)[: len(change)]  # two changes add up to zero
+        found.add(parameters.checksum_of(interop.tensor(parameter, "a")))
+    assert len(found) == 1 + len(places) + (size > 1)
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
