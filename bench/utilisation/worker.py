@@ -40,8 +40,9 @@ class Training:
     """A model of flat parameters, named parts of it, and steps that sleep.
 
     A step changes a part of the parameters, by random numbers that differ between ranks: the cores could not change all
-    of them in its time, which it is within. The first change is of all, so that residuals hold something everywhere,
-    and each chunk has something to select.
+    of them in its time, which it is within. It also changes one element of every tensor, since a rank sends nothing of
+    tensors that it has not trained. The first change is of all, so that residuals hold something everywhere, and each
+    chunk has something to select.
     """
 
     def __init__(self, shapes: dict[str, int], rank: int, seconds: float) -> None:
@@ -50,6 +51,7 @@ class Training:
         self.change = np.random.default_rng(rank).standard_normal(n, np.float32)
         ends = np.cumsum(list(shapes.values()))
         parts = np.split(self.flat, ends[:-1])
+        self._first = ends - list(shapes.values())  # the index of each tensor's first element
         self.parameters = dict(zip(shapes, parts, strict=True))
         self.gradients = dict(zip(shapes, np.split(self.change, ends[:-1]), strict=True))
         self._taken = 0
@@ -66,6 +68,7 @@ class Training:
         self._taken += 1
         begin, stop = (len(self.flat) * i // parts for i in (part, part + 1))
         self.flat[begin:stop] -= self.change[begin:stop]
+        self.flat[self._first] -= self.change[self._first]
         time.sleep(max(0.0, end - time.perf_counter()))
 
 
