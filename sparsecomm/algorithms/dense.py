@@ -16,11 +16,14 @@ Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per eleme
     Along the ring, segment s travels in P - 1 steps from rank s + 1 on to rank s, and every rank adds its own; in P - 1
     more steps the sums travel on. So each byte leaves a node once.
 
+    Between nodes, if whole gradients take less time to send than a trip, every rank sends all others its whole
+    gradient. All add up all segments, in the same order: alpha + (P - 2) gap + (P - 1) e n beta.
+
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
-Result: the exact dense sum, as all its entries that are not zero; k is not used. The same on all ranks: one rank
-computes each segment. Nothing is dropped; the residual becomes zero.
+Result: the exact dense sum, as all its entries that are not zero; k is not used. The same on all ranks, whichever way
+segments travel: each is added up in the order of the ring. Nothing is dropped; the residual becomes zero.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["ALGORITHM"]
 
+_MAX_SENT = 1 << 16  # elements that a rank sends in one trip at most, also if nobody knows what a byte costs
+
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' whole gradients."""
@@ -43,8 +48,11 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
-    if _shares_links(size, len(set(comm.node_of_rank))):
+    num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
+    if _shares_links(size, num_nodes):
         _along_ring(comm, segments)
+    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_less_than_a_trip(sent):
+        _in_one_trip(comm, total, segments)
     elif size > 1:
         _at_once(comm, segments)
     return comm.backend.nonzeros(total, gradient.shape)
@@ -60,6 +68,19 @@ def _at_once(comm: Communicator, segments: list[Array]) -> None:
     lengths = {other: len(segment) for other, segment in enumerate(segments)}
     for other, received in comm.exchange_segments(dict.fromkeys(range(size), mine), lengths, 1).items():
         segments[other][:] = received
+
+
+def _in_one_trip(comm: Communicator, total: Array, segments: list[Array]) -> None:
+    """Add up all ranks' segments on every rank, in place, in the order of the ring."""
+    size, begin = comm.size, 0
+    everyones = comm.exchange_segments(dict.fromkeys(range(size), total), dict.fromkeys(range(size), len(total)), 0)
+    everyones[comm.rank] = total.copy()
+    for owner, segment in enumerate(segments):
+        end = begin + len(segment)
+        around = [everyones[(owner + distance) % size][begin:end] for distance in range(1, size + 1)]
+        for before, after in pairwise(around):
+            comm.backend.add(after, before)
+        segment[:], begin = around[-1], end
 
 
 def _along_ring(comm: Communicator, segments: list[Array]) -> None:
@@ -82,8 +103,11 @@ def _shares_links(P: int, num_nodes: int) -> bool:
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the seconds of a call, as predicted."""
     P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
-    if _shares_links(P, problem.num_nodes or P):
+    num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
+    if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # the ring leaves each node once
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and Communicator.takes_less_than_a_trip(sent, costs):
+        return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)
     return 2 * costs.add * problem.n + moved

@@ -158,8 +158,12 @@ class Communicator:
 
     def is_less_than_a_trip(self, entries: int) -> bool:
         """Return whether so many entries of the gradient, for each rank, take less time to send than a trip."""
-        link = self._costs.link
-        return entries * _ENTRY_BYTES * link.beta < link.alpha
+        return self.takes_less_than_a_trip(entries, self._costs)
+
+    @staticmethod
+    def takes_less_than_a_trip(entries: int, costs: Costs) -> bool:
+        """Return what `is_less_than_a_trip` returns at these costs."""
+        return entries * _ENTRY_BYTES * costs.link.beta < costs.link.alpha
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,18 @@ def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) ->
 @pytest.mark.parametrize("P", [2, 3, 8, 13, 32, 64])
 def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> None:
     assert trips(P, 1, algorithm=algorithm)[0][0] <= expected(P)
+
+
+@pytest.mark.parametrize("P", [2, 3, 8, 13])
+def test_small_dense_sums_have_the_same_bits_in_one_trip(P: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(ranks: simulated.SimulatedTransport) -> tuple[bytes, float]:
+        x = np.random.default_rng(ranks.rank).standard_normal(25).astype(np.float32)
+        return sc.sparse_allreduce(x, 1, comm=ranks, algorithm="dense").to_dense().tobytes(), ranks.seconds
+
+    small = [result.value for result in simulated.run(P, program, alpha=1.0)]
+    monkeypatch.setattr(sys.modules["sparsecomm.algorithms.dense"], "_MAX_SENT", 0)
+    large = [result.value for result in simulated.run(P, program, alpha=1.0)]
+    assert {(found, 2 * end) for found, end in small} == {*large} == {(small[0][0], 2.0)}
 
 
 @pytest.mark.parametrize("algorithm", ["allgather", "split", "double", "hierarchical:split"])
