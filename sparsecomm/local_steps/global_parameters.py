@@ -55,6 +55,7 @@ class GlobalParameters:
         self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
         self._arrays: dict[str, Array] = {}
         self._limits: dict[str, float] = {}  # magnitudes from which local parameters would be infinite
+        self._bounds: dict[str, float] = {}  # upper bounds of the magnitudes of global parameters, where known
         for name, parameter in pairs:
             with self.on_stream(name, parameter, writable=writable) as local:
                 self._arrays[name] = self._backends.of(local.device).accumulate(local, None)
@@ -170,15 +171,18 @@ class GlobalParameters:
             parameter -= mean
 
     @default_float_mode
-    def overflows(self, name: str, mean: Array | SparseVector, outer: NesterovSGD | None) -> Array:
+    def overflows(self, name: str, mean: Array | SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
         """Return the indices at which an outer step would make a parameter infinite, or its velocity. Nothing changes.
 
         Args:
             name: of the parameter.
             mean: the mean pseudo-gradient.
+            largest: no magnitude in ``mean`` is larger.
             outer: makes the step; ``None``: the mean is subtracted.
         """
         parameter, indices = self._arrays[name], None
+        if outer is None and self._stays_below_limit(name, largest):
+            return np.empty(0, np.int64)
         with np.errstate(over="ignore", invalid="ignore"):
             if outer is not None:
                 dense = self.dense(name, mean) if isinstance(mean, SparseVector) else mean
@@ -191,6 +195,22 @@ class GlobalParameters:
                 after = parameter - (mean.dense if isinstance(mean, DenseSum) else mean)
             bad = (~(abs(after) < self._limits[name]) & (abs(parameter) < self._limits[name])).nonzero()[0]
         return bad if indices is None else indices[bad]
+
+    def _stays_below_limit(self, name: str, largest: float) -> bool:
+        """Return whether a parameter surely stays finite when magnitudes up to ``largest`` are subtracted.
+
+        The bound grows by as much, whether or not they are then subtracted. It is found anew when it no longer tells.
+        """
+        parameter = self._arrays[name]
+        limit = min(self._limits[name], float(np.finfo(parameter.dtype).max))
+        for bound in (self._bounds.get(name), None):
+            if bound is None:
+                bound = float(abs(parameter).max()) if parameter.size else 0.0
+            after = (bound + largest) * (1 + 1e-6)  # sums are rounded
+            if after < limit:
+                self._bounds[name] = after
+                return True
+        return False
 
     @default_float_mode
     def shifted(self, name: str, local: interop.Tensor, before: Array, sent: Array | None) -> Array:
@@ -245,11 +265,13 @@ class GlobalParameters:
 
     def set(self, arrays: Mapping[str, Array]) -> None:
         """Set some of them to arrays that `from_host` returned."""
+        self._bounds.clear()
         for name in self.on_streams(arrays):
             self._arrays[name][:] = arrays[name]
 
     def broadcast(self, ranks: Transport, root: int) -> None:
         """Give all ranks those of rank ``root``. Collective."""
+        self._bounds.clear()
         for name in self.on_streams(self._arrays):
             flat = to_host(self._arrays[name])
             if flat.size:

@@ -785,7 +785,7 @@ class LocalSteps:
             found = {}
             for name in self._globals.on_streams(self.fragments[exchange.fragment]):
                 mean = exchange.means.get(name, sums.get(name))
-                if mean is not None and len(indices := self._globals.overflows(name, mean, plain)):
+                if mean is not None and len(indices := self._globals.overflows(name, mean, largest, plain)):
                     found[name] = indices
             exchange.overflows = found
             return not found
