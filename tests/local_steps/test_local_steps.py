@@ -37,11 +37,11 @@ def test_a_checksum_of_a_parameter_tells_every_change(dtype: str, size: int) -> 
     parameters = GlobalParameters({"a": parameter})
     bits, tensor = parameter.view(f"u{parameter.itemsize}"), interop.tensor(parameter, "a")
     before = parameters.checksum_of(tensor)
-    for places in ([0], [size // 3], [size - 1], [0, size // 3][: min(size, 2)]):
-        change = np.array([1, -1]).astype(bits.dtype)[: len(places)]  # two changes add up to zero
-        bits[places] += change
+    for changed in ([0], [size // 3], [size - 1], [0, size // 3][: min(size, 2)]):
+        change = np.array([1, -1]).astype(bits.dtype)[: len(changed)]  # two changes add up to zero
+        bits[changed] += change
         assert parameters.checksum_of(tensor) != before
-        bits[places] -= change
+        bits[changed] -= change
     assert parameters.checksum_of(tensor) == before
 
 
