@@ -13,12 +13,15 @@ line below is one trip; that in brackets is for the first call of a plan, and wh
     gather       each rank sends to all its sums that may win: those of which it is sure, and those near the k-th
                  everyone takes those that are sure and the first of the others, k in all
 
-In a first call ranges are equally long, and each rank also shows indices of some of its entries to all: in the next one
-each range holds about k of k P. Where all sums take less time to send than a trip, and none is rounded, the first call
-gathers them all, without quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell
-where to look in the next one, where they have grown as an entry of each rank has, of which the scatter tells. Every
-message names the call in which its ranges or bounds were made, and contains a checksum of them. If they differ between
-ranks, for example after a call that some ranks left, all ranks notice in that trip and begin again as in a first call.
+In a first call each rank also shows indices of some of its entries to all, so that in the next one each range holds
+about k of k P. Ranges are equally long until then if k P is small. Otherwise they are made from the indices before the
+scatter, which takes one more trip: nearly all entries may lie in one of P equally long ranges.
+
+Where all sums take less time to send than a trip, and none is rounded, the first call gathers them all, without
+quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next
+one, where they have grown as an entry of each rank has, of which the scatter tells. Every message names the call in
+which its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example after a
+call that some ranks left, all ranks notice in that trip and begin again as in a first call.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
@@ -57,6 +60,7 @@ _MIN_ENTRIES = 16  # entries that a range is worth: for fewer, fewer ranks own r
 _SAMPLES = 32  # per rank at most
 _MAX_DOUBT = 8.0
 _NEAR = 0.3  # part of a result whose keys travel beside them, if any do, in trainings by local steps of 4 and 8 ranks
+_FEW = 2**15  # entries of all ranks that one owner may receive in a first call, about 256 KB
 _CROWDED = 1.5  # times as crowded as when they were chosen: ranges are chosen anew
 _SCATTER, _GATHER = 0, 8  # round numbers
 _AGE_AT = 16  # the bit of a mark from which on it says how many calls ago; a checksum is below
@@ -111,7 +115,8 @@ class Dropped(list[SparseVector]):
 def scatter(
     comm: Communicator, gradient: Contribution, mine: SparseVector, k: int, number: int = 0
 ) -> tuple[list[SparseVector], list[int]]:
-    """Return what all ranks have in this rank's range, in order of rank: in one trip, or two if ranges differ.
+    """Return what all ranks have in this rank's range, in order of rank: in one trip; two if ranges differ or are made first;
+    three if both.
 
     And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none.
     """
@@ -121,21 +126,32 @@ def scatter(
     if ranges is not None and ranges.following is not None:
         ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
     for round_no in count(_SCATTER):
-        dropped, shown = Dropped(), list[int]()
+        dropped, shown, range_of = Dropped(), list[int](), None
         if ranges is None:
-            ranges, shown = equally_long(mine.size, comm.size, owners, comm.number), samples(comm, mine, k)
-        (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
-        words = mark(comm.number - ranges.made, ranges.checksum), level, *shown
-        begin, end = ranges.boundaries[comm.rank : comm.rank + 2]
-        range_of = partial(_range_if_alike, (begin, end), words[0])
-        parcels: dict[int, Parcel] = {
-            rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
-            for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
-        }
+            shown = samples(comm, mine, k)
+            if comm.size * k <= _FEW:
+                ranges = equally_long(mine.size, comm.size, owners, comm.number)
+        if ranges is None:
+            parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *shown)))
+        else:
+            (level,) = comm.backend.nth_keys(mine, [min(number, mine.nnz)]) if number and mine.nnz else (0,)
+            words = mark(comm.number - ranges.made, ranges.checksum), level, *shown
+            begin, end = ranges.boundaries[comm.rank : comm.rank + 2]
+            range_of = partial(_range_if_alike, (begin, end), words[0])
+            parcels = {
+                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
+                for rank, piece in enumerate(pieces_of(comm, mine, ranges.boundaries))
+            }
         found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, range_of=range_of)
         found[comm.rank] = parcels[comm.rank]
         everyones = [found[rank] for rank in range(comm.size)]
-        if len({mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}) > 1:
+        marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(everyones)}
+        if marks == {0}:
+            check_words(comm, everyones, 1 + len(shown))
+            boundaries = balanced([words[1:] for _, words in everyones], mine.size, comm.size, owners)
+            ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
+            continue
+        if ranges is None or len(marks) > 1:
             ranges = None
             continue
         check_words(comm, everyones, len(words))

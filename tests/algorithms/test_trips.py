@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,24 @@ def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) ->
     found = [each for each, _ in trips(P, calls, **SPLITS[variant])]
     assert max(found) <= 4
     assert found.count(2.0) >= calls - 2  # the first, and hardly ever another one
+
+
+@pytest.mark.parametrize("variant", ["split", "packed", "ssar"])
+def test_no_owner_receives_most_of_many_entries(variant: str) -> None:
+    """Also in a first call, where the entries of all ranks lie in an eighth of the indices."""
+    P, n, k = 8, 80_000, 5_000
+
+    def program(ranks: simulated.SimulatedTransport) -> list[int]:
+        rng, found = np.random.default_rng(ranks.rank), [0]
+        for _ in range(3):
+            x = rng.standard_normal(n).astype(np.float32)
+            x[: n // P] *= 100
+            sc.sparse_allreduce(x, k, comm=ranks, **SPLITS[variant])
+            found.append(ranks.counters.bytes_received)
+        return [after - before for before, after in pairwise(found)]
+
+    first, _, usual = (max(each) for each in zip(*run(P, program, [0] * P), strict=True))
+    assert first < 1.5 * usual
 
 
 @pytest.mark.parametrize(
