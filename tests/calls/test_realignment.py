@@ -55,9 +55,8 @@ class Barrier:
 @several
 @pytest.mark.parametrize("realigned", [True, False])
 def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that calls are counted from the first sum on
-
     """The others wait for it in vain. Then all go on with the next one."""
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that calls are counted from the first sum on
     barrier = Barrier()
 
     def program(ranks: simulated.SimulatedTransport) -> Any:
