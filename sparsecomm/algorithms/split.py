@@ -115,10 +115,10 @@ class Dropped(list[SparseVector]):
 def scatter(
     comm: Communicator, gradient: Contribution, mine: SparseVector, k: int, number: int = 0
 ) -> tuple[list[SparseVector], list[int]]:
-    """Return what all ranks have in this rank's range, in order of rank: in one trip; two if ranges differ or are made first;
-    three if both.
+    """Return what all ranks have in this rank's range, in order of rank.
 
-    And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none.
+    And the key of each rank's entry of that ``number``, in the order of selection; 0 where there is none. This takes
+    one trip, one more if the ranks' ranges differ, and one more if ranges are made first.
     """
     nothing, owners = comm.backend.empty_like(mine), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]

@@ -104,9 +104,20 @@ def measurement_needed(ranks: Transport, options: Options | None = None) -> Link
         ranks: the ranks.
         options: of calls, which may not need them; ``None``: they are needed.
     """
-    if (options is None or costs_matter(ranks, options)) and _known(ranks) is None:
-        return LinkMeasurement(ranks)
-    return None
+    if options is not None and not costs_matter(ranks, options):
+        return None
+    queue = queue_of(ranks)
+    if queue.measuring is not None and _known(ranks) is None:  # a reducer's wait for it was interrupted
+        try:
+            queue.measuring.wait()
+        except Exception:  # the other ranks measure again, too
+            pass
+        except BaseException:
+            if queue.measuring.error is not None:
+                queue.measuring = None
+            raise
+        queue.measuring = None
+    return LinkMeasurement(ranks) if _known(ranks) is None else None
 
 
 def measured_links(ranks: Transport, seconds: float) -> Links:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls import sparse
-from sparsecomm.calls.measurement import costs_of, measured_links
+from sparsecomm.calls.measurement import LinkMeasurement, costs_of, measured_links
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.links import Links
@@ -185,6 +186,19 @@ def test_once_on_a_communicator_where_costs_matter(
 
     first = calls[len(set(nodes)) - 1] if P > 1 else 1
     assert run(P, program, nodes) == [[first, first + 1, first + 2]] * P
+
+
+def test_one_that_a_reducer_no_longer_waits_for_is_not_made_twice() -> None:
+    """Its wait was interrupted, and the program goes on with another kind of call."""
+
+    def program(ranks: simulated.SimulatedTransport) -> int:
+        if ranks.rank == 0:
+            queue = queue_of(ranks)
+            queue.measuring = queue.submit(LinkMeasurement(ranks))
+        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks, algorithm="tree")
+        return ranks.number
+
+    assert run(2, program, [0, 1]) == [2, 2]
 
 
 def test_explain_and_calls_use_the_same() -> None:
