@@ -302,7 +302,7 @@ def top_sums(
     kept: int,
     ranges: list[Range],
 ) -> SparseVector:
-    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if something must be known of the k-th.
+    """Return the first ``kept`` sums of all owners' pieces: in one trip, or two if the bounds must be found first.
 
     ``ranges``: of the owners.
     """

@@ -57,7 +57,7 @@ def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Us
 
 
 def costs_for_steps(ranks: Transport) -> Used:
-    """Do as `costs_of`. Where a thread makes calls, an interrupt ends the wait alone, and the next time waits on."""
+    """Like `costs_of`, but where a thread makes calls an interrupt ends only the wait. The next call resumes it."""
     queue = queue_of(ranks)
     handle = queue.measuring
     if handle is None:
@@ -121,7 +121,7 @@ def measurement_needed(ranks: Transport, options: Options | None = None) -> Link
 
 
 def measured_links(ranks: Transport, seconds: float) -> Links:
-    """Measure the links between ranks, whatever is known of them. Collective.
+    """Measure the links between ranks, even if they have been measured before. Collective.
 
     Args:
         ranks: the ranks.
@@ -144,8 +144,8 @@ class LinkMeasurement(Call):
     """A call after which the queue knows how long messages take, the same on all ranks.
 
     Attributes:
-        must_keep: whether the gradient of the sum that follows must be kept, whatever comes: the measurement has begun
-            on the transport, if only to be left, or the transport has failed.
+        must_keep: whether the caller must keep its gradient: the measurement has begun, even if it then failed, or the
+            transport has failed.
         links, found: the links, and the costs with them; ``None``: it has not come so far.
     """
 
@@ -179,6 +179,6 @@ class LinkMeasurement(Call):
         return _NOTHING
 
     def _finish(self, result: SparseVector) -> None:
-        if not self._seconds:  # else it is for a tool, and calls go by what they would in any program
+        if not self._seconds:  # tools do not change the costs that calls use
             self._queue.measured = self.found
         self.ranks.counted = self._counted  # to the program, the sum that comes next is the call that may count

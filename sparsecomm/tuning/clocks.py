@@ -16,7 +16,7 @@ __all__ = ["Offset", "offsets"]
 
 
 class Offset(NamedTuple):
-    """By how many seconds the clock of a rank is ahead, and by how many that may be wrong."""
+    """By how many seconds the clock of a rank is ahead, and the maximum error."""
 
     seconds: float
     bound: float
@@ -29,7 +29,7 @@ def offsets(
 ) -> dict[int, Offset]:
     """Return by how much the clock of each rank is ahead of that of the first one.
 
-    Those of ranks that no messages connect with it are left as they are, with a bound of infinity.
+    Ranks that exchanged no messages with it, not even through others, get offset 0 and an infinite bound.
 
     Args:
         ranks: their numbers.

@@ -1,11 +1,11 @@
-"""What the links between ranks are like. Messages are timed here and nowhere else.
+"""Measures the links between ranks. All timing of messages is in this module.
 
 The first call over a network, `sparsecomm tune`, `sparsecomm plan --measure` and the benchmarks use a `Probe`. Ranks
 time messages in pairs and exchange their times, so all of them find the same links.
 
-Without seconds to spend, each rank is paired with the one half its group away. That takes one and a half round trips
-between nodes that are far from each other, one more for an odd number of nodes, and hardly a millisecond where they are
-near. With seconds to spend, all pairs exchange marks, and long messages become as long as the time allows.
+Without a time budget, each rank is paired with the one half its group away. That takes one and a half round trips
+between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
+budget, all pairs exchange short messages, and long messages become as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FAR = 5e-3  # seconds of a round trip from which on nothing is timed twice
 _TRAIN = 6_144  # bytes that a connection of TCP can still send before the first acknowledgement: ten packets in all
 _TRIPS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
-_MAX_TRIPS, _MAX_TURNS = 200, 15  # with seconds to spend; 15 turns are all pairs of 16 ranks
+_MAX_TRIPS, _MAX_TURNS = 200, 15  # with a time budget; 15 turns are all pairs of 16 ranks
 _MIN_STREAM, _MAX_STREAM = 1 << 16, 1 << 24  # bytes of a message
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
 _MIN = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
@@ -55,11 +55,11 @@ class Links:
     Attributes:
         between: the slowest link between nodes, of one rank of each; ``None``: there is one node.
         inside: the slowest link between ranks of a node; ``None``: no node has two.
-        farthest: the pair with the longest trip between nodes, or inside if there is one node; ``None`` if no seconds
-            were spent.
-        fastest: for a sender and a receiver, the time on the receiver's clock when a message came, less that on the
-            sender's when it left, of the fastest message: what `sparsecomm.tuning.clocks` goes by. Without seconds to
-            spend, nothing.
+        farthest: the pair with the longest trip between nodes, or inside if there is one node; ``None`` without a time
+            budget.
+        fastest: for a sender and a receiver, the time on the receiver's clock when a message came, minus that on the
+            sender's when it left, of the fastest message: input of `sparsecomm.tuning.clocks.offsets`. Empty without a
+            time budget.
     """
 
     between: Link | None
@@ -72,14 +72,13 @@ class Links:
         """The link that calls of all ranks wait for; that of `DEFAULT` for one rank."""
         return self.between or self.inside or DEFAULT.link
 
-
     @property
     def round_trip(self) -> float:
-        """Seconds of the fastest round trip of `farthest`; without seconds to spend, twice the trip of `slowest`."""
+        """Seconds of the fastest round trip of `farthest`; without a time budget, twice the trip of `slowest`."""
         if self.farthest is None:
             return 2 * self.slowest.alpha
         a, b = self.farthest
-        return self.fastest[a, b] + self.fastest[b, a]
+        return max(self.fastest[a, b] + self.fastest[b, a], 2 * _MIN[0])
 
 
 class Probe:
@@ -103,8 +102,8 @@ class Probe:
         """Return the links. Collective.
 
         Args:
-            seconds: about how long to measure each of the two links; 0: as short as can be. Without them, values are
-                rounded so that choices do not change from run to run.
+            seconds: the budget, for each of the two links; 0: the shortest measurement, whose values are rounded so
+                that choices do not change from run to run.
         """
         self._round = 0
         if seconds:
@@ -174,13 +173,13 @@ class Probe:
 
     # -- times between two ranks --------------------------------------------------------------------------------------
     #
-    # Who comes first waits for the other, and attends to nobody else meanwhile. So the other one's mark is answered at
-    # once, and the shorter time of the two is that of the network.
+    # The rank that arrives first waits for its peer, so the later rank's mark is answered immediately. The shorter of
+    # the two times is the network's.
 
     def _far(self, peer: int) -> Times:
-        """Time a round trip, and how long it takes until ``_TRAIN`` bytes are in that follow at once.
+        """Time a round trip, and how long ``_TRAIN`` bytes that are sent right after it take to arrive.
 
-        Both ranks send at once, so that no message may be waited for until the other one's is here.
+        Both ranks send first, so neither may wait for its sends before it has received.
         """
         isend, messages, clock = self._ranks.isend, self._messages, self._ranks.clock
         train = _bytes(_TRAIN)
@@ -300,9 +299,9 @@ def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
 
 
 def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[float]], float] = min) -> Link | None:
-    """Return the link of pairs, whose long messages have ``nbytes``: calls wait for the slowest pair; `None` of none.
+    """Return the slowest link of pairs, whose long messages have ``nbytes``; ``None``: there are no pairs.
 
-    Of the times of two ranks the shorter one counts, but for long messages ``of_two``.
+    The shorter of the times of a pair's two ranks counts. For long messages, ``of_two`` combines them.
     """
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What TCP makes of a link: the rates of one stream and of several, and the losses.
+"""Measures TCP over a link: the rates of one stream and of several, and the loss.
 
 Streams are TCP connections of their own, between addresses over which ranks talk anyway: members send to the next one,
 half of them at a time. Losses are the segments that were sent again, as the kernel counts them, by connections that are

@@ -50,7 +50,7 @@ def uninterrupted() -> Iterator[None]:
 class CommonStart:
     """Has calls begin on all ranks at one moment. All methods are collective.
 
-    Over a long link, ranks leave a barrier up to some trips apart; where links are short, that is start enough.
+    Over a long link, ranks leave a barrier up to some trips apart. On short links a barrier is precise enough.
     """
 
     def __init__(self, comm: World, ranks: Transport) -> None:
@@ -61,7 +61,7 @@ class CommonStart:
         self._pause = 4 * log2_ceil(ranks.size) * alpha + _MARGIN if ranks.size > 1 and alpha > _LONG else 0.0
 
     def wait(self) -> None:
-        """Return at a moment that rank 0 says, which is late enough for all ranks to hear of it."""
+        """Return at the time chosen by rank 0, far enough ahead that every rank knows it by then."""
         if self._pause:
             moment = self._comm.bcast(self._clock() + self._pause) + self._ahead
             time.sleep(max(0.0, moment - self._clock()))

@@ -5,9 +5,9 @@ same lines in the same order, so all know in which line the last one of them cam
 there, or none does, and all may try again: a rank that comes while another gives up must not wait for connections that
 nobody makes. To append takes no answer, and to read one round trip. A line that is there twice counts once.
 
-The process has one connection to the store, on which other threads may wait for as long as they like. So a thread asks
-over that one, and if it has found nothing soon, the rendezvous goes on over a connection of its own, which takes two
-more round trips to make.
+The process has one connection to the store, on which other threads may wait for any time. So a thread asks over that
+one. If this finds nothing within half a second, the rendezvous opens a connection of its own, which takes two more
+round trips.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Store: TypeAlias = Any  # `torch.distributed.Store`, whose declaration lacks `ap
 _KEY = "came"
 _PAUSE = 2e-3  # seconds, by which ranks differ that begin together
 _SOON = 0.5  # seconds after which a connection of its own is made
-_NOTHING = "?"  # what the log never is: the store answers a comparison with what it holds instead
+_NOTHING = "?"  # never equal to the log, so that `compare_set` only reads
 
 
 def rendezvous(
@@ -60,7 +60,11 @@ def rendezvous(
     if another is not None:
         if found := _at_once(store, rank, size, token, line, min(timeout, _SOON)):
             return found
-        store = another()
+        try:
+            store = another()
+        except BaseException:  # the others must not count on this rank; the connection may be held
+            _thread.start_new_thread(store.append, (_KEY, f"- {rank} {token} \n"))
+            raise
     store.append(_KEY, line)
     time.sleep(_PAUSE)  # a question that comes just before the last rank's line costs a round trip
     here = _read(store, rank, size, token)
@@ -114,8 +118,10 @@ def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
                 continue
             known.add(theirs)
             here[int(who)] = theirs, told
-        elif here.get(int(who), ("", ""))[0] == theirs:
-            del here[int(who)]
+        else:
+            known.add(theirs)  # its other line may still come
+            if here.get(int(who), ("", ""))[0] == theirs:
+                del here[int(who)]
         if len(here) == size:
             if here[rank][0] == token:
                 break
