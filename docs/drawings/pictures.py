@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import numpy as np
 
 from docs.drawings import example, overview, run
 from docs.drawings.timeline import Holdings, holdings, timeline
 from docs.drawings.traces import Message, Trace, trace
+from sparsecomm.primitives.communicator import Communicator
 
 __all__ = ["PICTURES"]
 
@@ -85,8 +87,13 @@ def tree() -> str:
 
 def split() -> str:
     """Draw the exact global top-k."""
-    found = trace(apart(4), _K, "split")
-    phases = [(1, "entries to owners of ranges"), (1, "gather what may win")]
+    with mock.patch.object(Communicator, "is_less_than_a_trip", return_value=False):  # as of many entries
+        found = trace(apart(4), _K, "split")
+    phases = [
+        (1, "entries to owners of ranges"),
+        (1, "first call: keys of some sums"),
+        (1, "gather what may win"),
+    ]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
@@ -99,7 +106,8 @@ def double() -> str:
 
 def dense() -> str:
     """Draw the sum of segments."""
-    found = trace(coded(4), 1, "dense")
+    with mock.patch.object(Communicator, "is_less_than_a_trip", return_value=False):  # as of long gradients
+        found = trace(coded(4), 1, "dense")
     phases = [(1, "segments to their owners"), (1, "sums to all")]
     return timeline(found, "dense on 4 ranks", phases, segments(found))
 

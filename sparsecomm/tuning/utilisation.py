@@ -51,9 +51,9 @@ _SMALL = 4096  # elements of small tensors, such as norms and biases, which a Re
 _OWN_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
-# SparseAdamW beyond fused AdamW, with its selection: (69.1 - 17.5) ms for 25.6M weights = 2.0 ns per weight
+# SparseAdamW beyond fused AdamW, with its selection: (56.0 - 18.3) ms for 25.6M weights = 1.5 ns per weight
 # (bench/results/training-adamw-work.txt).
-_ADAMW_PASSES = 5.0
+_ADAMW_PASSES = 3.7
 # An entry that is selected touches cache lines of 16 elements: 40 ns for a line of the gradient, the residual and the
 # sum. CPU time of `double` on 4 simulated ranks, 8M weights: 1.6 and 3.0 ns per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
