@@ -89,11 +89,7 @@ def split() -> str:
     """Draw the exact global top-k."""
     with mock.patch.object(Communicator, "is_less_than_a_trip", return_value=False):  # as of many entries
         found = trace(apart(4), _K, "split")
-    phases = [
-        (1, "entries to owners of ranges"),
-        (1, "first call: keys of some sums"),
-        (1, "gather what may win"),
-    ]
+    phases = [(1, "entries to owners of ranges"), (1, "first call: keys of some sums"), (1, "gather what may win")]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
