@@ -18,10 +18,10 @@ about k of k P. Ranges are equally long until then if k P is small. Otherwise th
 scatter, which takes one more trip: nearly all entries may lie in one of P equally long ranges.
 
 Where all sums take less time to send than a trip, and none is rounded, the first call gathers them all, without
-quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call tell where to look in the next
-one, where they have grown as an entry of each rank has, of which the scatter tells. Every message names the call in
-which its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example after a
-call that some ranks left, all ranks notice in that trip and begin again as in a first call.
+quantiles. Ranges stay while they are balanced. Keys near the k-th largest of this call are the bounds for the next one.
+They are scaled by how much one entry of each rank, which the scatter brings along, has grown. Every message names the
+call in which its ranges or bounds were made, and contains a checksum of them. If they differ between ranks, for example
+after a call that some ranks left, all ranks notice in that trip and begin again as in a first call.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k: that of `allgather`, cut to k. The same on
 all ranks. Dropped: what quantizing to a narrow format takes, by the rank that sends; the order is that of the exact
@@ -194,7 +194,7 @@ def samples(comm: Communicator, mine: SparseVector, k: int) -> list[int]:
 
 
 def equally_long(n: int, size: int, owners: int, number: int) -> Ranges:
-    """Return ranges of n elements for call ``number``, of which nothing is known; further ranges are empty."""
+    """Return equally long ranges of n elements, made in call ``number``; ranks that own none get empty ranges."""
     boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
     return Ranges(boundaries, number, checksum_of(boundaries))
 

@@ -1,8 +1,8 @@
-"""The call that measures links, and the costs of messages and work that calls on a communicator go by.
+"""The call that measures links, and the costs of messages and work by which calls on a communicator are planned.
 
-Costs are those of a profile; without one that fits, delay and rate as `LinkMeasurement` finds them, once on each
-communicator. Every call between nodes goes by them, whatever its algorithm: they decide whether small messages reach
-all ranks in one trip or in log2 P. On one node only a choice of the algorithm needs them.
+Costs come from a profile. Without one that fits, `LinkMeasurement` measures delay and rate, once on each communicator.
+Every call between nodes uses them, whatever its algorithm, because they decide whether small messages reach all ranks
+in one trip or in log2 P. On one node, only the choice of an algorithm needs them.
 """
 
 from __future__ import annotations

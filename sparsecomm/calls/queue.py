@@ -223,7 +223,7 @@ class CallQueue:
         self._maker = 0  # the thread that does
         self._waiting: deque[Handle] = deque()
         self._wake: SimpleQueue[None] = SimpleQueue()  # of the thread, where there is one
-        self._start = Lock()  # taken by whoever starts the thread, for good
+        self._start = Lock()  # acquired once and never released, by the caller that starts the thread
         self._started = self._ending = False
         self._thread = 0  # which it is
         self._ended = Lock()  # the thread holds it

@@ -1,4 +1,4 @@
-"""The messages of a trace, of which both ends have a record, and the clocks that they set right."""
+"""The messages that both their sender and their receiver have recorded, and the clock offsets that follow from them."""
 
 from __future__ import annotations
 
