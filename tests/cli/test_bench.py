@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sparsecomm.calls import observers
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep
+from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep, timing
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -109,6 +110,27 @@ def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert (launch.launcher() is not None) == rank
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "waits"), [(0.05, True), (1e-5, False)])
+def test_calls_begin_at_one_moment_where_links_are_long(
+    alpha: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clocks of the ranks say: rank 0 names a time of its own clock."""
+    ahead, moment, slept = [3.0, -700.0, 50.0], 100.0, list[float]()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=slept.append))
+
+    def program(ranks: simulated.SimulatedTransport) -> float | None:
+        ranks.clock = lambda: ranks.seconds + ahead[ranks.rank]  # type: ignore[method-assign]
+        comm: Any = SimpleNamespace(bcast=lambda value: moment + ahead[0])
+        timing.CommonStart(comm, ranks).wait()
+        return ranks.seconds + slept.pop() if slept else None
+
+    found = [result.value for result in simulated.run(len(ahead), program, alpha=alpha, beta=8e-9)]
+    assert found == (pytest.approx([moment] * len(ahead), abs=1e-3) if waits else [None] * len(ahead))
 
 
 # -- the clocks -------------------------------------------------------------------------------------------------------
