@@ -108,11 +108,11 @@ class Ours(runners.Ours):
         """Send the messages of `exchange` by mpi4py alone."""
         self._replay.run()
 
-    def _communicator(self, ranks: transport.Transport) -> Communicator:
+    def _communicator(self, transport: transport.Transport) -> Communicator:
         v, wire = self.vectors, self.taken.wire
         call = CallSignature(self.taken.algorithm.name, FLOAT32.code, OPS.index("sum"), wire.code, v.n, self.k)
-        messages = Messages(call, ranks.rank, FLOAT32.accumulator, v.x.shape, self._backend)
-        return Communicator(ranks, self._backend, messages, wire, self.explained.costs)
+        messages = Messages(call, transport.rank, FLOAT32.accumulator, v.x.shape, self._backend)
+        return Communicator(transport, self._backend, messages, wire, self.explained.costs)
 
     def traffic(self) -> Sequence[float]:
         return self.ranks.counters.bytes_sent, on_the_wire()

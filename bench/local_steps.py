@@ -109,9 +109,9 @@ def theirs(P: int, n: int) -> list[Row]:
 def ours(P: int, n: int, algorithm: str, wire: str) -> Row:
     """Return what the library takes, on simulated ranks; virtual time has no computation in it."""
 
-    def program(ranks: Transport) -> None:
-        x = np.random.default_rng(ranks.rank).standard_normal(n, np.float32)
-        sc.sparse_allreduce(x, K, chunk=CHUNK, comm=ranks, algorithm=algorithm, wire=wire)
+    def program(transport: Transport) -> None:
+        x = np.random.default_rng(transport.rank).standard_normal(n, np.float32)
+        sc.sparse_allreduce(x, K, chunk=CHUNK, comm=transport, algorithm=algorithm, wire=wire)
 
     row: Row = {"ranks": P, "way": f"{algorithm}, {wire}"}
     for name, rate in RATES.items():

@@ -104,9 +104,9 @@ class Training:
         residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
         whole = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
 
-        def exchange(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-            mine, kept = self._gradients[ranks.rank], residuals[ranks.rank]
-            return sc.sparse_allreduce(mine, self._k, comm=ranks, residual=kept, **way)
+        def exchange(transport: simulated.SimulatedTransport) -> sc.SparseVector:
+            mine, kept = self._gradients[transport.rank], residuals[transport.rank]
+            return sc.sparse_allreduce(mine, self._k, comm=transport, residual=kept, **way)
 
         ranks = simulated.run(self._P, exchange, node_of_rank=[rank // 4 for rank in range(self._P)])
         result = ranks[0].value

@@ -350,7 +350,7 @@ def train_by_library(rule: Rule) -> dict[str, Any]:
     task = TRANSFORMERS[rule.model]
     steps, (training, held_out) = rule.steps or task.steps, task.data()
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[float, float, float]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[float, float, float]:
         torch.manual_seed(rule.seed)
         model, batches = task.build(), torch.Generator().manual_seed(rule.seed)
         weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
@@ -360,18 +360,18 @@ def train_by_library(rule: Rule) -> dict[str, Any]:
             weight_decay={name: 0.1 for name, weight in weights.items() if weight.ndim > 1},
             density=rule.density,
             wire=_WIRES[rule.bits],
-            comm=ranks,
+            comm=transport,
         )
         ends = np.cumsum([weight.size for weight in weights.values()])
         gradient = np.empty(ends[-1], np.float32)
         for step in range(steps):
             batch = torch.randint(len(training), (task.batch,), generator=batches)
-            loss = loss_of(model, training, batch[ranks.rank :: rule.ranks])
+            loss = loss_of(model, training, batch[transport.rank :: rule.ranks])
             clipped(model, loss, task.clip, rule.ranks, gradient)
             optimizer.lr = rate_of(rule, task, step, steps)
             parts = np.split(gradient, ends[:-1])
             optimizer.step({name: g.reshape(weights[name].shape) for name, g in zip(weights, parts, strict=True)})
-        found = evaluate(model, held_out) if ranks.rank == 0 else (0.0, 0.0)
+        found = evaluate(model, held_out) if transport.rank == 0 else (0.0, 0.0)
         return *found, optimizer.reducer.counters.bytes_sent / steps / len(gradient)
 
     results = [result.value for result in simulated.run(rule.ranks, program)]

@@ -78,10 +78,10 @@ def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
     """Return the bytes that the rank sends that sends most."""
     algorithm = (METHODS[method][1] or {}).get("algorithm", "auto")
 
-    def program(ranks: Transport) -> None:
+    def program(transport: Transport) -> None:
         residual = np.zeros(n, np.float32)
-        for gradient in _gradients(n, P)[ranks.rank]:
-            sc.sparse_allreduce(gradient, k, comm=ranks, residual=residual, wire=wire, algorithm=algorithm)
+        for gradient in _gradients(n, P)[transport.rank]:
+            sc.sparse_allreduce(gradient, k, comm=transport, residual=residual, wire=wire, algorithm=algorithm)
 
     with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # so that no links are measured
         return max(result.counters.bytes_sent for result in simulated.run(P, program))

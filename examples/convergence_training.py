@@ -130,7 +130,9 @@ class Curve:
     weights: str = ""
 
 
-def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lambda: None, *, factor: int = 1) -> Curve:
+def train(
+    setting: Setting, transport: Transport, advance: Callable[[], None] = lambda: None, *, factor: int = 1
+) -> Curve:
     """Do this rank's part of a training.
 
     Args:
@@ -153,7 +155,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
     reducer = sc.Reducer(
         {name: p.detach() for name, p in parameters.items()},
         1.0 if dense else sc.Warmup(setting.density, setting.warm),
-        comm=ranks,
+        comm=transport,
         op="mean",
         scope="model",  # one selection from the whole gradient, as gTop-k has it
         dense_below=0,
@@ -170,7 +172,7 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
 
     for step in range(setting.steps):
         # All ranks draw the same batch, and each takes every P-th sample of it.
-        batch = torch.randint(len(training), (task.batch,), generator=batches)[ranks.rank :: ranks.size]
+        batch = torch.randint(len(training), (task.batch,), generator=batches)[transport.rank :: transport.size]
         optimizer.zero_grad()
         scores = model(training.inputs[batch]).flatten(0, -2)
         functional.cross_entropy(scores, training.targets[batch].flatten()).backward()  # type: ignore[no-untyped-call]
@@ -182,19 +184,19 @@ def train(setting: Setting, ranks: Transport, advance: Callable[[], None] = lamb
         optimizer.step()
         if step + 1 == setting.warm:
             curve.warm = sent()
-            curve.warm_seconds = ranks.seconds if isinstance(ranks, SimulatedTransport) else 0.0
+            curve.warm_seconds = transport.seconds if isinstance(transport, SimulatedTransport) else 0.0
         if (step + 1) % every == 0 or step + 1 in (1, setting.steps):
             curve.steps.append(step + 1)
             curve.sent.append(sent())
-            if isinstance(ranks, SimulatedTransport):
-                curve.seconds.append(ranks.seconds)
-            if ranks.rank == 0:
+            if isinstance(transport, SimulatedTransport):
+                curve.seconds.append(transport.seconds)
+            if transport.rank == 0:
                 loss, accuracy = evaluate(model, some)
                 curve.losses.append(loss)
                 curve.accuracies.append(accuracy)
         advance()
 
-    if ranks.rank == 0:
+    if transport.rank == 0:
         curve.loss, curve.accuracy = evaluate(model, held_out)
     digest = hashlib.sha256()
     for p in parameters.values():
@@ -234,8 +236,8 @@ def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Cu
     """
     factor = max(1, round(LARGE / weights_of(setting.model)))  # a whole number, so that bytes can be counted exactly
 
-    def program(ranks: Transport) -> Curve:
-        return train(setting, ranks, advance if ranks.rank == 0 else lambda: None, factor=factor)
+    def program(transport: Transport) -> Curve:
+        return train(setting, transport, advance if transport.rank == 0 else lambda: None, factor=factor)
 
     def weigh(message: Bytes) -> int:
         return HEADER_BYTES + factor * (len(message) - HEADER_BYTES)

@@ -82,7 +82,7 @@ class Setting:
 
 def train(setting: Setting) -> dict[str, Any]:
     """Return the outcome of a training, with all workers in this process."""
-    results = simulated.run(setting.ranks, lambda ranks: work(setting, ranks))
+    results = simulated.run(setting.ranks, lambda transport: work(setting, transport))
     outcomes = [result.value for result in results]
     if any(outcome != outcomes[0] for outcome in outcomes if outcome and "curve" not in outcome):
         raise RuntimeError(f"{setting}: at the end the global parameters differ between workers")
@@ -90,9 +90,9 @@ def train(setting: Setting) -> dict[str, Any]:
     return outcomes[0]
 
 
-def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
+def work(setting: Setting, transport: Transport) -> dict[str, Any]:
     """Do one worker's part of a training. Of rank 0 only the losses are returned."""
-    worker = Worker(ranks.rank, ranks.size, setting.seed, setting.steps)
+    worker = Worker(transport.rank, transport.size, setting.seed, setting.steps)
     plain = setting.outer == 1 and setting.momentum == 0
     dense = setting.method == "dense"
     local = sc.LocalSteps(
@@ -101,7 +101,7 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         sync_every=setting.sync_every,
         fragment_sync_delay=setting.delay,
         outer=None if plain else sc.NesterovSGD(setting.outer, setting.momentum),
-        comm=ranks,
+        comm=transport,
         decay=1.0 if dense else setting.decay,
         fragment_update_alpha=setting.alpha,
         **setting.options,
@@ -112,10 +112,10 @@ def work(setting: Setting, ranks: Transport) -> dict[str, Any]:
         for _ in range(setting.sync_every):
             worker.step()
             local.step(worker.parameters)
-        if ranks.rank == 0 and (round_no * POINTS // rounds > (round_no - 1) * POINTS // rounds or round_no == 1):
+        if transport.rank == 0 and (round_no * POINTS // rounds > (round_no - 1) * POINTS // rounds or round_no == 1):
             curve.append((round_no, round(worker.loss(some=True), 4)))
     local.finish(worker.parameters)
-    return {"curve": curve, "loss": worker.loss(some=False)} if ranks.rank == 0 else {}
+    return {"curve": curve, "loss": worker.loss(some=False)} if transport.rank == 0 else {}
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

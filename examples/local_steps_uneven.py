@@ -89,7 +89,7 @@ class Setting:
 
 def train(setting: Setting) -> dict[str, Any]:
     """Return the loss, in nats on text that was held out, local steps, time, and the part of it without waits."""
-    results = simulated.run(len(setting.speeds), lambda ranks: work(setting, ranks))
+    results = simulated.run(len(setting.speeds), lambda transport: work(setting, transport))
     outcomes = [result.value for result in results if result.value is not None]
     time = max(result.seconds for result in results)
     steps = [outcome["steps"] for outcome in outcomes]
@@ -97,34 +97,37 @@ def train(setting: Setting) -> dict[str, Any]:
     return {"loss": outcomes[0]["loss"], "steps": steps, "time": time, "computing": busy / time}
 
 
-def work(setting: Setting, ranks: simulated.SimulatedTransport) -> dict[str, Any]:
+def work(setting: Setting, transport: simulated.SimulatedTransport) -> dict[str, Any]:
     """Do one worker's part of a training."""
     training, held_out = characters()
     torch.manual_seed(setting.seed)
     model = Transformer()
-    batches = torch.Generator().manual_seed(1000 * setting.seed + ranks.rank)
+    batches = torch.Generator().manual_seed(1000 * setting.seed + transport.rank)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, RATE, betas=(0.9, 0.95), foreach=False)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    local = sc.LocalSteps(parameters, sync_every=setting.sync_every, by_speed=setting.by_speed, comm=ranks)
+    local = sc.LocalSteps(parameters, sync_every=setting.sync_every, by_speed=setting.by_speed, comm=transport)
     steps = 0
     while local.round < setting.rounds:
-        done = (local.round + local.local_step / local.steps[ranks.rank]) / setting.rounds
+        done = (local.round + local.local_step / local.steps[transport.rank]) / setting.rounds
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (steps + 1) / WARM) * (0.525 + 0.475 * math.cos(math.pi * done))
-        rows = torch.randint(len(training) // ranks.size, (BATCH,), generator=batches) * ranks.size + ranks.rank
+        rows = (
+            torch.randint(len(training) // transport.size, (BATCH,), generator=batches) * transport.size
+            + transport.rank
+        )
         optimizer.zero_grad()
         scores = model(training.inputs[rows]).flatten(0, -2)
         functional.cross_entropy(scores, training.targets[rows].flatten()).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), math.sqrt(ranks.size))
+        nn.utils.clip_grad_norm_(model.parameters(), math.sqrt(transport.size))
         optimizer.step()
         steps += 1
-        ranks.compute(setting.speeds[ranks.rank])
+        transport.compute(setting.speeds[transport.rank])
         local.step(parameters)
     some = Samples(held_out.inputs[:SOME], held_out.targets[:SOME])
-    return {"steps": steps, "loss": evaluate(model, some)[0] if ranks.rank == 0 else None}
+    return {"steps": steps, "loss": evaluate(model, some)[0] if transport.rank == 0 else None}
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ class Setting:
     steps: int = 0
 
 
-def program(setting: Setting, ranks: Transport) -> tuple[float, float, list[float], int]:
+def program(setting: Setting, transport: Transport) -> tuple[float, float, list[float], int]:
     """Train as one rank: return its loss, its accuracy, a curve of losses, and the bytes that it sent."""
     task = TASKS[setting.model]
     training, held_out = task.data()
@@ -79,11 +79,11 @@ def program(setting: Setting, ranks: Transport) -> tuple[float, float, list[floa
     gradients = {name: p.detach() for name, p in model.named_parameters()}
     if setting.clip == "before":
         options["clip"] = task.clip
-    reducer = sc.Reducer(gradients, comm=ranks, reorder=False, **options)
+    reducer = sc.Reducer(gradients, comm=transport, reorder=False, **options)
     optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=setting.momentum)
     steps, curve = setting.steps or task.steps, []
     for step in range(steps):
-        batch = torch.randint(len(training), (task.batch,), generator=batches)[ranks.rank :: ranks.size]
+        batch = torch.randint(len(training), (task.batch,), generator=batches)[transport.rank :: transport.size]
         optimizer.zero_grad()
         scores = model(training.inputs[batch]).flatten(0, -2)
         functional.cross_entropy(scores, training.targets[batch].flatten()).backward()  # type: ignore[no-untyped-call]
@@ -93,15 +93,15 @@ def program(setting: Setting, ranks: Transport) -> tuple[float, float, list[floa
         for group in optimizer.param_groups:
             group["lr"] = setting.rate * task.rate_at(step, steps)
         optimizer.step()
-        if ranks.rank == 0 and (step + 1) % max(1, steps // 20) == 0:
+        if transport.rank == 0 and (step + 1) % max(1, steps // 20) == 0:
             curve.append(round(evaluate(model, some)[0], 4))
-    loss, accuracy = evaluate(model, held_out) if ranks.rank == 0 else (0.0, 0.0)
+    loss, accuracy = evaluate(model, held_out) if transport.rank == 0 else (0.0, 0.0)
     return loss, accuracy, curve, reducer.counters.bytes_sent
 
 
 def train(setting: Setting) -> dict[str, Any]:
     """Return the outcome of a training on simulated ranks."""
-    results = [rank.value for rank in simulated.run(setting.ranks, lambda ranks: program(setting, ranks))]
+    results = [rank.value for rank in simulated.run(setting.ranks, lambda transport: program(setting, transport))]
     loss, accuracy, curve, _ = results[0]
     score = accuracy if TASKS[setting.model].score == "accuracy" else loss
     return {"score": score, "loss": loss, "accuracy": accuracy, "sent": max(r[3] for r in results), "curve": curve}

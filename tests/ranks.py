@@ -42,8 +42,8 @@ def allreduce(
 ) -> list[sc.SparseVector]:
     """Return the result of a call on each rank, which has given its gradient of ``xs``."""
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        residual = None if residuals is None else residuals[ranks.rank]
-        return sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, residual=residual, **options)
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
+        residual = None if residuals is None else residuals[transport.rank]
+        return sc.sparse_allreduce(xs[transport.rank], k, comm=transport, residual=residual, **options)
 
     return run(len(xs), program, nodes)

@@ -122,12 +122,12 @@ def test_weights_are_the_oracles(P: int, density: float, weight_decay: Any, lack
     for step in range(steps):
         oracle.step([given(step, rank) for rank in range(P)], 0.01 * (step + 1))
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, density=density, wire="packed", comm=ranks, **rule)
+        optimizer = sc.SparseAdamW(mine, density=density, wire="packed", comm=transport, **rule)
         for step in range(steps):
             optimizer.lr, before = 0.01 * (step + 1), mine["matrix"].copy()
-            done = optimizer.step(given(step, ranks.rank))
+            done = optimizer.step(given(step, transport.rank))
             assert done.usable
             assert done.number == step
             if lacking and 4 <= step < 7:
@@ -154,11 +154,11 @@ def test_at_density_1_it_is_adamw(P: int, rule: dict[str, Any]) -> None:
     parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
     theirs = torch.optim.AdamW(parameters.values(), **rule)
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, density=1.0, comm=ranks, **rule)
+        optimizer = sc.SparseAdamW(mine, density=1.0, comm=transport, **rule)
         for step in range(steps):
-            optimizer.step(some_gradients(step, ranks.rank, P))
+            optimizer.step(some_gradients(step, transport.rank, P))
         return mine
 
     for step in range(steps):
@@ -175,13 +175,13 @@ def test_at_density_1_it_is_adamw(P: int, rule: dict[str, Any]) -> None:
 def test_dense_steps_come_first() -> None:
     """They are those of density 1.0; then the sparse ones follow, and nothing waits before them."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         dense, mine = weights(), weights()
-        reference = sc.SparseAdamW(dense, density=1.0, comm=ranks)
-        optimizer = sc.SparseAdamW(mine, dense_steps=3, comm=ranks)
+        reference = sc.SparseAdamW(dense, density=1.0, comm=transport)
+        optimizer = sc.SparseAdamW(mine, dense_steps=3, comm=transport)
         for step in range(6):
             for each in (reference, optimizer):
-                each.step(gradients(step, ranks.rank))
+                each.step(gradients(step, transport.rank))
             same = [data.same_bits(mine[name], dense[name]) for name in mine]
             assert all(same) == (step < 3)
             waiting = optimizer.state_dict()["residuals"]
@@ -194,11 +194,11 @@ def test_dense_steps_come_first() -> None:
 @pytest.mark.parametrize("wire", ["packed_int2", "packed_sign", "packed"])
 @pytest.mark.parametrize("density", [0.02, 0.5])
 def test_all_ranks_have_the_same_bits(P: int, wire: str, density: float) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, density=density, wire=wire, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, density=density, wire=wire, comm=transport)
         for step in range(8):
-            optimizer.step(gradients(step, ranks.rank))
+            optimizer.step(gradients(step, transport.rank))
         return mine, optimizer.state_dict()["moments"]
 
     (first, moments), *others = run(P, program)
@@ -215,13 +215,13 @@ def test_nothing_is_lost(P: int, wire: str) -> None:
     """Every gradient is in the means that were applied, or waits in residuals, times the root of second moments."""
     steps, rule = 20, {"betas": (0.0, 0.9), "weight_decay": 0.0}
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Arrays]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[Arrays, Arrays]:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 1e-3, density=0.1, wire=wire, comm=ranks, **rule)
+        optimizer = sc.SparseAdamW(mine, 1e-3, density=0.1, wire=wire, comm=transport, **rule)
         left = {name: np.zeros(w.shape) for name, w in mine.items()}
         applied = copy.deepcopy(left)
         for step in range(steps):
-            g = gradients(step, ranks.rank)
+            g = gradients(step, transport.rank)
             before = optimizer.state_dict()["moments"]
             optimizer.step(g)
             after = optimizer.state_dict()["moments"]
@@ -244,13 +244,13 @@ def test_nothing_is_lost(P: int, wire: str) -> None:
 @pytest.mark.parametrize("P", [2, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, "too large", 1e20])
 def test_what_is_not_finite_changes_nothing_on_any_rank(P: int, bad: Any) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport)
         for step in range(8):
-            g, before = gradients(step, ranks.rank), copy.deepcopy(mine)
+            g, before = gradients(step, transport.rank), copy.deepcopy(mine)
             state = optimizer.state_dict()
-            if step in (0, 4) and ranks.rank == P - 1:
+            if step in (0, 4) and transport.rank == P - 1:
                 g["matrix"].flat[3] = 3e38 if bad == "too large" else bad
                 g["bias"][:] = 1e-30
             done = optimizer.step(g)
@@ -273,14 +273,14 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
     dtype = np.float16 if what == "float16 weight" else np.float32
     big = {"second moment": 1.5e19, "sum": 1e19}.get(what, 1.0)
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine, i = {"a": np.ones(64, dtype), "b": np.ones(5, dtype)}, 7
         lr = {"weight": 3e37, "float16 weight": 2e4}.get(what, 0.1)
         rule = {"betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-30 if what == "sum" else 1e-8}
-        optimizer = sc.SparseAdamW(mine, 0.1, comm=ranks, density=density, wire="packed", **rule)
+        optimizer = sc.SparseAdamW(mine, 0.1, comm=transport, density=density, wire="packed", **rule)
         outcomes = []
         for step in range(5):
-            g = {name: np.ones(w.shape, dtype) * (1 + ranks.rank) for name, w in mine.items()}
+            g = {name: np.ones(w.shape, dtype) * (1 + transport.rank) for name, w in mine.items()}
             optimizer.lr = lr if step == 2 else 0.1
             if step == 2 and what in ("second moment", "sum"):
                 g["a"][i] = big
@@ -313,8 +313,8 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
 
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        optimizer = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=ranks, density=density)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=transport, density=density)
         gradient = np.linspace(-1, 2, 1000, dtype=np.float32)
 
         def step() -> weakref.ref[Any]:
@@ -334,14 +334,14 @@ def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
 
 
 def test_begins_when_there_is_a_gradient() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         mine = weights()
         before = copy.deepcopy(mine)
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport)
         assert not optimizer.step({}).usable
         assert all(data.same_bits(w, before[name]) for name, w in mine.items())
-        g = gradients(0, ranks.rank)
-        assert optimizer.step({"matrix": g["matrix"] if ranks.rank else None}).usable  # of one rank, and one tensor
+        g = gradients(0, transport.rank)
+        assert optimizer.step({"matrix": g["matrix"] if transport.rank else None}).usable  # of one rank, and one tensor
         assert not data.same_bits(mine["matrix"], before["matrix"])
         assert data.same_bits(mine["bias"], before["bias"])
         assert optimizer.step(g).usable
@@ -354,11 +354,11 @@ def test_other_types(dtype: str) -> None:
     """Sums and moments are in the accumulator's type."""
     real = data.DTYPES[dtype]
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine = {name: w.astype(real) for name, w in weights().items()}
-        optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.3, comm=transport)
         for step in range(10):
-            optimizer.step({name: g.astype(real) for name, g in gradients(step, ranks.rank).items()})
+            optimizer.step({name: g.astype(real) for name, g in gradients(step, transport.rank).items()})
         squares = optimizer.state_dict()["moments"]["matrix"]["squares"]
         assert squares.dtype == (np.float64 if dtype == "float64" else np.float32)
         return mine
@@ -376,31 +376,33 @@ def test_other_types(dtype: str) -> None:
 
 
 def trained(
-    ranks: simulated.SimulatedTransport, steps: range, state: Any = None, mine: Any = None
+    transport: simulated.SimulatedTransport, steps: range, state: Any = None, mine: Any = None
 ) -> tuple[Arrays, Any]:
     mine = weights() if mine is None else mine
-    optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+    optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=transport)
     if state is not None:
         optimizer.load_state_dict(state)
     for step in steps:
-        optimizer.step(gradients(step, ranks.rank))
+        optimizer.step(gradients(step, transport.rank))
     return mine, optimizer.state_dict()
 
 
 @pytest.mark.parametrize("P", [1, 3])
 def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(P: int) -> None:
-    whole = run(P, lambda ranks: trained(ranks, range(9)))
-    half = run(P, lambda ranks: trained(ranks, range(5)))
-    rest = run(P, lambda ranks: trained(ranks, range(5, 9), half[ranks.rank][1], half[ranks.rank][0]))
+    whole = run(P, lambda transport: trained(transport, range(9)))
+    half = run(P, lambda transport: trained(transport, range(5)))
+    rest = run(P, lambda transport: trained(transport, range(5, 9), half[transport.rank][1], half[transport.rank][0]))
     for (ours, _), (theirs, _) in zip(whole, rest, strict=True):
         assert all(data.same_bits(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5)])
 def test_another_number_of_ranks(before: int, after: int) -> None:
-    half = run(before, lambda ranks: trained(ranks, range(5)))
+    half = run(before, lambda transport: trained(transport, range(5)))
     states = [sc.reshard([state for _, state in half], rank, after) for rank in range(after)]
-    rest = run(after, lambda ranks: trained(ranks, range(5, 9), states[ranks.rank], copy.deepcopy(half[0][0])))
+    rest = run(
+        after, lambda transport: trained(transport, range(5, 9), states[transport.rank], copy.deepcopy(half[0][0]))
+    )
     assert all(data.same_bits(rest[0][0][name], mine[name]) for mine, _ in rest for name in mine)
 
 
@@ -424,16 +426,16 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
     change, seen = DAMAGE[damage]
-    states = [state for _, state in run(2, lambda ranks: trained(ranks, range(4)))]
+    states = [state for _, state in run(2, lambda transport: trained(transport, range(4)))]
     change(states[1])
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(transport: simulated.SimulatedTransport) -> str:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
-        optimizer.step(gradients(0, ranks.rank))
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=transport)
+        optimizer.step(gradients(0, transport.rank))
         before = optimizer.state_dict()
         with pytest.raises(sc.InvalidInputError) as error:
-            optimizer.load_state_dict(states[ranks.rank])
+            optimizer.load_state_dict(states[transport.rank])
         after = optimizer.state_dict()
         for name in mine:
             assert before["moments"][name]["step"] == after["moments"][name]["step"] == 1
@@ -445,15 +447,15 @@ def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
 
 
 def test_ranks_that_go_on_without_one() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=transport)
         for step in range(3):
-            optimizer.step(gradients(step, ranks.rank))
-        rebuilt = optimizer.rebuild(ranks)
+            optimizer.step(gradients(step, transport.rank))
+        rebuilt = optimizer.rebuild(transport)
         assert rebuilt.ranks_lost == ()
         for step in range(3, 6):
-            optimizer.step(gradients(step, ranks.rank))
+            optimizer.step(gradients(step, transport.rank))
         return mine
 
     results = run(3, program)
@@ -462,27 +464,27 @@ def test_ranks_that_go_on_without_one() -> None:
 
 @pytest.mark.parametrize("steps", [0, 4])
 def test_ranks_that_join_take_moments_from_those_that_stay(steps: int) -> None:
-    def begin(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
+    def begin(transport: simulated.SimulatedTransport) -> tuple[Arrays, Any]:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+        optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=transport)
         for step in range(steps):
-            optimizer.step(gradients(step, ranks.rank))
+            optimizer.step(gradients(step, transport.rank))
         optimizer.reducer.connect()
         return mine, optimizer
 
     old = run(2, begin)
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
-        new = ranks.rank == 0
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
+        new = transport.rank == 0
         mine = copy.deepcopy(old[0][0])
         if new:
-            optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=ranks)
+            optimizer = sc.SparseAdamW(mine, 0.01, density=0.2, comm=transport)
         else:
-            mine, optimizer = old[ranks.rank - 1]
-        rebuilt = optimizer.rebuild(ranks, joining=new)
+            mine, optimizer = old[transport.rank - 1]
+        rebuilt = optimizer.rebuild(transport, joining=new)
         assert rebuilt.ranks_joined == (0,)
         for step in range(4, 8):
-            optimizer.step(gradients(step, ranks.rank))
+            optimizer.step(gradients(step, transport.rank))
         assert optimizer.state_dict()["moments"]["bias"]["step"] == steps + 4
         return mine
 
@@ -492,14 +494,14 @@ def test_ranks_that_join_take_moments_from_those_that_stay(steps: int) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "moments"])
 def test_weights_and_moments_that_are_not_alike_are_found(what: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks, check_weights_every=2)
-        optimizer.step(gradients(0, ranks.rank))
-        if ranks.rank == 1:
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, check_weights_every=2)
+        optimizer.step(gradients(0, transport.rank))
+        if transport.rank == 1:
             (mine["bias"] if what == "weights" else optimizer._adamw.moments["bias"].mean)[2] += 1
-        optimizer.step(gradients(1, ranks.rank))
-        optimizer.step(gradients(2, ranks.rank))
+        optimizer.step(gradients(1, transport.rank))
+        optimizer.step(gradients(2, transport.rank))
 
     raised = errors(2, program)
     assert {type(error) for error in raised} == {sc.WeightMismatchError}
@@ -507,17 +509,17 @@ def test_weights_and_moments_that_are_not_alike_are_found(what: str) -> None:
 
 
 def test_ranks_with_other_settings_are_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        sc.SparseAdamW(weights(), 0.01 * (1 + ranks.rank), comm=ranks).step(gradients(0, ranks.rank))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        sc.SparseAdamW(weights(), 0.01 * (1 + transport.rank), comm=transport).step(gradients(0, transport.rank))
 
     assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
 
 
 def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine = weights()
-        optimizer = sc.SparseAdamW(mine, 0.01, comm=ranks, density=0.5)
-        optimizer.step(gradients(0, ranks.rank))
+        optimizer = sc.SparseAdamW(mine, 0.01, comm=transport, density=0.5)
+        optimizer.step(gradients(0, transport.rank))
         backend, made = CpuBackend(1), []
 
         class Failing:
@@ -531,14 +533,14 @@ def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -
                 return backend.adamw(*arguments)
 
         with monkeypatch.context() as patch:
-            if ranks.rank == 1:
+            if transport.rank == 1:
                 patch.setattr(optimizer._adamw, "_backends", type("", (), {"of": lambda *_: Failing()})())
                 with pytest.raises(MemoryError):
-                    optimizer.step(gradients(1, ranks.rank))
+                    optimizer.step(gradients(1, transport.rank))
                 with pytest.raises(sc.InvalidInputError, match=r"call step\(\) again, which goes on"):
                     optimizer.state_dict()
-            optimizer.step(gradients(1, ranks.rank))
-        optimizer.step(gradients(2, ranks.rank))
+            optimizer.step(gradients(1, transport.rank))
+        optimizer.step(gradients(2, transport.rank))
         return mine
 
     for mine in (results := run(2, program)):
@@ -570,7 +572,7 @@ def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
     arguments: dict[str, Any] = {"weights": weights(), **wrong}
     with pytest.raises(sc.InvalidInputError, match=why):
-        run(1, lambda ranks: sc.SparseAdamW(**arguments, comm=ranks))
+        run(1, lambda transport: sc.SparseAdamW(**arguments, comm=transport))
 
 
 @pytest.mark.parametrize(
@@ -583,12 +585,12 @@ def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
     ],
 )
 def test_wrong_gradients_are_refused_before_anything_is_sent(wrong: Any, why: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        optimizer = sc.SparseAdamW(weights(), comm=ranks)
-        before = ranks.number
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = sc.SparseAdamW(weights(), comm=transport)
+        before = transport.number
         with pytest.raises(sc.InvalidInputError, match=why):
             optimizer.step(wrong)
-        assert ranks.number == before
+        assert transport.number == before
         assert optimizer.step(gradients(0, 0)).usable
 
     run(1, program)
@@ -598,4 +600,4 @@ def test_read_only_weights_are_refused() -> None:
     mine = weights()
     mine["bias"].flags.writeable = False
     with pytest.raises(sc.InvalidInputError, match="bias"):
-        run(1, lambda ranks: sc.SparseAdamW(mine, comm=ranks))
+        run(1, lambda transport: sc.SparseAdamW(mine, comm=transport))

@@ -20,7 +20,7 @@ from tests import data, reference
 
 def alone(*args: Any, **kwargs: Any) -> sc.SparseVector:
     """`sparse_allreduce` on one simulated rank."""
-    return simulated.run(1, lambda ranks: sc.sparse_allreduce(*args, comm=ranks, **kwargs))[0].value
+    return simulated.run(1, lambda transport: sc.sparse_allreduce(*args, comm=transport, **kwargs))[0].value
 
 
 CALLS: dict[str, Callable[..., sc.SparseVector]] = {"topk": sc.topk, "sparse_allreduce": alone}
@@ -275,7 +275,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
     x = np.ones(10, options.pop("dtype", "float32"))
     residual = np.zeros_like(x)
     with pytest.raises(sc.InvalidInputError, match=says):
-        simulated.run(1, lambda ranks: sc.sparse_allreduce(x, 2, comm=ranks, residual=residual, **options))
+        simulated.run(1, lambda transport: sc.sparse_allreduce(x, 2, comm=transport, residual=residual, **options))
     assert not residual.any()
 
 

@@ -86,40 +86,40 @@ Ranks = simulated.SimulatedTransport
 Call = Callable[[Ranks, Any], object]
 
 
-def reducer(ranks: Ranks, tensors: object = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
+def reducer(transport: Ranks, tensors: object = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
     """A Reducer that has made a step."""
-    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **{"comm": ranks, **options})  # type: ignore[arg-type]
+    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **{"comm": transport, **options})  # type: ignore[arg-type]
     made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
     return made
 
 
-def local_steps(ranks: Ranks, parameters: object = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
+def local_steps(transport: Ranks, parameters: object = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
     """Local steps of which two have been taken."""
     given = {"a": X.copy()} if parameters is None else parameters
-    made = sc.LocalSteps(given, density, **{"comm": ranks, "sync_every": 2, **options})  # type: ignore[arg-type]
+    made = sc.LocalSteps(given, density, **{"comm": transport, "sync_every": 2, **options})  # type: ignore[arg-type]
     for _ in range(2):
         made.step(given)  # type: ignore[arg-type]
     return made
 
 
 def allreduce(name: str, function: Any = None) -> Call:
-    return lambda ranks, v: (function or sc.sparse_allreduce)(**{"x": X, "k": 3, "comm": ranks, name: v})
+    return lambda transport, v: (function or sc.sparse_allreduce)(**{"x": X, "k": 3, "comm": transport, name: v})
 
 
 def background(name: str) -> Call:
     return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
 
 
-def saved(ranks: Ranks, **options: Any) -> None:
+def saved(transport: Ranks, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sc.save(**{"folder": folder, "step": 1, "objects": {"a": 1}, "comm": ranks, **options})
-        sc.load(folder, {}, comm=ranks)
+        sc.save(**{"folder": folder, "step": 1, "objects": {"a": 1}, "comm": transport, **options})
+        sc.load(folder, {}, comm=transport)
 
 
-def loaded(ranks: Ranks, **options: Any) -> None:
+def loaded(transport: Ranks, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sc.save(folder, 1, {"a": 1}, comm=ranks)
-        sc.load(**{"folder": folder, "objects": {"a": 1}, "comm": ranks, **options})
+        sc.save(folder, 1, {"a": 1}, comm=transport)
+        sc.load(**{"folder": folder, "objects": {"a": 1}, "comm": transport, **options})
 
 
 def arguments(function: Callable[..., Any], *left_out: str) -> list[str]:
@@ -140,30 +140,36 @@ CALLS: dict[str, Call] = {
     **{f"sparse_allreduce {name}": allreduce(name) for name in arguments(sc.sparse_allreduce)},
     **{f"isparse_allreduce {name}": background(name) for name in arguments(sc.isparse_allreduce)},
     **{
-        f"explain {name}": lambda ranks, v, name=name: sc.explain(**{"n": 10, "k": 3, "comm": ranks, name: v})
+        f"explain {name}": lambda transport, v, name=name: sc.explain(**{"n": 10, "k": 3, "comm": transport, name: v})
         for name in arguments(sc.explain)
     },
-    "wait timeout": lambda ranks, v: sc.isparse_allreduce(X, 3, comm=ranks).wait(v),
-    "check_weights": lambda ranks, v: sc.check_weights(v, comm=ranks),
+    "wait timeout": lambda transport, v: sc.isparse_allreduce(X, 3, comm=transport).wait(v),
+    "check_weights": lambda transport, v: sc.check_weights(v, comm=transport),
     "register_algorithm": lambda _, v: sc.register_algorithm(v),
-    **{f"save {name}": lambda ranks, v, name=name: saved(ranks, **{name: v}) for name in ("step", "objects", "keep")},
-    "save.values": lambda ranks, v: saved(ranks, objects={"a": v}),
-    **{f"load.{name}": lambda ranks, v, name=name: loaded(ranks, **{name: v}) for name in arguments(sc.load)},
-    **{f"Reducer {name}": lambda ranks, v, name=name: reducer(ranks, **{name: v}) for name in arguments(sc.Reducer)},
-    "Reducer.push name": lambda ranks, v: reducer(ranks).push(v, X),
-    "Reducer.push gradient": lambda ranks, v: reducer(ranks).push("a", v),
-    "Reducer.push out": lambda ranks, v: reducer(ranks).push("a", X, v),
-    "Reducer.accumulate name": lambda ranks, v: reducer(ranks).accumulate(v, X),
-    "Reducer.accumulate gradient": lambda ranks, v: reducer(ranks).accumulate("a", v),
-    "Reducer.reduce": lambda ranks, v: reducer(ranks).reduce(v),
-    "Reducer.residual": lambda ranks, v: reducer(ranks).residual(v),
-    "Reducer.scale": lambda ranks, v: reducer(ranks).scale(v),
     **{
-        f"LocalSteps {name}": lambda ranks, v, name=name: local_steps(ranks, **{name: v})
+        f"save {name}": lambda transport, v, name=name: saved(transport, **{name: v})
+        for name in ("step", "objects", "keep")
+    },
+    "save.values": lambda transport, v: saved(transport, objects={"a": v}),
+    **{f"load.{name}": lambda transport, v, name=name: loaded(transport, **{name: v}) for name in arguments(sc.load)},
+    **{
+        f"Reducer {name}": lambda transport, v, name=name: reducer(transport, **{name: v})
+        for name in arguments(sc.Reducer)
+    },
+    "Reducer.push name": lambda transport, v: reducer(transport).push(v, X),
+    "Reducer.push gradient": lambda transport, v: reducer(transport).push("a", v),
+    "Reducer.push out": lambda transport, v: reducer(transport).push("a", X, v),
+    "Reducer.accumulate name": lambda transport, v: reducer(transport).accumulate(v, X),
+    "Reducer.accumulate gradient": lambda transport, v: reducer(transport).accumulate("a", v),
+    "Reducer.reduce": lambda transport, v: reducer(transport).reduce(v),
+    "Reducer.residual": lambda transport, v: reducer(transport).residual(v),
+    "Reducer.scale": lambda transport, v: reducer(transport).scale(v),
+    **{
+        f"LocalSteps {name}": lambda transport, v, name=name: local_steps(transport, **{name: v})
         for name in arguments(sc.LocalSteps)
     },
-    "LocalSteps.step": lambda ranks, v: local_steps(ranks).step(v),
-    "LocalSteps.finish": lambda ranks, v: local_steps(ranks).finish(v),
+    "LocalSteps.step": lambda transport, v: local_steps(transport).step(v),
+    "LocalSteps.finish": lambda transport, v: local_steps(transport).finish(v),
     **{
         f"Warmup {name}": lambda _, v, name=name: [
             sc.Warmup(**{"density": 0.1, "steps": 10, name: v})(step) for step in range(20)
@@ -192,14 +198,14 @@ def test_each_is_taken_or_refused(call: str) -> None:
         if call.endswith(" on_step") and callable(value):
             continue  # what it raises is its own
 
-        def program(ranks: Ranks, value: object = value) -> int:
-            before = ranks.number
+        def program(transport: Ranks, value: object = value) -> int:
+            before = transport.number
             try:
                 with warnings.catch_warnings(), np.errstate(all="ignore"):
                     warnings.simplefilter("ignore")
-                    CALLS[call](ranks, value)
+                    CALLS[call](transport, value)
             except sc.InvalidInputError:
-                return ranks.number - before
+                return transport.number - before
             return 0
 
         (result,) = simulated.run(1, program, catch=True)

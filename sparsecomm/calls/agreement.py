@@ -29,13 +29,13 @@ class WordsBroadcast(Call):
 
     name = "words of the first rank"  # in the call signature
 
-    def __init__(self, ranks: Transport, words: list[int], label: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, transport: Transport, words: list[int], label: int) -> None:
+        super().__init__(transport)
         self.words = self._received = words
         self._signature = CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(words), 0)
         host = CpuBackend()
-        messages = Messages(self._signature, ranks.rank, FLOAT32.accumulator, (len(words),), host)
-        self._comm, self._label = Communicator(ranks, host, messages, PLAIN), label
+        messages = Messages(self._signature, transport.rank, FLOAT32.accumulator, (len(words),), host)
+        self._comm, self._label = Communicator(transport, host, messages, PLAIN), label
 
     @property
     def description(self) -> bytes:
@@ -91,12 +91,12 @@ class WordsComparison(WordsBroadcast):
 class Realignment:
     """A call after which all ranks give the next one the same number: see `sparsecomm.realign`."""
 
-    def __init__(self, ranks: Transport) -> None:
-        self._ranks = ranks
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def run(self) -> SparseVector:
         """Make it. Its result is empty."""
-        self._ranks.realign()
+        self._transport.realign()
         return _NOTHING
 
     def leave(self, error: BaseException) -> None:

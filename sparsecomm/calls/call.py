@@ -49,7 +49,7 @@ class Call:
     """
 
     def __init__(
-        self, ranks: Transport, within: AbstractContextManager[object] | None = None, *, keeps: bool = False
+        self, transport: Transport, within: AbstractContextManager[object] | None = None, *, keeps: bool = False
     ) -> None:
         """Plan a call.
 
@@ -58,7 +58,7 @@ class Call:
             within: entered around it.
             keeps: even if the call cannot be begun, for bad settings, the gradient is kept as after a rollback.
         """
-        self.ranks, self.state = ranks, State.PLANNED
+        self.transport, self.state = transport, State.PLANNED
         self._within, self._keeps = AT_ONCE if within is None else within, keeps
 
     @default_float_mode
@@ -78,7 +78,7 @@ class Call:
         if self.state is State.PLANNED:
             self._keeps = True
             with self._within:
-                self._fail(error, self.ranks.number)
+                self._fail(error, self.transport.number)
 
     @property
     def succeeded(self) -> bool:
@@ -86,18 +86,18 @@ class Call:
         return self.state is State.DECIDED or self.state is State.DONE
 
     def _run(self) -> SparseVector:
-        ranks, last = self.ranks, self.ranks.number
+        transport, last = self.transport, self.transport.number
         if self.state is not State.PLANNED:
-            raise TransportError(f"rank {ranks.rank}: this call was made before")
+            raise TransportError(f"rank {transport.rank}: this call was made before")
         result: SparseVector | None = None
         raised: BaseException | None = None
         try:
             self._begin()
             self.state = State.RUNNING
             result = self._exchange()
-            ranks.conclude()
+            transport.conclude()
         except BaseException as error:
-            if result is None or not ranks.concluded:
+            if result is None or not transport.concluded:
                 self._fail(error, last)
                 raise
             raised = error  # while the votes were counted
@@ -105,7 +105,7 @@ class Call:
         assert result is not None
         for _ in range(2):  # memory may run out, and be there again
             try:
-                ranks.end()
+                transport.end()
                 self._finish(result)
                 break
             except BaseException as error:
@@ -123,22 +123,22 @@ class Call:
         ``last``: the number of the call before.
         """
         self.state = State.FAILED
-        ranks = self.ranks
-        if isinstance(error, KeyboardInterrupt) and not error.args and ranks.number != last:
-            where = f"rank {ranks.rank} of {ranks.size} was interrupted in call {ranks.number}"
+        transport = self.transport
+        if isinstance(error, KeyboardInterrupt) and not error.args and transport.number != last:
+            where = f"rank {transport.rank} of {transport.size} was interrupted in call {transport.number}"
             error.args = (f"{where}, {self.describe()}",)
         try:
-            if ranks.number == last and not isinstance(error, InvalidInputError):
+            if transport.number == last and not isinstance(error, InvalidInputError):
                 self._begin()
         except BaseException:
             pass  # the error that was there first is raised
-        if ranks.number == last:
-            ranks.skipped = type(error).__name__
+        if transport.number == last:
+            transport.skipped = type(error).__name__
         try:  # noqa: SIM105 - what leaves `suppress` is bytecode
-            ranks.abort(error)
+            transport.abort(error)
         except BaseException:
             pass
-        if self._keeps or ranks.number != last or isinstance(error, TransportError):
+        if self._keeps or transport.number != last or isinstance(error, TransportError):
             self._keep()
 
     def describe(self) -> str:
@@ -195,7 +195,7 @@ class SumCall(Call):
             within, keeps: as of `Call`.
             deferred: the contribution of a call that went well is left as it is, for `settle`.
         """
-        super().__init__(plan.ranks, within, keeps=keeps)
+        super().__init__(plan.transport, within, keeps=keeps)
         self.plan, self.contribution = plan, contribution
         self._label, self._write, self._deferred = label, write, deferred
         self._total: SparseVector | None = None  # the result, before a mean is taken
@@ -213,7 +213,7 @@ class SumCall(Call):
             self._deferred = False
 
     def _run(self) -> SparseVector:
-        counters = self.ranks.counters
+        counters = self.transport.counters
         counters.begin_sum()
         try:
             return super()._run()
@@ -230,7 +230,9 @@ class SumCall(Call):
         plan, contribution = self.plan, self.contribution
         total = plan.algorithm.run(plan.comm, contribution, plan.k)
         self._total = total
-        return contribution.backend.divide(total, self.ranks.size) if plan.mean and self.ranks.size > 1 else total
+        return (
+            contribution.backend.divide(total, self.transport.size) if plan.mean and self.transport.size > 1 else total
+        )
 
     def _finish(self, result: SparseVector) -> None:
         if not self._deferred:

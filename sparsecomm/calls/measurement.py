@@ -32,7 +32,7 @@ __all__ = [
 _NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
 
-def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Used:
+def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> Used:
     """Return the costs by which calls are planned, the same on all ranks.
 
     They are measured if there is no profile for these ranks, and they have not been measured. Then this is a call,
@@ -46,24 +46,24 @@ def costs_of(ranks: Transport, measurement: LinkMeasurement | None = None) -> Us
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: that call has failed, as any other.
     """
     if measurement is None:
-        measurement = measurement_needed(ranks)
+        measurement = measurement_needed(transport)
     if measurement is not None:
-        queue_of(ranks).call(measurement)
+        queue_of(transport).call(measurement)
         assert measurement.found is not None
         return measurement.found
-    used = _known(ranks)
+    used = _known(transport)
     assert used is not None
     return used
 
 
-def costs_for_steps(ranks: Transport) -> Used:
+def costs_for_steps(transport: Transport) -> Used:
     """Like `costs_of`, but where a thread makes calls an interrupt ends only the wait. The next call resumes it."""
-    queue = queue_of(ranks)
+    queue = queue_of(transport)
     handle = queue.measuring
     if handle is None:
-        measurement = measurement_needed(ranks)
+        measurement = measurement_needed(transport)
         if measurement is None:
-            return costs_of(ranks)
+            return costs_of(transport)
         queue.measuring = handle = queue.submit(measurement)
     try:
         handle.wait()
@@ -72,15 +72,15 @@ def costs_for_steps(ranks: Transport) -> Used:
             queue.measuring = None
         raise
     queue.measuring = None
-    return costs_of(ranks)
+    return costs_of(transport)
 
 
-def costs_matter(ranks: Transport, options: Options) -> bool:
+def costs_matter(transport: Transport, options: Options) -> bool:
     """Return whether calls with these options need costs that are those of the links."""
-    return ranks.num_nodes > 1 or options.chooses_algorithm
+    return transport.num_nodes > 1 or options.chooses_algorithm
 
 
-def plan_costs(ranks: Transport, options: Options, measurement: LinkMeasurement | None = None) -> Used | None:
+def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> Used | None:
     """Return the costs by which a plan chooses; ``None``: its options leave nothing to choose, on one node.
 
     For a wire format alone nothing is measured; without a profile, what has been measured or is assumed will do.
@@ -92,22 +92,22 @@ def plan_costs(ranks: Transport, options: Options, measurement: LinkMeasurement 
     Raises:
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `costs_of`.
     """
-    if costs_matter(ranks, options):
-        return costs_of(ranks, measurement)
-    return None if options.decided else _known(ranks) or profile.assumed()
+    if costs_matter(transport, options):
+        return costs_of(transport, measurement)
+    return None if options.decided else _known(transport) or profile.assumed()
 
 
-def measurement_needed(ranks: Transport, options: Options | None = None) -> LinkMeasurement | None:
+def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
     """Return the call that `costs_of` will make; ``None``: none, since costs are known.
 
     Args:
         ranks: the ranks.
         options: of calls, which may not need them; ``None``: they are needed.
     """
-    if options is not None and not costs_matter(ranks, options):
+    if options is not None and not costs_matter(transport, options):
         return None
-    queue = queue_of(ranks)
-    if queue.measuring is not None and _known(ranks) is None:  # a reducer's wait for it was interrupted
+    queue = queue_of(transport)
+    if queue.measuring is not None and _known(transport) is None:  # a reducer's wait for it was interrupted
         try:
             queue.measuring.wait()
         except Exception:  # the other ranks measure again, too
@@ -117,10 +117,10 @@ def measurement_needed(ranks: Transport, options: Options | None = None) -> Link
                 queue.measuring = None
             raise
         queue.measuring = None
-    return LinkMeasurement(ranks) if _known(ranks) is None else None
+    return LinkMeasurement(transport) if _known(transport) is None else None
 
 
-def measured_links(ranks: Transport, seconds: float) -> Links:
+def measured_links(transport: Transport, seconds: float) -> Links:
     """Measure the links between ranks, even if they have been measured before. Collective.
 
     Args:
@@ -130,14 +130,14 @@ def measured_links(ranks: Transport, seconds: float) -> Links:
     Raises:
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the call has failed, as any other.
     """
-    measurement = LinkMeasurement(ranks, seconds)
-    queue_of(ranks).call(measurement)
+    measurement = LinkMeasurement(transport, seconds)
+    queue_of(transport).call(measurement)
     assert measurement.links is not None
     return measurement.links
 
 
-def _known(ranks: Transport) -> Used | None:
-    return profile.used(ranks.library, ranks.size, ranks.num_nodes) or queue_of(ranks).measured
+def _known(transport: Transport) -> Used | None:
+    return profile.used(transport.library, transport.size, transport.num_nodes) or queue_of(transport).measured
 
 
 class LinkMeasurement(Call):
@@ -149,13 +149,13 @@ class LinkMeasurement(Call):
         links, found: the links, and the costs with them; ``None``: it has not come so far.
     """
 
-    def __init__(self, ranks: Transport, seconds: float = 0.0) -> None:
+    def __init__(self, transport: Transport, seconds: float = 0.0) -> None:
         """Prepare it; ``seconds``: as of `sparsecomm.tuning.links.Probe.measure`."""
-        super().__init__(ranks)
+        super().__init__(transport)
         self.links: Links | None = None
         self.found: Used | None = None
-        self._probe, self._queue, self._seconds = Probe(ranks), queue_of(ranks), seconds
-        self._counted = ranks.counted
+        self._probe, self._queue, self._seconds = Probe(transport), queue_of(transport), seconds
+        self._counted = transport.counted
         self.must_keep = False
 
     def _communicator(self) -> Communicator:
@@ -181,4 +181,4 @@ class LinkMeasurement(Call):
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # tools do not change the costs that calls use
             self._queue.measured = self.found
-        self.ranks.counted = self._counted  # to the program, the sum that comes next is the call that may count
+        self.transport.counted = self._counted  # to the program, the sum that comes next is the call that may count

@@ -83,7 +83,7 @@ class Options:
         """Return the options of a call that sums whole gradients. To these all ranks contribute."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
 
-    def query(self, ranks: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
+    def query(self, transport: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
         """Return what the choice of an algorithm depends on; ``value_bytes``: of a value in a sum."""
         counted = self.op == MEAN_OF_CONTRIBUTORS
-        return CostQuery(ranks.size, ranks.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)
+        return CostQuery(transport.size, transport.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)

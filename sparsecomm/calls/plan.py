@@ -40,7 +40,7 @@ class Plan:
 
     def __init__(
         self,
-        ranks: Transport,
+        transport: Transport,
         backend: Backend,
         dtype: DType,
         shape: tuple[int, ...],
@@ -67,10 +67,10 @@ class Plan:
             InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
         config.timeout()  # which calls ask for themselves
-        self.ranks, self.backend, self.k, self.chunks = ranks, backend, k, chunks
+        self.transport, self.backend, self.k, self.chunks = transport, backend, k, chunks
         accumulator = dtype.accumulator
         self.costs, assumed = costs, profile.DEFAULT if costs is None else costs.costs
-        self.choice = best = decide(options.query(ranks, size, k, accumulator.itemsize), assumed)
+        self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(
             best.algorithm.name,
@@ -85,5 +85,5 @@ class Plan:
             residual=given is not None and given[0],
             out=given is not None and given[1],
         )
-        messages = Messages(call, ranks.rank, accumulator, shape, backend)
-        self.comm = Communicator(ranks, backend, messages, best.wire, assumed)
+        messages = Messages(call, transport.rank, accumulator, shape, backend)
+        self.comm = Communicator(transport, backend, messages, best.wire, assumed)

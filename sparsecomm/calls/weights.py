@@ -64,7 +64,7 @@ def compare_weights(
     """
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
     try:
-        comparison = call(lambda ranks: WeightComparison(ranks, named))
+        comparison = call(lambda transport: WeightComparison(transport, named))
     except CollectiveMismatchError as error:
         first = named[0][0] if named else "none"
         raise CollectiveMismatchError(
@@ -77,15 +77,15 @@ def compare_weights(
 class WeightComparison(WordsComparison):
     """The call of `check_weights`."""
 
-    def __init__(self, ranks: Transport, named: list[tuple[str, Any]]) -> None:
+    def __init__(self, transport: Transport, named: list[tuple[str, Any]]) -> None:
         """Prepare it for named tensors, which are read now, if there are other ranks."""
         self._described: list[str] = []
         checksums = []
-        for name, tensor in named if ranks.size > 1 else ():
+        for name, tensor in named if transport.size > 1 else ():
             what, data = interop.content(tensor, name)
             self._described.append(f"{name}, {what}")
             checksums.append(_checksum(data))
-        super().__init__(ranks, checksums, zlib.crc32(repr(["weights", *self._described]).encode()) or 1)
+        super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._described]).encode()) or 1)
 
     def check(self) -> None:
         """Check what the call has found.

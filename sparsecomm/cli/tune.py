@@ -95,13 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _check(ranks: transport.Transport, file: Path) -> None:
+def _check(transport: transport.Transport, file: Path) -> None:
     """Refuse what there is no point in measuring."""
-    if ranks.size == 1:
+    if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
         )
-    if ranks.rank == 0:
+    if transport.rank == 0:
         with suppress(OSError):  # it is told then that the file cannot be written
             file.parent.mkdir(parents=True, exist_ok=True)
         options.check_writable(file)
@@ -132,12 +132,12 @@ def _sees(made: Profile, file: Path) -> bool:
 # -- the measurements ------------------------------------------------------------------------------------------------
 
 
-def _measure(ranks: transport.Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
+def _measure(transport: transport.Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
     """Return the costs, the same on all ranks. Collective."""
-    links = measured_links(ranks, seconds)
+    links = measured_links(transport, seconds)
     link, node = links.slowest, links.inside
     say(f"{'messages':<20}{'alpha':>12}{'gap':>12}{'beta':>16}{'rate':>26}")
-    say(f"{'between nodes':<20}{_described(link) if ranks.num_nodes > 1 else 'as inside: there is only one node'}")
+    say(f"{'between nodes':<20}{_described(link) if transport.num_nodes > 1 else 'as inside: there is only one node'}")
     say(f"{'inside a node':<20}{_described(node) if node else 'nothing: each rank has a node of its own'}")
 
     say(f"\n{'work':<20}{'per':>12}{'time':>16}")

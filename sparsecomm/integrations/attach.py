@@ -120,11 +120,11 @@ class Attached:
 
     def prune(self, folder: Path, keep: int) -> None:
         """Remove this rank's residuals of all but the newest ``keep`` checkpoints that were saved in ``folder``."""
-        ranks = of(None)
+        transport = of(None)
         files: dict[Path, list[Path]] = {}
         for path in folder.glob("*/step*-rank*-of*.pt"):
             rank = re.match(r"step\d+-rank(\d+)-", path.name)
-            if rank and int(rank[1]) % ranks.size == ranks.rank:  # also those of a larger number of ranks
+            if rank and int(rank[1]) % transport.size == transport.rank:  # also those of a larger number of ranks
                 files.setdefault(path.parent, []).append(path)
         newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
         for each in newest_first[keep:]:

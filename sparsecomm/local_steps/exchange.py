@@ -49,13 +49,13 @@ class End:
 class _Question:
     """A task that finds out whether another rank waits for this one in an exchange, and sends nothing."""
 
-    def __init__(self, ranks: Transport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.awaited = False
-        self._ranks = ranks
+        self._transport = transport
 
     def run(self) -> SparseVector:
         try:
-            self.awaited = self._ranks.awaited(WordsGather(self._ranks, [0] * _WORDS, _LABEL).description)
+            self.awaited = self._transport.awaited(WordsGather(self._transport, [0] * _WORDS, _LABEL).description)
         except TransportError:  # what the next call raises
             self.awaited = False
         return _NOTHING
@@ -64,13 +64,13 @@ class _Question:
         pass
 
 
-def awaited(ranks: Transport) -> bool:
+def awaited(transport: Transport) -> bool:
     """Return whether another rank has said that it waits for this one in an exchange that this one has not begun.
 
     It says so after a quarter of a second of waiting, and then less and less often.
     """
-    question = _Question(ranks)
-    queue_of(ranks).call(question)
+    question = _Question(transport)
+    queue_of(transport).call(question)
     return question.awaited
 
 
@@ -104,7 +104,7 @@ class FragmentExchange:
 
     _reducer: Reducer
     _step: int  # of the reducer
-    _ranks: Transport
+    _transport: Transport
     _told: WordsGather
     _by_speed: bool
     _tells_first: bool
@@ -149,7 +149,7 @@ class FragmentExchange:
         cls,
         fragment: int,
         round_no: int,
-        ranks: Transport,
+        transport: Transport,
         reducer: Reducer,
         division: int,
         checksum: int,
@@ -174,14 +174,14 @@ class FragmentExchange:
         """
         made = cls(fragment, round_no, {}, sent=sent)
         made.ended = made.usable = False
-        made._reducer, made._step, made._ranks, made._by_speed = reducer, reducer.step, ranks, by_speed
+        made._reducer, made._step, made._transport, made._by_speed = reducer, reducer.step, transport, by_speed
         made._tells_first = tells_first
         compared = [round_no, fragment, division, checksum]
         contributes = _IN_TIME if sent is None else _EARLIER if sent else _LEFT_OUT
-        made._told = WordsGather(ranks, [*compared, nanoseconds, contributes], _LABEL)
+        made._told = WordsGather(transport, [*compared, nanoseconds, contributes], _LABEL)
         reducer.label = " ".join(map(str, compared))
         if tells_first:
-            made._comparison = queue_of(ranks).submit(made._told)
+            made._comparison = queue_of(transport).submit(made._told)
         return made
 
     def lacks(self, name: str) -> bool:
@@ -204,13 +204,13 @@ class FragmentExchange:
         """
         self._reducer.start_ready()
         if self._comparison is None:
-            self._comparison = queue_of(self._ranks).submit(self._told)
+            self._comparison = queue_of(self._transport).submit(self._told)
 
     def end(self, clock: Callable[[], float], then: Callable[[], object]) -> End:
         """Return what takes note of the time when the calls have ended, now that all is pushed, and calls ``then``."""
         if self._end is None:
             end = End(clock, then)
-            self._end = end, queue_of(self._ranks).submit(end)
+            self._end = end, queue_of(self._transport).submit(end)
         return self._end[0]
 
     def wait(self, accept: Accept | None = None) -> None:
@@ -231,10 +231,10 @@ class FragmentExchange:
         done, raised = self._reducer.last, self._raised
         if done is not None:
             self.sums, self.without_gradient = done.left, done.without_gradient
-        if not self._tells_first and (done is None or not self._ranks.threaded):
+        if not self._tells_first and (done is None or not self._transport.threaded):
             compared = self._wait_for_comparison()
         if self._end is not None and (failed := error_of(self._end[1])) is not None:
-            _log.debug("rank %s: %s", self._ranks.rank, failed)
+            _log.debug("rank %s: %s", self._transport.rank, failed)
         if raised is not None and compared is not None and compared.__cause__ is raised:
             compared = None  # the ranks were not compared, since a call of the sums had failed
         self.error = (compared or raised) if done is None else None
@@ -255,14 +255,14 @@ class FragmentExchange:
     def end_comparison(self) -> None:
         """Wait until the ranks have told each other all, so that no call of the exchange is under way."""
         if self._comparison is not None and (failed := error_of(self._comparison)) is not None:
-            _log.debug("rank %s: %s", self._ranks.rank, failed)
+            _log.debug("rank %s: %s", self._transport.rank, failed)
 
     def _wait_for_comparison(self) -> BaseException | None:
         """Wait for the comparison; return what it has found, or why it failed."""
         assert self._comparison is not None
         if (failed := error_of(self._comparison)) is not None:
             return failed
-        words, mine = self._told.words, self._ranks.rank
+        words, mine = self._told.words, self._transport.rank
         each = [tuple(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
         for rank, theirs in enumerate(each):
             if theirs[:3] != each[mine][:3]:

@@ -269,13 +269,13 @@ class GlobalParameters:
         for name in self.on_streams(arrays):
             self._arrays[name][:] = arrays[name]
 
-    def broadcast(self, ranks: Transport, root: int) -> None:
+    def broadcast(self, transport: Transport, root: int) -> None:
         """Give all ranks those of rank ``root``. Collective."""
         self._bounds.clear()
         for name in self.on_streams(self._arrays):
             flat = to_host(self._arrays[name])
             if flat.size:
-                ranks.broadcast(flat.view(np.uint8), root)
+                transport.broadcast(flat.view(np.uint8), root)
                 self._arrays[name][:] = from_host(flat, self._arrays[name])
 
     def checksum(self, names: Iterable[str]) -> int:

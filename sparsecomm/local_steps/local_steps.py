@@ -625,7 +625,7 @@ class LocalSteps:
 
     def _leave_out(self) -> None:
         """Begin the next exchange without the program, and move on to its place in the schedule."""
-        schedule, passed, ranks = self._schedule, self._passed(), self._connect()
+        schedule, passed, transport = self._schedule, self._passed(), self._connect()
         step = schedule.next_beginning(passed)
         due = self._events(passed, step)
         round_no, passed = divmod(step, schedule.sync_every)
@@ -650,7 +650,7 @@ class LocalSteps:
             _log.warning(
                 "rank %s has not come to the exchange of fragment %s in round %s in time, %.3g s after its last local "
                 "step: %s",
-                ranks.rank,
+                transport.rank,
                 fragment,
                 round_of,
                 self._timer.clock() - (self._timer.left or 0.0),
@@ -899,18 +899,19 @@ class LocalSteps:
         Raises:
             InvalidInputError: one is.
         """
-        ranks = self._connect()
+        transport = self._connect()
         self._timer.rest()
         if self._late:
             raise InvalidInputError(
-                f"rank {ranks.rank}: {doing} by a rank that was left out of an exchange since its last local step; "
+                f"rank {transport.rank}: {doing} by a rank that was left out of an exchange since its last local step; "
                 "call step or finish first, with the local parameters; save states right after a step, and call rest "
                 "before what takes long"
             )
         if self._due:
             raise InvalidInputError(
-                f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
+                f"rank {transport.rank}: {doing} after an interrupted step; call finish first, "
+                "with the local parameters"
             )
         if ended and not all(exchange.ended for exchange in self._exchanges.values()):
-            raise InvalidInputError(f"rank {ranks.rank}: {doing} with an exchange under way; call finish first")
-        return ranks
+            raise InvalidInputError(f"rank {transport.rank}: {doing} with an exchange under way; call finish first")
+        return transport

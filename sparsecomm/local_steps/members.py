@@ -63,7 +63,7 @@ def settings_words(*values: object) -> list[int]:
     return [word_of(value) for (_, word_of, _), value in zip(_SETTINGS, (_library(), *values), strict=True)]
 
 
-def compared_members(ranks: Transport, before: Comm, joining: bool, step: int, words: list[int]) -> Members:
+def compared_members(transport: Transport, before: Comm, joining: bool, step: int, words: list[int]) -> Members:
     """Return what the ranks say, who have told each other. Collective.
 
     Args:
@@ -76,18 +76,18 @@ def compared_members(ranks: Transport, before: Comm, joining: bool, step: int, w
         TransportError: a rank did not answer, or died.
     """
     try:
-        members = Members(ranks, before, joining, step, words, _LABEL)
+        members = Members(transport, before, joining, step, words, _LABEL)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
-            f"rank {ranks.rank}: LocalSteps.rebuild: a rank makes another call, or has another version of sparsecomm, "
-            f"of which this one is {_version(words[0])}. {error}"
+            f"rank {transport.rank}: LocalSteps.rebuild: a rank makes another call, or has another version of "
+            f"sparsecomm, of which this one is {_version(words[0])}. {error}"
         ) from error
     for rank, member in enumerate(members.all):
         for (name, _, text), ours, theirs in zip(_SETTINGS, members.stay[0].words, member.words, strict=False):
             if ours != theirs:
                 differs = f"another {name}" if text is None else f"{name} {text(theirs)} instead of {text(ours)}"
                 raise CollectiveMismatchError(
-                    f"rank {ranks.rank}: rank {rank} cannot go on with the others: it has {differs}, compared with "
+                    f"rank {transport.rank}: rank {rank} cannot go on with the others: it has {differs}, compared with "
                     f"rank {members.lead}. Make LocalSteps with the same model and settings there, and call rebuild "
                     "again on all ranks"
                 )

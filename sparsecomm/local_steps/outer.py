@@ -174,7 +174,7 @@ class SharedState:
             self._data, self._error = np.empty(0, np.uint8), error
         self.nbytes = len(self._data)
 
-    def broadcast(self, ranks: Transport, root: int, nbytes: int) -> None:
+    def broadcast(self, transport: Transport, root: int, nbytes: int) -> None:
         """Give all ranks the state of rank ``root``, which has said that it is of so many bytes. Collective.
 
         Raises:
@@ -182,18 +182,18 @@ class SharedState:
         """
         limit = (64 << 20) + 64 * sum(spec.nbytes for spec in self._specs.values())
         if not 0 < nbytes <= limit:
-            why = f": {error_text(self._error)}" if ranks.rank == root and self._error else ""
+            why = f": {error_text(self._error)}" if transport.rank == root and self._error else ""
             raise InvalidInputError(
-                f"rank {ranks.rank}: the state of rank {root}'s outer optimizer cannot be sent{why}. Expected numbers, "
-                f"texts, arrays, and lists and dictionaries of such, of {limit:,} bytes at most; got {nbytes:,}"
+                f"rank {transport.rank}: the state of rank {root}'s outer optimizer cannot be sent{why}. Expected "
+                f"numbers, texts, arrays, and lists and dictionaries of such, of {limit:,} bytes at most; got {nbytes:,}"
             )
-        data = self._data if ranks.rank == root else np.empty(nbytes, np.uint8)
-        ranks.broadcast(data, root)
+        data = self._data if transport.rank == root else np.empty(nbytes, np.uint8)
+        transport.broadcast(data, root)
 
         def prepare(undo: Undo) -> Prepared:
             state = from_bytes(data)
-            if self._outer is not None and ranks.rank != root:
+            if self._outer is not None and transport.rank != root:
                 state = load_outer(self._outer, state, self._specs, undo)
             return Prepared({"outer": state}, lambda: None)
 
-        load(ranks, "LocalSteps.rebuild", ["outer"], prepare)
+        load(transport, "LocalSteps.rebuild", ["outer"], prepare)

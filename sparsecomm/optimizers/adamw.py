@@ -427,13 +427,13 @@ class LazyAdamW:
         self.steps, self.moments, self._pending = {name: steps.get(name, 0) for name in self.specs}, dict(moments), None
         self._planned, self._overflows, self._bounds, self._next_bounds = None, {}, {}, {}
 
-    def spread(self, ranks: Transport, rebuilt: Rebuilt) -> None:
+    def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Give all ranks the moments of a rank that stayed, if others joined or were a step apart. Collective."""
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
         counts = np.array([bool(self.moments), *self.steps.values()], np.int64)
-        ranks.broadcast(counts.view(np.uint8), root)
+        transport.broadcast(counts.view(np.uint8), root)
         begun, *steps = counts.tolist()
         moments = {}
         for name, spec in self.specs.items() if begun else ():
@@ -441,7 +441,7 @@ class LazyAdamW:
                 moments[name] = its = self.moments.get(name) or self.zeros(spec)
                 for array in its if spec.size else ():
                     host = to_host(array)
-                    ranks.broadcast(host.view(np.uint8), root)
+                    transport.broadcast(host.view(np.uint8), root)
                     array[:] = from_host(host, array)
         self.adopt(moments, dict(zip(self.specs, steps, strict=True)))
 
@@ -454,10 +454,10 @@ class LazyAdamW:
         }
 
 
-def _mean_of(squares: Array, ranks: Transport) -> SumCall:
+def _mean_of(squares: Array, transport: Transport) -> SumCall:
     """Return the call that takes the mean of the ranks' mean squares."""
     args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
-    return prepare(squares, 1.0, ranks, *args, background=True)[1]
+    return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:

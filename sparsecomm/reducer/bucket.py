@@ -227,7 +227,7 @@ class Bucket:
         """Return whether the queue keeps the plan of calls in steps of that density."""
         return self._planned == density and queue.plans.find(self._key) is not None
 
-    def plan(self, ranks: Transport, queue: CallQueue, density: float) -> Plan:
+    def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
         """Return the plan of its calls in steps of that density, which the queue keeps."""
         plan = queue.plans.find(self._key) if self._planned == density else None
         if plan is None:
@@ -239,8 +239,8 @@ class Bucket:
                 chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
             backend = queue.backends.of(self.device)
-            costs = plan_costs(ranks, options)
-            plan = Plan(ranks, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
+            costs = plan_costs(transport, options)
+            plan = Plan(transport, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._key, plan)
             self._planned = density
         self.latest = plan

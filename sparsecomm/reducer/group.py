@@ -115,7 +115,7 @@ class Group:
 
     def __init__(self, comm: transport.Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
-        self.ranks: transport.Transport | None = None
+        self.transport: transport.Transport | None = None
         self.ordering: tuple[Handle, WordsBroadcast] | None = None
         self._backends = Backends()  # for all but calls
         self._names = list(specs)
@@ -129,9 +129,9 @@ class Group:
 
     def have_costs(self, density: float) -> None:
         """Have the costs measured by which plans choose, if steps of that density lack one. Collective."""
-        if self.ranks is None or all(bucket.planned(self.queue, density) for bucket in self.now.buckets):
+        if self.transport is None or all(bucket.planned(self.queue, density) for bucket in self.now.buckets):
             return
-        ranks, buckets = self.ranks, self.now.buckets
+        ranks, buckets = self.transport, self.now.buckets
         if any(costs_matter(ranks, self.settings.call_options(each.accumulator.name)) for each in buckets):
             costs_for_steps(ranks)
 
@@ -147,7 +147,7 @@ class Group:
         Args:
             ready: names, as this rank's gradients became ready; those that it lacks come last.
         """
-        ranks, order = self.ranks, [*ready]
+        ranks, order = self.transport, [*ready]
         assert ranks is not None
         order += [name for name in reversed(self._names) if name not in set(order)]
         label = zlib.crc32(b"order", self.now.label) or 1
@@ -173,13 +173,13 @@ class Group:
             step: this rank's next one.
         """
         ranks, specs = transport.of(comm), self.specs.values()
-        keep = not joining and self.ranks is not None
+        keep = not joining and self.transport is not None
         known = self.now.order if keep else None
         order = [0] * len(specs) if known is None else [self._numbers[name] for name in known]
-        words = [0 if self.ranks is None else self.now.bucket_bytes, known is not None, *order]
+        words = [0 if self.transport is None else self.now.bucket_bytes, known is not None, *order]
         number = self._number_on(queue_of(ranks))
         label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
-        members = Members(ranks, self.ranks or self._comm, joining, step, words, label)
+        members = Members(ranks, self.transport or self._comm, joining, step, words, label)
         _, ordered, *order = next((each.words for each in members.stay if each.words[1]), members.stay[0].words)
         found = [self._names[number] for number in order] if ordered else None
         told = next((member.words[0] for member in members.stay if member.words[0]), 0)
@@ -189,7 +189,7 @@ class Group:
     def _attach(
         self,
         comm: transport.Comm,
-        ranks: transport.Transport,
+        transport: transport.Transport,
         order: list[str] | None,
         bucket_bytes: int,
         *,
@@ -199,7 +199,7 @@ class Group:
 
         ``keep``: they take the residuals and velocities of those that there are.
         """
-        queue = queue_of(ranks)
+        queue = queue_of(transport)
         number = self._number_on(queue)
         made = Arrangement(self.specs, self.settings, self._backends, number, order, bucket_bytes)
         if keep:
@@ -207,22 +207,22 @@ class Group:
                 made.fill(*self.now.kept())
         queue.users = max(queue.users, number + 1)
         self.queue, self.number, self.now = queue, number, made
-        self._comm, self.ranks, self.ordering = comm, ranks, None
+        self._comm, self.transport, self.ordering = comm, transport, None
 
     def _number_on(self, queue: CallQueue) -> int:
         """Return the number that this reducer has, or will have, among those of a queue."""
-        return self.number if self.ranks is not None and self.queue is queue else queue.users
+        return self.number if self.transport is not None and self.queue is queue else queue.users
 
-    def _bucket_bytes_on(self, ranks: transport.Transport) -> int:
+    def _bucket_bytes_on(self, transport: transport.Transport) -> int:
         """Return with how many bytes a bucket is full where no rank has buckets yet."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
-        used = costs_for_steps(ranks) if self.settings.scope in FILLED else None  # otherwise it does not matter
+        used = costs_for_steps(transport) if self.settings.scope in FILLED else None  # otherwise it does not matter
         costs = profile.DEFAULT if used is None else used.costs
         usual, options = final_density(self.settings.density, DENSITY.density), Options()
         if self.settings.options.algorithm == "auto":
             options = self.settings.call_options("float32")
-        return choice.bucket_bytes(ranks.size, ranks.num_nodes, usual, costs, options.algorithm, options.wire)
+        return choice.bucket_bytes(transport.size, transport.num_nodes, usual, costs, options.algorithm, options.wire)
 
 
 def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:

@@ -83,7 +83,7 @@ class Members:
     """
 
     def __init__(
-        self, ranks: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
+        self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
     ) -> None:
         """Tell all ranks who this one is. Collective.
 
@@ -98,15 +98,16 @@ class Members:
             CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
         """
         step, rank, size = (0, -1, 0) if joining else (step, *_position(before))
-        gather = WordsGather(ranks, [joining, step, rank + 1, size, *words], label)
-        queue_of(ranks).submit(gather).wait()
-        each = len(gather.words) // ranks.size
+        gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)
+        queue_of(transport).submit(gather).wait()
+        each = len(gather.words) // transport.size
         found = [gather.words[i : i + each] for i in range(0, len(gather.words), each)]
         self.all = [Member(bool(new), step, place - 1, size, words) for new, step, place, size, *words in found]
         self.stay = [member for member in self.all if not member.joining]
         if not self.stay:
             raise InvalidInputError(
-                f"rank {ranks.rank}: all {ranks.size} ranks join; expected one at least that goes on with what it has"
+                f"rank {transport.rank}: all {transport.size} ranks join; expected one at least "
+                "that goes on with what it has"
             )
         self.lead = self.all.index(self.stay[0])
 

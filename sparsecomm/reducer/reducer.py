@@ -601,9 +601,9 @@ class Reducer:
 
     def count_setup(self) -> None:
         """Add what has been sent and received on the communicator outside of sums since the last time."""
-        if self._group.ranks is None:
+        if self._group.transport is None:
             return
-        traffic = self._group.ranks.counters
+        traffic = self._group.transport.counters
         sent, received = self._setup if self._traffic is traffic else (0, 0)
         self._traffic, self._setup = traffic, traffic.setup
         self.counters.setup_sent += self._setup[0] - sent
@@ -613,12 +613,12 @@ class Reducer:
         """Return the lines of the report below the counters, of this reducer and of others on the communicator."""
         with self._lock:
             groups = [reducer._group for reducer in (self, *others)]
-            buckets = [bucket for group in groups if group.ranks is not None for bucket in group.now.buckets]
-            return choice_lines(buckets) + ([] if self._group.ranks is None else peer_lines(self._group.ranks))
+            buckets = [bucket for group in groups if group.transport is not None for bucket in group.now.buckets]
+            return choice_lines(buckets) + ([] if self._group.transport is None else peer_lines(self._group.transport))
 
     def __repr__(self) -> str:
-        ranks, elements = self._group.ranks, sum(spec.size for spec in self._specs.values())
-        where = "not connected yet" if ranks is None else f"rank {ranks.rank} of {ranks.size}"
+        transport, elements = self._group.transport, sum(spec.size for spec in self._specs.values())
+        where = "not connected yet" if transport is None else f"rank {transport.rank} of {transport.size}"
         s = self._settings
         o = s.options
         return (
@@ -687,7 +687,7 @@ class Reducer:
             error = self._finish_ordering()
             if error is not None and not isinstance(error, Exception):
                 raise error
-        return self._group.ranks or self._group.connect()
+        return self._group.transport or self._group.connect()
 
     def _finish_ordering(self) -> BaseException | None:
         """Wait for the order, and fill buckets in it. An interrupt of the wait is raised.
@@ -704,7 +704,7 @@ class Reducer:
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def _who(self) -> str:
-        return "" if self._group.ranks is None else f"rank {self._group.ranks.rank}: "
+        return "" if self._group.transport is None else f"rank {self._group.transport.rank}: "
 
     def _begin_push(self, name: str) -> TensorSpec:
         """Check that a tensor may be pushed now."""

@@ -30,9 +30,9 @@ def choice_lines(buckets: Iterable[Bucket]) -> list[str]:
     return lines
 
 
-def peer_lines(ranks: Transport) -> list[str]:
+def peer_lines(transport: Transport) -> list[str]:
     """Return a table of the traffic with each peer since the communicator was first used; nothing if none is known."""
-    peers = ranks.peers()
+    peers = transport.peers()
     if not peers:
         return []
     title, shown = "since the communicator was first used, set-up included", peers

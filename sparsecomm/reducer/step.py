@@ -84,7 +84,7 @@ class OpenStep:
         self.unsummed: tuple[str, ...] = ()
         self._calls: list[tuple[Handle, _BucketCall]] = []
         self._opening: dict[str, tuple[Handle, Task]] = {}
-        if group.ranks is not None:
+        if group.transport is not None:
             for bucket in group.now.buckets:
                 bucket.begin()
 
@@ -158,8 +158,8 @@ class OpenStep:
                 bucket = group.now.by_name[name]
                 with bucket.on_stream(t):
                     squares += bucket.sum_of_squares(t)
-        assert group.ranks is not None
-        factor = s.correction.clip_factor(squares, group.ranks.size, s.options.op)
+        assert group.transport is not None
+        factor = s.correction.clip_factor(squares, group.transport.size, s.options.op)
         for name, t in self.pushed.items():
             bucket = group.now.by_name[name]
             if name in bucket.missing:
@@ -207,10 +207,10 @@ class OpenStep:
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
         if not usable and not self.unsummed:
-            assert self._group.ranks is not None
+            assert self._group.transport is not None
             for bucket in self._group.now.buckets:
                 with bucket.on_stream(None):
-                    bucket.drop_overflows(self._group.ranks.size)
+                    bucket.drop_overflows(self._group.transport.size)
         if not finite and not skips:
             for bucket in self._group.now.buckets:
                 with bucket.on_stream(None):
@@ -248,8 +248,8 @@ class _BucketCall(SumCall):
 
     def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
         """Prepare the call of a bucket whose gradients of this step are complete; the rest is as in `OpenStep`."""
-        assert group.ranks is not None
-        plan, within = bucket.plan(group.ranks, group.queue, density), None
+        assert group.transport is not None
+        plan, within = bucket.plan(group.transport, group.queue, density), None
         with bucket.on_stream(bucket.last):
             contribution = bucket.contribution(plan)
             if bucket.device is not CPU:
@@ -266,7 +266,7 @@ class _BucketCall(SumCall):
         self._result: SparseVector | None = None  # until the call is settled
 
     def run(self) -> SparseVector:
-        counters, moved, size = self._counters, self.ranks.counters, self.ranks.size
+        counters, moved, size = self._counters, self.transport.counters, self.transport.size
         before = moved.bytes_sent, moved.bytes_received, moved.messages_sent
         start = time.perf_counter()
         result = super().run()

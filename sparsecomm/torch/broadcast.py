@@ -38,26 +38,26 @@ def broadcast_parameters(
     """
     named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     check_replicated(dict(named), comm, summed=False)
-    ranks = of(comm)
-    if not isinstance(root, int) or not 0 <= root < ranks.size:
-        raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {ranks.size - 1}")
+    transport = of(comm)
+    if not isinstance(root, int) or not 0 <= root < transport.size:
+        raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {transport.size - 1}")
     described_all = [described(name, t) for name, t in named]
     compare(
-        ranks,
+        transport,
         [f"broadcast from {root}", *described_all],
         f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; rank "
-        f"{ranks.rank} has root={root} and {len(named)} tensors, the first of them {[*described_all, 'none'][0]}",
+        f"{transport.rank} has root={root} and {len(named)} tensors, the first of them {[*described_all, 'none'][0]}",
     )
     for _, tensor in named:
         tensor = local(tensor)
         contiguous = tensor.contiguous()
-        if tensor.numel() and ranks.size > 1:
+        if tensor.numel() and transport.size > 1:
             data = contiguous.view(-1).view(torch.uint8)
-            if isinstance(ranks, ProcessGroupTransport):
-                ranks.broadcast_tensor(data, root)
+            if isinstance(transport, ProcessGroupTransport):
+                transport.broadcast_tensor(data, root)
             else:
                 host = data.cpu()
-                ranks.broadcast(host.numpy(), root)
+                transport.broadcast(host.numpy(), root)
                 data.copy_(host)
         if not tensor.is_contiguous():
             tensor.copy_(contiguous)

@@ -117,16 +117,16 @@ class TrainedParameters:
         Raises:
             CollectiveMismatchError: they hold different shards.
         """
-        ranks = transport.of(self.comm)
+        comm = transport.of(self.comm)
         shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
-        if shards and ranks.size > 1:
+        if shards and comm.size > 1:
             compare(
-                ranks,
+                comm,
                 ["shards", *shards],
-                f"the ranks of comm hold different shards; rank {ranks.rank} has {len(shards)} DTensors, the first of "
+                f"the ranks of comm hold different shards; rank {comm.rank} has {len(shards)} DTensors, the first of "
                 f"them {shards[0]}. Expected ranks that hold the same: {HYBRID}",
             )
-        return ranks
+        return comm
 
     def check_weights(self, tensors: Mapping[str, object], reducer: Reducer) -> None:
         """Check that all ranks have these tensors alike, and the frozen parameters that are not sharded. Collective.

@@ -93,14 +93,14 @@ def check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: b
             )
 
 
-def compare(ranks: Transport, texts: Iterable[str], otherwise: str) -> None:
+def compare(transport: Transport, texts: Iterable[str], otherwise: str) -> None:
     """Check that all ranks have the same texts. Collective.
 
     Raises:
         CollectiveMismatchError: they have not; the message begins with ``otherwise``.
     """
     try:  # a sum of nothing, which ends when all ranks have begun it, and is refused on all of them if labels differ
-        sparse_allreduce(np.zeros(1, np.float32), 1, comm=ranks, algorithm="dense", label="\n".join(texts))
+        sparse_allreduce(np.zeros(1, np.float32), 1, comm=transport, algorithm="dense", label="\n".join(texts))
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(f"{otherwise}. {error}") from error
 

@@ -84,15 +84,15 @@ class Links:
 class Probe:
     """Times messages within one collective call, which its user begins and ends on ``comm``."""
 
-    def __init__(self, ranks: Transport) -> None:
+    def __init__(self, transport: Transport) -> None:
         """Prepare it."""
         host = CpuBackend()
         signature = CallSignature(MEASUREMENT, FLOAT32.code, 0, PLAIN.code, 0, 0)
-        self._ranks = ranks
-        self._messages = Messages(signature, ranks.rank, FLOAT32.accumulator, (0,), host)
-        self.comm = Communicator(ranks, host, self._messages, PLAIN)
+        self._transport = transport
+        self._messages = Messages(signature, transport.rank, FLOAT32.accumulator, (0,), host)
+        self.comm = Communicator(transport, host, self._messages, PLAIN)
         by_node: dict[int, list[int]] = {}
-        for rank, node in enumerate(ranks.node_of_rank):
+        for rank, node in enumerate(transport.node_of_rank):
             by_node.setdefault(node, []).append(rank)
         self._nodes = list(by_node.values())
         self._leaders = [[members[0] for members in self._nodes]]
@@ -156,7 +156,7 @@ class Probe:
         own: list[int] = []
         for turns, times in jobs:
             for pairs in turns:
-                peer = next((a + b - self._ranks.rank for a, b in pairs if self._ranks.rank in (a, b)), -1)
+                peer = next((a + b - self._transport.rank for a, b in pairs if self._transport.rank in (a, b)), -1)
                 self._round += ROUNDS
                 own += [0, 0, 0] if peer < 0 else [_word(its) for its in times(peer)]
         self._round += ROUNDS
@@ -181,7 +181,7 @@ class Probe:
 
         Both ranks send first, so neither may wait for its sends before it has received.
         """
-        isend, messages, clock = self._ranks.isend, self._messages, self._ranks.clock
+        isend, messages, clock = self._transport.isend, self._messages, self._transport.clock
         train = _bytes(_TRAIN)
         began = clock()
         requests = [isend(messages.words([], self._round), peer)]
@@ -199,12 +199,12 @@ class Probe:
         """Time several round trips, a burst, and messages of ``nbytes`` to and fro."""
         trip, _, _ = self._trips(_TRIPS, peer)
         _, burst, _ = self._burst(peer)
-        clock, first, data, longs = self._ranks.clock, self._ranks.rank < peer, _bytes(nbytes), []
+        clock, first, data, longs = self._transport.clock, self._transport.rank < peer, _bytes(nbytes), []
         if first:
             self._receive_long(peer, len(data))
         for i in range(2):
             began = clock()
-            request = self._ranks.isend(self._messages.dense(data, self._round), peer)
+            request = self._transport.isend(self._messages.dense(data, self._round), peer)
             if i == 0 or not first:
                 self._receive_long(peer, len(data))
                 longs.append(clock() - began)
@@ -213,7 +213,7 @@ class Probe:
 
     def _trips(self, count: int, peer: int) -> Times:
         """Time round trips; return half of their median, and by how much the peer's fastest mark came late: both."""
-        clock, first = self._ranks.clock, self._ranks.rank < peer
+        clock, first = self._transport.clock, self._transport.rank < peer
         times, late = [], math.inf if first else self._receive_mark(peer)
         for _ in range(count):
             began = clock()
@@ -226,16 +226,16 @@ class Probe:
 
     def _burst(self, peer: int) -> Times:
         """Time several marks at once, on the higher rank: all of them, and those after the first."""
-        if self._ranks.rank < peer:
+        if self._transport.rank < peer:
             for _ in range(_BURST):
                 self._send_mark(peer)
             return 0.0, math.inf, math.inf
-        began = self._ranks.clock()
+        began = self._transport.clock()
         self._receive_mark(peer)
-        first = self._ranks.clock()
+        first = self._transport.clock()
         for _ in range(_BURST - 1):
             self._receive_mark(peer)
-        ended = self._ranks.clock()
+        ended = self._transport.clock()
         return 0.0, ended - began, ended - first
 
     def _stream(self, nbytes: int, count: int, peer: int) -> Times:
@@ -246,23 +246,23 @@ class Probe:
         data = _bytes(nbytes)
         self._send_mark(peer)
         self._receive_mark(peer)
-        began = self._ranks.clock()
+        began = self._transport.clock()
         for _ in range(count):
-            request = self._ranks.isend(self._messages.dense(data, self._round), peer)
+            request = self._transport.isend(self._messages.dense(data, self._round), peer)
             self._receive_long(peer, len(data))
             request.wait()
-        return 0.0, 0.0, (self._ranks.clock() - began) / count
+        return 0.0, 0.0, (self._transport.clock() - began) / count
 
     def _send_mark(self, to: int) -> None:
-        self.comm.send_words([_word(self._ranks.clock())], to, self._round)
+        self.comm.send_words([_word(self._transport.clock())], to, self._round)
 
     def _receive_mark(self, source: int) -> float:
         """Return by how many seconds its sender's clock was behind this one when it left."""
         (left,) = self.comm.receive_words(source, 1, self._round)
-        return self._ranks.clock() - _seconds(left)
+        return self._transport.clock() - _seconds(left)
 
     def _receive_long(self, source: int, elements: int) -> None:
-        message = self._ranks.receive(source, HOST, HEADER_BYTES + 4 * elements)
+        message = self._transport.receive(source, HOST, HEADER_BYTES + 4 * elements)
         self._messages.read_dense(message, source, self._round, elements)
 
 

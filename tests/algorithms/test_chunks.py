@@ -69,9 +69,9 @@ def test_ranks_may_differ_in_decay(decays: tuple[float, float], dtype: str) -> N
     residuals = [4 * data.integers(90, dtype, 9 + rank) for rank in range(2)]
     kept = sum(reference.widened(r) * d for r, d in zip(residuals, decays, strict=True))
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        options = {"comm": ranks, "residual": residuals[ranks.rank], "decay": decays[ranks.rank]}
-        return sc.isparse_allreduce(xs[ranks.rank], 2, chunk=10, **options).wait()
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
+        options = {"comm": transport, "residual": residuals[transport.rank], "decay": decays[transport.rank]}
+        return sc.isparse_allreduce(xs[transport.rank], 2, chunk=10, **options).wait()
 
     result = run(2, program)[0]
     left = sum(reference.widened(r) for r in residuals) + result.to_dense()
@@ -87,11 +87,11 @@ def test_ranks_that_differ_in_chunk_are_told_and_residuals_decay_once(
     residuals = [2 * data.integers(40, "float32", 9 + rank) for rank in range(3)]
     before = [reference.accumulated(x, r, decay) for x, r in zip(xs, residuals, strict=True)]
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        chunk = chunks[ranks.rank == 1]
+    def program(transport: simulated.SimulatedTransport) -> None:
+        chunk = chunks[transport.rank == 1]
         k = 8 if chunk is None else chunk // 5  # as many in all
-        options = {"residual": residuals[ranks.rank], "chunk": chunk, "decay": decay, "algorithm": "split"}
-        sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options)
+        options = {"residual": residuals[transport.rank], "chunk": chunk, "decay": decay, "algorithm": "split"}
+        sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options)
 
     raised = errors(3, program)
     assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(wrong: dict[str, Any], wh
     x, residual = np.ones(20, np.float32), np.full(20, 3, np.float32)
     options = {"k": 5, "residual": residual, "decay": 1.0} | wrong
     with pytest.raises(sc.InvalidInputError, match=why):
-        run(1, lambda ranks: sc.sparse_allreduce(x, comm=ranks, **options))
+        run(1, lambda transport: sc.sparse_allreduce(x, comm=transport, **options))
     if "chunk" in wrong and "algorithm" not in wrong:
         with pytest.raises(sc.InvalidInputError, match=why):
             sc.topk(x, options["k"], chunk=options["chunk"])

@@ -155,12 +155,12 @@ def test_split_shares_the_work_evenly_wherever_the_entries_are(P: int, crowded: 
     """
     n, k = 1_000_000, 25_600
 
-    def program(ranks: simulated.SimulatedTransport) -> list[int]:
-        x, moved = np.random.default_rng(ranks.rank).normal(size=n).astype(np.float32), [0]
+    def program(transport: simulated.SimulatedTransport) -> list[int]:
+        x, moved = np.random.default_rng(transport.rank).normal(size=n).astype(np.float32), [0]
         x[n // 10 if crowded else n :] *= 1e-6
         for _ in range(2):
-            sc.sparse_allreduce(x, k, comm=ranks, algorithm="split", wire="plain")
-            moved.append(ranks.counters.bytes_sent + ranks.counters.bytes_received)
+            sc.sparse_allreduce(x, k, comm=transport, algorithm="split", wire="plain")
+            moved.append(transport.counters.bytes_sent + transport.counters.bytes_received)
         return np.diff(moved).tolist()
 
     first, second = np.array([r.value for r in simulated.run(P, program)]).T / (8 * k)
@@ -200,12 +200,12 @@ DIFFERENCES = {
 def test_promise_7_ranks_that_disagree_all_raise_and_keep_their_gradient(field: str, P: int, algorithm: str) -> None:
     residuals = {}
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         arguments: dict[str, Any] = {"x": np.arange(100, dtype=np.float32), "k": 5, "algorithm": algorithm}
-        arguments |= DIFFERENCES[field](ranks.rank)
+        arguments |= DIFFERENCES[field](transport.rank)
         residual = np.ones_like(arguments["x"])
-        residuals[ranks.rank] = residual, residual + arguments["x"]
-        sc.sparse_allreduce(**arguments, comm=ranks, residual=residual)
+        residuals[transport.rank] = residual, residual + arguments["x"]
+        sc.sparse_allreduce(**arguments, comm=transport, residual=residual)
 
     raised = errors(P, program)
     assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
@@ -225,10 +225,10 @@ def test_promise_7_different_algorithms_on_half_of_the_ranks(pair: tuple[str, st
 
 @pytest.mark.parametrize("P", [2, 3, 8])
 def test_promise_7_another_order_of_calls(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        sizes = (10, 20) if ranks.rank else (20, 10)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        sizes = (10, 20) if transport.rank else (20, 10)
         for n in sizes:
-            sc.sparse_allreduce(np.ones(n, np.float32), 3, comm=ranks)
+            sc.sparse_allreduce(np.ones(n, np.float32), 3, comm=transport)
 
     assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
 
@@ -236,9 +236,9 @@ def test_promise_7_another_order_of_calls(P: int) -> None:
 @every_algorithm
 @pytest.mark.parametrize("P", [2, 3, 8])
 def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        if ranks.rank != 1:
-            sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=ranks, algorithm=algorithm)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        if transport.rank != 1:
+            sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport, algorithm=algorithm)
 
     raised = [error for error in errors(P, program) if error is not None]
     assert len(raised) == P - 1
@@ -249,27 +249,27 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
 def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         def fails(*_: Any) -> Any:
             raise sc.TransportError("another rank has left already")
 
         if stage == "begin":
-            monkeypatch.setattr(ranks, "begin", fails)
+            monkeypatch.setattr(transport, "begin", fails)
         else:
             monkeypatch.setattr("sparsecomm.transport.of", fails)
         x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
         with pytest.raises(sc.TransportError, match="left already"):
-            sc.sparse_allreduce(x, 2, comm=ranks, residual=residual)
+            sc.sparse_allreduce(x, 2, comm=transport, residual=residual)
         np.testing.assert_array_equal(residual, x.astype(np.float32) + 1)
 
     run(1, program)
 
 
 def test_promise_7_calls_go_on_after_one_that_failed() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+    def program(transport: simulated.SimulatedTransport) -> np.ndarray:
         with pytest.raises(sc.CollectiveMismatchError):
-            sc.sparse_allreduce(np.ones(10, np.float32), 2 + (ranks.rank == 2), comm=ranks)
-        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=ranks).to_dense()
+            sc.sparse_allreduce(np.ones(10, np.float32), 2 + (transport.rank == 2), comm=transport)
+        return sc.sparse_allreduce(np.ones(10, np.float32), 2, comm=transport).to_dense()
 
     for dense in run(6, program):
         np.testing.assert_array_equal(dense, [6, 6, 0, 0, 0, 0, 0, 0, 0, 0])
@@ -296,13 +296,13 @@ def test_cost_in_the_header_is_the_cost(algorithm: str, P: int) -> None:
     k = 32
     n = k * P * (2 if algorithm != "dense" else 2 + (1 << 17) // (k * P * P))  # small dense sums take one trip
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[float, int]:
-        x, mine = np.zeros(n, np.float32), np.arange(ranks.rank, n, P)
+    def program(transport: simulated.SimulatedTransport) -> tuple[float, int]:
+        x, mine = np.zeros(n, np.float32), np.arange(transport.rank, n, P)
         x[mine] = 1 + mine * 7919 % 65537
         calls = [(0.0, 0)]
         for _ in range(2 if "split" in algorithm else 1):
-            sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, wire="plain")
-            calls.append((ranks.seconds, max(ranks.counters.bytes_sent, ranks.counters.bytes_received)))
+            sc.sparse_allreduce(x, k, comm=transport, algorithm=algorithm, wire="plain")
+            calls.append((transport.seconds, max(transport.counters.bytes_sent, transport.counters.bytes_received)))
         return calls[-1][0] - calls[-2][0], calls[-1][1] - calls[-2][1]
 
     results = [result.value for result in simulated.run(P, program, alpha=1.0)]
@@ -331,9 +331,9 @@ def test_entries_of_a_dense_sum_are_found_only_when_asked_for(op: str, monkeypat
     xs = [data.integers(300, "float16", seed) for seed in range(4)]
     whole = sum(x.astype(np.float32) for x in xs) / (4 if op == "mean" else 1)
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         out = np.empty(300, np.float32)
-        result = sc.sparse_allreduce(xs[ranks.rank], 3, comm=ranks, algorithm="dense", op=op, out=out)
+        result = sc.sparse_allreduce(xs[transport.rank], 3, comm=transport, algorithm="dense", op=op, out=out)
         np.testing.assert_array_equal(out, whole)
         np.testing.assert_array_equal(result.to_dense(), whole)
         return result
@@ -359,13 +359,13 @@ def test_all_ranks_get_the_words_of_the_first(P: int, count: int) -> None:
     """And none is done before all have begun, so that all learn of a rank that makes another call."""
     words = [2**64 - 1 - 3 * i for i in range(count)]
 
-    def program(ranks: simulated.SimulatedTransport, odd: int | None) -> list[int]:
-        mine = words if ranks.rank == 0 else [ranks.rank] * count
-        call = WordsBroadcast(ranks, mine, 9 if ranks.rank == odd else 5)
+    def program(transport: simulated.SimulatedTransport, odd: int | None) -> list[int]:
+        mine = words if transport.rank == 0 else [transport.rank] * count
+        call = WordsBroadcast(transport, mine, 9 if transport.rank == odd else 5)
         call.run()
         return call.words
 
-    assert run(P, lambda ranks: program(ranks, None)) == [words] * P
+    assert run(P, lambda transport: program(transport, None)) == [words] * P
     for odd in range(P) if P > 1 else ():
-        raised = errors(P, lambda ranks, odd=odd: program(ranks, odd))
+        raised = errors(P, lambda transport, odd=odd: program(transport, odd))
         assert {type(error) for error in raised} == {sc.CollectiveMismatchError}

@@ -97,14 +97,14 @@ def test_algorithms_that_do_not_know_say_why(algorithm: str) -> None:
     reason = sc.algorithms()[algorithm.partition(":")[0]].contributors_unknown
     residual = np.ones(9, np.float32)
     with pytest.raises(sc.InvalidInputError) as raised:
-        simulated.run(2, lambda ranks: sc.sparse_allreduce(residual, 3, comm=ranks, algorithm=algorithm, op=OP))
+        simulated.run(2, lambda transport: sc.sparse_allreduce(residual, 3, comm=transport, algorithm=algorithm, op=OP))
     assert f"algorithm={algorithm!r}, which {reason}; expected auto or one of {', '.join(KNOWING)}" in str(raised.value)
     with pytest.raises(sc.InvalidInputError, match="which"):
         sc.Reducer({"a": residual}, algorithm=algorithm, op=OP)
 
 
 def test_auto_chooses_among_those_that_know() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> set[str]:
-        return {each.algorithm.name for each in sc.explain(10**6, 0.01, comm=ranks, op=OP).candidates}
+    def program(transport: simulated.SimulatedTransport) -> set[str]:
+        return {each.algorithm.name for each in sc.explain(10**6, 0.01, comm=transport, op=OP).candidates}
 
     assert simulated.run(4, program, node_of_rank=[0, 0, 1, 1])[0].value == {"split"}

@@ -42,20 +42,22 @@ def train(
 ) -> list[Outcome]:
     """Some steps with a residual on every rank, each of which has a stream of its own."""
 
-    def program(ranks: CarelessTransport) -> Outcome:
+    def program(transport: CarelessTransport) -> Outcome:
         with cuda.on_stream(cuda.new_stream()):
-            return steps(ranks)
+            return steps(transport)
 
-    def steps(ranks: CarelessTransport) -> Outcome:
-        put = cuda.put if on_cuda(ranks.rank) else lambda array: array
+    def steps(transport: CarelessTransport) -> Outcome:
+        put = cuda.put if on_cuda(transport.rank) else lambda array: array
         residual_dtype = "float32" if dtype == "bfloat16" else dtype
         residual = np.zeros((20, 35), data.DTYPES[residual_dtype])
         out, entries = np.empty_like(residual), []
         targets = {"residual": put(residual), "out": put(out)}
         for step in range(STEPS):
-            x = data.gradient("normal", 700, dtype, seed=10 * ranks.rank + step).reshape(20, 35)
-            given = cuda.library.asarray(x) if on_cuda(ranks.rank) else x  # its memory is reused as soon as it is freed
-            result = sc.sparse_allreduce(given, 33, comm=ranks, **targets, **options)
+            x = data.gradient("normal", 700, dtype, seed=10 * transport.rank + step).reshape(20, 35)
+            given = (
+                cuda.library.asarray(x) if on_cuda(transport.rank) else x
+            )  # its memory is reused as soon as it is freed
+            result = sc.sparse_allreduce(given, 33, comm=transport, **targets, **options)
             del given
             assert result.shape == (20, 35)
             entries.append((np.array(result.indices), np.array(result.values)))
@@ -103,11 +105,11 @@ def test_promise_4_the_same_bits_on_every_device(
 
 @pytest.mark.parametrize("algorithm", sc.algorithms())
 def test_promise_5_a_failed_call_leaves_the_gradient_in_the_residual(cuda: DeferredRuntime, algorithm: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+    def program(transport: simulated.SimulatedTransport) -> np.ndarray:
         x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
         with pytest.raises(sc.CollectiveMismatchError):
             sc.sparse_allreduce(
-                cuda.put(x), 5 + ranks.rank, comm=ranks, residual=cuda.put(residual), algorithm=algorithm
+                cuda.put(x), 5 + transport.rank, comm=transport, residual=cuda.put(residual), algorithm=algorithm
             )
         cuda.synchronize()
         return residual - x
@@ -126,11 +128,11 @@ def test_promise_5_device_memory_that_runs_out_on_one_rank(
             raise MemoryError("no room")
         return empty(count, dtype)
 
-    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
+    def program(transport: simulated.SimulatedTransport) -> np.ndarray:
         x, residual = np.arange(500, dtype=np.float32), np.ones(500, np.float32)
-        put = cuda.put if ranks.rank == 1 else lambda array: array
+        put = cuda.put if transport.rank == 1 else lambda array: array
         with pytest.raises((MemoryError, sc.TransportError), match="no room"):
-            sc.sparse_allreduce(put(x), 50, comm=ranks, residual=put(residual))
+            sc.sparse_allreduce(put(x), 50, comm=transport, residual=put(residual))
         cuda.synchronize()
         return residual - x
 

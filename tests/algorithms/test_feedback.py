@@ -51,10 +51,10 @@ def reduced(xs: list[np.ndarray], residuals: list[np.ndarray], k: int, nodes: li
     noted: list[Contribution] = []
     init = Contribution.__init__
 
-    def program(ranks: simulated.SimulatedTransport) -> Rank:
-        x, residual = xs[ranks.rank], residuals[ranks.rank].copy()
+    def program(transport: simulated.SimulatedTransport) -> Rank:
+        x, residual = xs[transport.rank], residuals[transport.rank].copy()
         before = (reference.widened(residual) + reference.widened(x)).astype(residual.dtype)
-        result = sc.sparse_allreduce(x, k, comm=ranks, residual=residual, **options)
+        result = sc.sparse_allreduce(x, k, comm=transport, residual=residual, **options)
         (gradient,) = [its for its in noted if its._residual is not None and its._residual.owner is residual]
         selected = np.zeros(0, np.int32) if gradient.taken is None else gradient.taken.indices
         dropped = [(np.array(e.indices), np.array(e.values)) for e in gradient._dropped]

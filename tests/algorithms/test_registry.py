@@ -52,15 +52,18 @@ def summed(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.n
     """Return every rank's dense result, and the sum of the gradients; each rank has entries of its own."""
     xs = [np.where(np.arange(60) % P == rank, data.integers(60, "float32", rank), 0) for rank in range(P)]
 
-    def program(ranks: simulated.SimulatedTransport) -> np.ndarray:
-        return sc.sparse_allreduce(xs[ranks.rank], 60, comm=ranks, algorithm=name, **options).to_dense()
+    def program(transport: simulated.SimulatedTransport) -> np.ndarray:
+        return sc.sparse_allreduce(xs[transport.rank], 60, comm=transport, algorithm=name, **options).to_dense()
 
     return run(P, program, [rank // 2 for rank in range(P)]), np.sum(xs, axis=0)
 
 
 def candidates(P: int) -> list[str]:
     """Return what "auto" chooses from, the fastest first."""
-    return [c.algorithm.name for c in run(P, lambda ranks: sc.explain(10**6, 0.01, comm=ranks), range(P))[0].candidates]
+    return [
+        c.algorithm.name
+        for c in run(P, lambda transport: sc.explain(10**6, 0.01, comm=transport), range(P))[0].candidates
+    ]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])

@@ -42,12 +42,12 @@ check = settings(max_examples=15)
 def trips(P: int, calls: int, **options: Any) -> list[tuple[float, float]]:
     """Return for each call its trips, and the mean bytes that a rank sends."""
 
-    def program(ranks: simulated.SimulatedTransport) -> list[tuple[float, int]]:
-        rng, found = np.random.default_rng(ranks.rank), []
+    def program(transport: simulated.SimulatedTransport) -> list[tuple[float, int]]:
+        rng, found = np.random.default_rng(transport.rank), []
         for _ in range(calls):
             x = rng.standard_normal(40_000).astype(np.float32)
-            sc.sparse_allreduce(x, comm=ranks, **({"k": 400} | options))
-            found.append((ranks.seconds, ranks.counters.bytes_sent))
+            sc.sparse_allreduce(x, comm=transport, **({"k": 400} | options))
+            found.append((transport.seconds, transport.counters.bytes_sent))
         return found
 
     ends = [result.value for result in simulated.run(P, program, alpha=1.0)]
@@ -80,13 +80,13 @@ def test_no_owner_receives_most_of_many_entries(variant: str) -> None:
     """Also in a first call, where the entries of all ranks lie in an eighth of the indices."""
     P, n, k = 8, 80_000, 5_000
 
-    def program(ranks: simulated.SimulatedTransport) -> list[int]:
-        rng, found = np.random.default_rng(ranks.rank), [0]
+    def program(transport: simulated.SimulatedTransport) -> list[int]:
+        rng, found = np.random.default_rng(transport.rank), [0]
         for _ in range(3):
             x = rng.standard_normal(n).astype(np.float32)
             x[: n // P] *= 100
-            sc.sparse_allreduce(x, k, comm=ranks, **SPLITS[variant])
-            found.append(ranks.counters.bytes_received)
+            sc.sparse_allreduce(x, k, comm=transport, **SPLITS[variant])
+            found.append(transport.counters.bytes_received)
         return [after - before for before, after in pairwise(found)]
 
     first, _, usual = (max(each) for each in zip(*run(P, program, [0] * P), strict=True))
@@ -110,9 +110,9 @@ def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> Non
 
 @pytest.mark.parametrize("P", [2, 3, 8, 13])
 def test_small_dense_sums_have_the_same_bits_in_one_trip(P: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> tuple[bytes, float]:
-        x = np.random.default_rng(ranks.rank).standard_normal(25).astype(np.float32)
-        return sc.sparse_allreduce(x, 1, comm=ranks, algorithm="dense").to_dense().tobytes(), ranks.seconds
+    def program(transport: simulated.SimulatedTransport) -> tuple[bytes, float]:
+        x = np.random.default_rng(transport.rank).standard_normal(25).astype(np.float32)
+        return sc.sparse_allreduce(x, 1, comm=transport, algorithm="dense").to_dense().tobytes(), transport.seconds
 
     small = [result.value for result in simulated.run(P, program, alpha=1.0)]
     monkeypatch.setattr(sys.modules["sparsecomm.algorithms.dense"], "_MAX_SENT", 0)
@@ -126,13 +126,13 @@ def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: in
     """Where only the delay between machines counts."""
     n, k = 40_000, 400
 
-    def program(ranks: simulated.SimulatedTransport) -> list[float]:
-        rng, ends = np.random.default_rng(ranks.rank), [0.0]
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        rng, ends = np.random.default_rng(transport.rank), [0.0]
         for _ in range(4):
             x = rng.standard_normal(n).astype(np.float32)
             x[:: n // k * 2] *= 3  # which all ranks select, with signs of their own
-            sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm)
-            ends.append(ranks.seconds)
+            sc.sparse_allreduce(x, k, comm=transport, algorithm=algorithm)
+            ends.append(transport.seconds)
         return ends
 
     nodes = [rank // per_node for rank in range(P)]
@@ -154,7 +154,7 @@ def test_what_later_calls_send_is_about_what_wins(P: int) -> None:
 @pytest.mark.parametrize("P", [2, 5, 8, 33, 64])
 @pytest.mark.parametrize(("kind", "expected"), [(WordsBroadcast, 2), (WordsGather, 1), (WordsComparison, 2)])
 def test_ranks_agree_in_few_trips(kind: type[WordsBroadcast], expected: int, P: int) -> None:
-    results = simulated.run(P, lambda ranks: kind(ranks, [3, 4], 5).run(), alpha=1.0)
+    results = simulated.run(P, lambda transport: kind(transport, [3, 4], 5).run(), alpha=1.0)
     assert max(result.seconds for result in results) <= expected
 
 
@@ -192,8 +192,10 @@ def test_whatever_came_before_the_result_is_the_oracles(variant: str, P: int) ->
         k = draw.draw(data.counts(n))
         given = [gradients_of(step, n, P) for step in sequence]
 
-        def program(ranks: simulated.SimulatedTransport) -> list[np.ndarray]:
-            return [sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options).to_dense() + 0 for xs in given]
+        def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
+            return [
+                sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0 for xs in given
+            ]
 
         with np.errstate(all="ignore"):
             wanted = [expected_sum(xs, k, options) for xs in given]
@@ -204,9 +206,9 @@ def test_whatever_came_before_the_result_is_the_oracles(variant: str, P: int) ->
     calls()
 
 
-def kept_of(ranks: simulated.SimulatedTransport) -> dict[str, Any]:
+def kept_of(transport: simulated.SimulatedTransport) -> dict[str, Any]:
     """Return what the only plan of a transport keeps for its algorithm."""
-    (plan,) = queue_of(ranks).plans._plans.values()
+    (plan,) = queue_of(transport).plans._plans.values()
     kept: dict[str, Any] = plan.comm.kept
     return kept
 
@@ -223,19 +225,19 @@ def test_ranks_that_keep_something_else_begin_again(variant: str, P: int) -> Non
         given = [gradients_of(("normal", 1.0, False, 7 + call), n, P) for call in range(3)]
         given.append(gradients_of(step, n, P))
 
-        def program(ranks: simulated.SimulatedTransport) -> list[np.ndarray]:
+        def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
             found, before = [], {}
             for call, xs in enumerate(given):
                 if call == 2:
-                    kept = kept_of(ranks)
+                    kept = kept_of(transport)
                     for rank, what in losses:
-                        if rank == ranks.rank and what == "old":
+                        if rank == transport.rank and what == "old":
                             kept.update(before)
-                        elif rank == ranks.rank:
+                        elif rank == transport.rank:
                             kept[what] = None
-                found.append(sc.sparse_allreduce(xs[ranks.rank], k, comm=ranks, **options).to_dense() + 0)
+                found.append(sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0)
                 if call == 0:
-                    before = dict(kept_of(ranks))
+                    before = dict(kept_of(transport))
             return found
 
         with np.errstate(all="ignore"):
@@ -272,12 +274,12 @@ def test_a_rank_that_leaves_anywhere_loses_nothing_and_the_next_call_goes_well(
                     raise sc.TransportError("it leaves")
             return received
 
-        def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, list[np.ndarray | None]]:
+        def program(transport: simulated.SimulatedTransport) -> tuple[np.ndarray, list[np.ndarray | None]]:
             residual, found = np.zeros(n, np.float32), []
             for call, xs in enumerate(given):
                 try:
-                    arguments = options | {"k": k, "residual": residual, "comm": ranks}
-                    found.append(sc.sparse_allreduce(xs[ranks.rank], **arguments).to_dense())
+                    arguments = options | {"k": k, "residual": residual, "comm": transport}
+                    found.append(sc.sparse_allreduce(xs[transport.rank], **arguments).to_dense())
                 except sc.TransportError:  # noqa: PERF203
                     assert call == left_call
                     found.append(None)

@@ -153,8 +153,8 @@ def test_scratch_memory_is_its_owners() -> None:
     assert not first & second
     assert memory(owners[0]) == first
 
-    def program(ranks: simulated.SimulatedTransport) -> Backends:
-        return queue_of(ranks).backends
+    def program(transport: simulated.SimulatedTransport) -> Backends:
+        return queue_of(transport).backends
 
     assert len({id(result.value) for result in simulated.run(2, program)}) == 2
 

@@ -332,9 +332,9 @@ def test_a_collective_cannot_be_captured(cuda: DeferredRuntime, monkeypatch: pyt
     monkeypatch.setattr(cuda, "capturing", lambda: True)
     x, residual = np.ones(99, np.float32), np.zeros(99, np.float32)
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match="being captured into a CUDA graph"):
-            sc.sparse_allreduce(CudaTensor(x), 3, comm=ranks, residual=CudaTensor(residual))
+            sc.sparse_allreduce(CudaTensor(x), 3, comm=transport, residual=CudaTensor(residual))
 
     simulated.run(2, program)
     assert not residual.any()

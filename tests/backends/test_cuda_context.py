@@ -76,11 +76,13 @@ def test_two_threads_select_at_once(runtime: Alternating, stream: int) -> None:
     by_two(program)
 
 
-def call(ranks: simulated.SimulatedTransport, number: int, seed: int, put: Callable[[np.ndarray], Any]) -> list[bytes]:
-    x = gradient(number, 10 * seed + ranks.rank)
+def call(
+    transport: simulated.SimulatedTransport, number: int, seed: int, put: Callable[[np.ndarray], Any]
+) -> list[bytes]:
+    x = gradient(number, 10 * seed + transport.rank)
     residual, out = np.zeros_like(x), np.zeros_like(x)
     given = put(x), K
-    where = {"comm": ranks, "residual": put(residual), "out": put(out), "algorithm": "tree"}
+    where = {"comm": transport, "residual": put(residual), "out": put(out), "algorithm": "tree"}
     result = sc.isparse_allreduce(*given, **where).wait() if seed % 2 else sc.sparse_allreduce(*given, **where)
     entries = [np.array(result.indices).tobytes(), np.array(result.values).tobytes()]
     return [*entries, residual.tobytes(), out.tobytes()]
@@ -93,11 +95,11 @@ def test_two_communicators_in_two_threads(runtime: Alternating) -> None:
         return tensor
 
     def program(number: int) -> None:
-        def rank(ranks: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(ranks, number, seed, put) for seed in range(4)]
+        def rank(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
+            return [call(transport, number, seed, put) for seed in range(4)]
 
-        def on_cpu(ranks: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(ranks, number, seed, lambda array: array) for seed in range(4)]
+        def on_cpu(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
+            return [call(transport, number, seed, lambda array: array) for seed in range(4)]
 
         found, expected = ([r.value for r in simulated.run(2, each)] for each in (rank, on_cpu))
         assert found == expected
@@ -127,9 +129,9 @@ def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
 
 
 def test_every_owner_has_a_context_of_its_own(runtime: Alternating) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> CudaBackend:
-        ours = queue_of(ranks).backends.of(DEVICE)
-        assert ours is queue_of(ranks).backends.of(DEVICE)
+    def program(transport: simulated.SimulatedTransport) -> CudaBackend:
+        ours = queue_of(transport).backends.of(DEVICE)
+        assert ours is queue_of(transport).backends.of(DEVICE)
         return ours
 
     found = [result.value for result in simulated.run(3, program)]

@@ -126,14 +126,14 @@ def test_a_rank_in_another_mode_than_the_others(mode: str, dtype: str, wire: str
         pytest.skip("the library refuses it")
 
     def make(modes: dict[int, str]) -> list[list[bytes]]:
-        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
-            x, residual = small(300, dtype, ranks.rank), np.zeros(300, data.DTYPES[dtype])
+        def program(transport: simulated.SimulatedTransport) -> list[bytes]:
+            x, residual = small(300, dtype, transport.rank), np.zeros(300, data.DTYPES[dtype])
             out, found = np.empty_like(x), list[Any]()
             options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
             options["decay"] = 1.0 if algorithm == "dense" else 0.4
-            with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+            with in_mode(modes[transport.rank]) if transport.rank in modes else nullcontext():
                 for _ in range(3):
-                    result = sc.sparse_allreduce(x, 40, comm=ranks, residual=residual, out=out, **options)
+                    result = sc.sparse_allreduce(x, 40, comm=transport, residual=residual, out=out, **options)
                     found += [result, out.copy(), residual.copy()]
             return bits(found)
 
@@ -158,13 +158,13 @@ def test_a_reducer(mode: str, options: dict[str, Any]) -> None:
     dtypes = {"a": "float32", "b": "float16", "c": "bfloat16", "d": "float64", "e": "float32"}
 
     def make(modes: dict[int, str]) -> list[list[bytes]]:
-        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
+        def program(transport: simulated.SimulatedTransport) -> list[bytes]:
             tensors = {name: small(100, dtype, 0) for name, dtype in dtypes.items()}
-            reducer, found = sc.Reducer(tensors, 0.3, comm=ranks, dense_below=0, **options), list[Any]()
-            with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+            reducer, found = sc.Reducer(tensors, 0.3, comm=transport, dense_below=0, **options), list[Any]()
+            with in_mode(modes[transport.rank]) if transport.rank in modes else nullcontext():
                 for step in range(3):
                     for seed, (name, dtype) in enumerate(dtypes.items()):
-                        gradient = small(100, dtype, 100 * step + 10 * ranks.rank + seed)
+                        gradient = small(100, dtype, 100 * step + 10 * transport.rank + seed)
                         if options.get("clip") is None and name == "e":
                             reducer.accumulate(name, small(100, dtype, 7))
                         reducer.push(name, gradient)
@@ -184,16 +184,16 @@ def test_a_reducer(mode: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("outer", [None, sc.NesterovSGD])
 def test_local_steps(mode: str, outer: Any) -> None:
     def make(modes: dict[int, str]) -> list[list[bytes]]:
-        def program(ranks: simulated.SimulatedTransport) -> list[bytes]:
+        def program(transport: simulated.SimulatedTransport) -> list[bytes]:
             tensors = {"a": small(200, "float32", 0), "b": small(50, "float32", 1)}
             local = sc.LocalSteps(
-                tensors, 0.3, sync_every=2, fragments=2, fragment_update_alpha=0.3, comm=ranks, chunk=16, dense_below=0,
-                outer=outer and outer(0.4), wire="packed",
+                tensors, 0.3, sync_every=2, fragments=2, fragment_update_alpha=0.3, comm=transport, chunk=16,
+                dense_below=0, outer=outer and outer(0.4), wire="packed",
             )  # fmt: skip
             for step in range(6):
                 for seed, array in enumerate(tensors.values()):
-                    array += small(array.size, "float32", 100 * step + 10 * ranks.rank + seed)
-                with in_mode(modes[ranks.rank]) if ranks.rank in modes else nullcontext():
+                    array += small(array.size, "float32", 100 * step + 10 * transport.rank + seed)
+                with in_mode(modes[transport.rank]) if transport.rank in modes else nullcontext():
                     local.step(tensors)
             return bits([*tensors.values(), *local.global_parameters().values()])
 

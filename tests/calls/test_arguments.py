@@ -21,9 +21,12 @@ def test_another_shape(mine: Any, theirs: Any, algorithm: Any, background: bool)
     residuals = [np.ones(theirs if rank == 2 else mine, np.float32) for rank in range(3)]
     outs = [np.full(residual.shape, 7, np.float32) for residual in residuals]
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        residual, out = residuals[ranks.rank], outs[ranks.rank]
-        x, options = np.ones_like(residual), {"comm": ranks, "residual": residual, "out": out, "algorithm": algorithm}
+    def program(transport: simulated.SimulatedTransport) -> None:
+        residual, out = residuals[transport.rank], outs[transport.rank]
+        x, options = (
+            np.ones_like(residual),
+            {"comm": transport, "residual": residual, "out": out, "algorithm": algorithm},
+        )
         if background:
             sc.isparse_allreduce(x, 10, **options).wait()
         else:
@@ -45,9 +48,9 @@ def test_another_shape(mine: Any, theirs: Any, algorithm: Any, background: bool)
 def test_an_argument_on_one_rank_only(argument: str, algorithm: Any) -> None:
     given = np.zeros(1000, np.float32)
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        options = {argument: given} if ranks.rank == 1 else {}
-        sc.sparse_allreduce(np.ones(1000, np.float32), 10, comm=ranks, algorithm=algorithm, **options)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        options = {argument: given} if transport.rank == 1 else {}
+        sc.sparse_allreduce(np.ones(1000, np.float32), 10, comm=transport, algorithm=algorithm, **options)
 
     for error in errors(3, program):
         text = str(error)

@@ -37,13 +37,13 @@ def test_results_are_those_of_sparse_allreduce(algorithm: str, P: int, dtype: st
     options = {"algorithm": algorithm, "wire": wire, "op": op, "label": "a layer"}
 
     def program(blocking: bool) -> Callable[[simulated.SimulatedTransport], list[bytes]]:
-        def on_rank(ranks: simulated.SimulatedTransport) -> list[bytes]:
+        def on_rank(transport: simulated.SimulatedTransport) -> list[bytes]:
             found, under_way = [], []
             for layer, n in enumerate((300, 77)):
-                x = data.gradient("normal", n, dtype, 10 * layer + ranks.rank)
-                residual, out = data.gradient("normal", n, dtype, 99 + ranks.rank), np.empty_like(x)
+                x = data.gradient("normal", n, dtype, 10 * layer + transport.rank)
+                residual, out = data.gradient("normal", n, dtype, 99 + transport.rank), np.empty_like(x)
                 found += [x, residual, out]
-                arguments = {"comm": ranks, "residual": residual, "out": out, **options}
+                arguments = {"comm": transport, "residual": residual, "out": out, **options}
                 under_way.append((sc.sparse_allreduce if blocking else sc.isparse_allreduce)(x, 20, **arguments))
                 assert isinstance(under_way[-1], sc.SparseVector if blocking else Handle)
             for one in reversed(under_way):
@@ -64,14 +64,14 @@ def test_other_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> N
             return sc.sparse_allreduce(*arguments, **options)
         return sc.isparse_allreduce(*arguments, **options).wait()
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(transport: simulated.SimulatedTransport) -> str:
         x, residual = np.arange(50, dtype=np.float32), np.ones(50, np.float32)
         for labels in (("conv1", "conv2"), ("", "conv1")):
             residual[:] = 1
             with pytest.raises(sc.CollectiveMismatchError) as caught:
-                call(x, 5, comm=ranks, residual=residual, label=labels[ranks.rank == 1])
+                call(x, 5, comm=transport, residual=residual, label=labels[transport.rank == 1])
             np.testing.assert_array_equal(residual, x + 1)
-        assert call(x, 5, comm=ranks, label="conv1").nnz == 5
+        assert call(x, 5, comm=transport, label="conv1").nnz == 5
         return str(caught.value)
 
     assert any("calls differ in label" in text for text in run(P, program))
@@ -87,11 +87,11 @@ def test_bad_arguments_are_refused_at_once_and_not_counted(wrong: dict[str, Any]
     ((name, value),) = wrong.items()
     says = f"{name}={value!r}: expected one of" if name in ("algorithm", "op", "wire") else name
 
-    def program(ranks: simulated.SimulatedTransport) -> int:
-        for call in (sc.sparse_allreduce, sc.isparse_allreduce) if ranks.rank in who else ():
-            with pytest.raises(sc.InvalidInputError, match=f"^rank {ranks.rank}: {says}"):
-                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": ranks} | wrong)
-        return sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=ranks).wait().nnz
+    def program(transport: simulated.SimulatedTransport) -> int:
+        for call in (sc.sparse_allreduce, sc.isparse_allreduce) if transport.rank in who else ():
+            with pytest.raises(sc.InvalidInputError, match=f"^rank {transport.rank}: {says}"):
+                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": transport} | wrong)
+        return sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=transport).wait().nnz
 
     assert run(3, program) == [3, 3, 3]
 
@@ -103,14 +103,14 @@ def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(
 ) -> None:
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that the first call measures nothing, and is queued
 
-    def program(ranks: simulated.SimulatedTransport) -> list[str]:
-        if ranks.rank == 1:  # never comes
+    def program(transport: simulated.SimulatedTransport) -> list[str]:
+        if transport.rank == 1:  # never comes
             return []
-        xs = [data.integers(40, "float32", 10 * i + ranks.rank) for i in range(3)]
+        xs = [data.integers(40, "float32", 10 * i + transport.rank) for i in range(3)]
         residuals = [data.integers(40, "float32", 100 + i) for i in range(3)]
         expected = [x + r for x, r in zip(xs, residuals, strict=True)]
         under_way = [
-            sc.isparse_allreduce(x, 4, comm=ranks, residual=r, algorithm=algorithm, wire="plain")
+            sc.isparse_allreduce(x, 4, comm=transport, residual=r, algorithm=algorithm, wire="plain")
             for x, r in zip(xs, residuals, strict=True)
         ]
         said = []
@@ -129,9 +129,9 @@ def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(
 
 @pytest.mark.parametrize("P", [2, 3, 5])
 def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
-        first = sc.isparse_allreduce(np.ones(10, np.float32), 2 + (ranks.rank == 1), comm=ranks)
-        second = sc.isparse_allreduce(np.ones(10, np.float32), 2, comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
+        first = sc.isparse_allreduce(np.ones(10, np.float32), 2 + (transport.rank == 1), comm=transport)
+        second = sc.isparse_allreduce(np.ones(10, np.float32), 2, comm=transport)
         with pytest.raises(sc.CollectiveMismatchError, match=r"calls differ in k|left call 1"):
             first.wait()
         return second.wait()

@@ -36,16 +36,16 @@ CALLS: list[dict[str, Any]] = [
 class Rank:
     """A rank that makes one call again and again, of which it knows what comes out."""
 
-    def __init__(self, ranks: simulated.SimulatedTransport, background: bool, options: dict[str, Any]) -> None:
-        self.ranks, self.background, self.options = ranks, background, options
-        self.x = np.arange(N, dtype=np.float32) - 17 - ranks.rank
-        self.kept = np.full(N, 1 + ranks.rank, np.float32)
+    def __init__(self, transport: simulated.SimulatedTransport, background: bool, options: dict[str, Any]) -> None:
+        self.transport, self.background, self.options = transport, background, options
+        self.x = np.arange(N, dtype=np.float32) - 17 - transport.rank
+        self.kept = np.full(N, 1 + transport.rank, np.float32)
         self.call()
         self.right = self.residual, self.out
 
     def call(self) -> None:
         self.residual, self.out = self.kept.copy(), np.full(N, 7, np.float32)
-        arguments = {"comm": self.ranks, "residual": self.residual, "out": self.out, **self.options}
+        arguments = {"comm": self.transport, "residual": self.residual, "out": self.out, **self.options}
         if self.background:
             sc.isparse_allreduce(self.x, K, **arguments).wait()
         else:
@@ -53,11 +53,11 @@ class Rank:
 
     def interrupted_at(self, *points: int) -> str:
         """Interrupt a call; return what became of it."""
-        before = sc.last_call(self.ranks).number
+        before = sc.last_call(self.transport).number
         with interrupted(*points) as passed, contextlib.suppress(InterruptError, sc.TransportError):
             self.call()
         self.points, self.interrupts = passed.passed, passed.interrupts
-        last = sc.last_call(self.ranks)
+        last = sc.last_call(self.transport)
         self.begun = last.number > before
         state = self.state()
         told = "not begun" if not self.begun else "committed" if last.counts else "rolled back"
@@ -87,8 +87,8 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], background: bool) -> None:
     """Also where what ends it is interrupted again."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        rank = Rank(ranks, background, options)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        rank = Rank(transport, background, options)
         rank.interrupted_at()
         found: Counter[str] = Counter()
         for place in range(rank.points):
@@ -108,10 +108,10 @@ def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
 ) -> None:
     more, last = [0], P - 1
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        rank, place = Rank(ranks, False, options), 0
+    def program(transport: simulated.SimulatedTransport) -> None:
+        rank, place = Rank(transport, False, options), 0
         while more[0] is not None:
-            if ranks.rank == last:
+            if transport.rank == last:
                 rank.interrupted_at(place)
                 place += step
                 more[0] = None if rank.interrupts == 0 else place
@@ -133,8 +133,8 @@ def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
 def test_signals_at_random_times() -> None:
     """Real ones, in calls of every kind."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        ranks.threaded = True
+    def program(transport: simulated.SimulatedTransport) -> None:
+        transport.threaded = True
         random = np.random.default_rng(0)
 
         def handle(*_: Any) -> None:
@@ -143,16 +143,16 @@ def test_signals_at_random_times() -> None:
         before = signal.signal(signal.SIGALRM, handle)
         try:
             for options in CALLS:
-                rank = Rank(ranks, False, options)
+                rank = Rank(transport, False, options)
                 for _ in range(300):
                     rank.begun = False
-                    number = ranks.number
+                    number = transport.number
                     try:
                         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 4e-4))
                         rank.call()
                         signal.setitimer(signal.ITIMER_REAL, 0)
                     except InterruptError:
-                        rank.begun = ranks.number > number
+                        rank.begun = transport.number > number
                         rank.state()
                         continue
                     finally:
@@ -172,8 +172,8 @@ def test_signals_at_random_times() -> None:
 def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out once: the call ends as one that went well, and says so."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        rank = Rank(ranks, False, {"algorithm": "butterfly"})
+    def program(transport: simulated.SimulatedTransport) -> None:
+        rank = Rank(transport, False, {"algorithm": "butterfly"})
         owner: Any = {"commit": Contribution, "densify": CpuBackend, "end": simulated.SimulatedTransport}[step]
         method, failed = getattr(owner, step), []
 
@@ -193,8 +193,8 @@ def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: p
 
 
 def test_memory_that_stays_out_leaves_the_gradient_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        rank = Rank(ranks, False, {"algorithm": "butterfly"})
+    def program(transport: simulated.SimulatedTransport) -> None:
+        rank = Rank(transport, False, {"algorithm": "butterfly"})
         with monkeypatch.context() as patch:
             patch.setattr(Contribution, "commit", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):
@@ -248,15 +248,15 @@ def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> No
 def test_ctrl_c_says_what_was_interrupted() -> None:
     """The rank and the call: in the call itself, and where the program waits for one in the background."""
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(transport: simulated.SimulatedTransport) -> str:
         def receive(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=ranks, algorithm="tree")
-        if ranks.rank == 0:
-            vars(ranks)["receive"] = receive
+        sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=transport, algorithm="tree")
+        if transport.rank == 0:
+            vars(transport)["receive"] = receive
         try:
-            sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=ranks, algorithm="tree")
+            sc.sparse_allreduce(np.ones(9, np.float32), 2, comm=transport, algorithm="tree")
         except (KeyboardInterrupt, sc.TransportError) as error:
             return str(error)
         return ""

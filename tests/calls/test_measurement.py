@@ -53,10 +53,10 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
     """Whenever ranks come, and whatever their clocks say."""
     lates = [random.choice([0.0, random.uniform(0, 3 * alpha), 1.0]) for _ in nodes]
 
-    def program(ranks: simulated.SimulatedTransport) -> Used:
+    def program(transport: simulated.SimulatedTransport) -> Used:
         ahead = random.uniform(-1e3, 1e3)
-        ranks.clock = lambda: ranks.seconds + ahead  # type: ignore[method-assign]
-        return costs_of(ranks)
+        transport.clock = lambda: transport.seconds + ahead  # type: ignore[method-assign]
+        return costs_of(transport)
 
     inside = {"node_alpha": 1e-6, "node_beta": 1e-10}
     found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, delays=lates, **inside)
@@ -79,10 +79,10 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
 def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
     """Clocks that jitter, stand still, or go backwards."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Used:
+    def program(transport: simulated.SimulatedTransport) -> Used:
         amount = random.choice([0.0, 1e-3, 1e9])
-        ranks.clock = lambda: ranks.seconds + random.uniform(-amount, amount)  # type: ignore[method-assign]
-        return costs_of(ranks)
+        transport.clock = lambda: transport.seconds + random.uniform(-amount, amount)  # type: ignore[method-assign]
+        return costs_of(transport)
 
     found = run(P, program, list(range(P)), alpha=random.choice([1e-5, 1e-2]), beta=1e-8)
     assert found == found[:1] * P
@@ -91,13 +91,15 @@ def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
 @pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 64])
 def test_it_takes_one_and_a_half_round_trips(P: int) -> None:
     """And one more for an odd number of nodes."""
-    trips = max(result.seconds for result in simulated.run(P, lambda ranks: costs_of(ranks).checksum, alpha=1.0))
+    trips = max(
+        result.seconds for result in simulated.run(P, lambda transport: costs_of(transport).checksum, alpha=1.0)
+    )
     assert trips == 3 + 2 * (P % 2)
 
 
 @pytest.mark.parametrize(("alpha", "rate", "max_seconds"), [(1e-6, 40e9, 0.3e-3), (50e-6, 1e9, 5e-3)])
 def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds: float) -> None:
-    results = simulated.run(16, lambda ranks: costs_of(ranks).checksum, alpha=alpha, beta=8 / rate)
+    results = simulated.run(16, lambda transport: costs_of(transport).checksum, alpha=alpha, beta=8 / rate)
     assert max(result.seconds for result in results) < max_seconds
 
 
@@ -112,9 +114,9 @@ def test_with_seconds_to_spend_links_are_known_better(nodes: list[int], alpha: f
     """And by how much the clocks of any two ranks differ."""
     ahead = [random.uniform(-1e3, 1e3) for _ in nodes]
 
-    def program(ranks: simulated.SimulatedTransport) -> Links:
-        ranks.clock = lambda: ranks.seconds + ahead[ranks.rank]  # type: ignore[method-assign]
-        return measured_links(ranks, 0.02)
+    def program(transport: simulated.SimulatedTransport) -> Links:
+        transport.clock = lambda: transport.seconds + ahead[transport.rank]  # type: ignore[method-assign]
+        return measured_links(transport, 0.02)
 
     found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, node_alpha=1e-6, node_beta=1e-10)
     assert found == found[:1] * len(nodes)
@@ -141,11 +143,11 @@ def test_a_named_algorithm_reaches_all_at_once_where_links_are_long() -> None:
     """`double` takes two trips on a long link, and on a short one what costs least."""
     options = {"algorithm": "double", "wire": "packed"}
 
-    def program(ranks: simulated.SimulatedTransport) -> float:
-        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks, **options)
-        before = ranks.seconds
-        sc.sparse_allreduce(gradient(ranks.rank, 1), K, comm=ranks, **options)
-        return ranks.seconds - before
+    def program(transport: simulated.SimulatedTransport) -> float:
+        sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, **options)
+        before = transport.seconds
+        sc.sparse_allreduce(gradient(transport.rank, 1), K, comm=transport, **options)
+        return transport.seconds - before
 
     for P in (4, 8, 130):
         assert max(run(P, program, list(range(P)), alpha=1.0, beta=0.0)) == pytest.approx(2.0, rel=0.01)
@@ -177,11 +179,11 @@ def test_once_on_a_communicator_where_costs_matter(
     if setting:
         monkeypatch.setenv("SPARSECOMM_PROFILE", setting)
 
-    def program(ranks: simulated.SimulatedTransport) -> list[int]:
+    def program(transport: simulated.SimulatedTransport) -> list[int]:
         numbers = []
         for number in range(3):
-            sc.sparse_allreduce(gradient(ranks.rank, number), K, comm=ranks, **options)
-            numbers.append(ranks.number)
+            sc.sparse_allreduce(gradient(transport.rank, number), K, comm=transport, **options)
+            numbers.append(transport.number)
         return numbers
 
     first = calls[len(set(nodes)) - 1] if P > 1 else 1
@@ -191,22 +193,22 @@ def test_once_on_a_communicator_where_costs_matter(
 def test_one_that_a_reducer_no_longer_waits_for_is_not_made_twice() -> None:
     """Its wait was interrupted, and the program goes on with another kind of call."""
 
-    def program(ranks: simulated.SimulatedTransport) -> int:
-        if ranks.rank == 0:
-            queue = queue_of(ranks)
-            queue.measuring = queue.submit(LinkMeasurement(ranks))
-        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks, algorithm="tree")
-        return ranks.number
+    def program(transport: simulated.SimulatedTransport) -> int:
+        if transport.rank == 0:
+            queue = queue_of(transport)
+            queue.measuring = queue.submit(LinkMeasurement(transport))
+        sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, algorithm="tree")
+        return transport.number
 
     assert run(2, program, [0, 1]) == [2, 2]
 
 
 def test_explain_and_calls_use_the_same() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> tuple[str, int]:
-        said = str(sc.explain(N, K, comm=ranks))
-        sc.sparse_allreduce(gradient(ranks.rank, 0), K, comm=ranks)
-        assert str(sc.explain(N, K, comm=ranks)) == said
-        return said, ranks.number
+    def program(transport: simulated.SimulatedTransport) -> tuple[str, int]:
+        said = str(sc.explain(N, K, comm=transport))
+        sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport)
+        assert str(sc.explain(N, K, comm=transport)) == said
+        return said, transport.number
 
     found = run(3, program, [0, 1, 2], alpha=0.04, beta=4e-8)
     assert found == found[:1] * 3
@@ -217,7 +219,7 @@ def test_explain_and_calls_use_the_same() -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def failing(ranks: simulated.SimulatedTransport, place: int, error: BaseException) -> None:
+def failing(transport: simulated.SimulatedTransport, place: int, error: BaseException) -> None:
     """Have the operation of that number of a rank's first call fail, sends and receives counted together."""
     count = 0
 
@@ -225,13 +227,15 @@ def failing(ranks: simulated.SimulatedTransport, place: int, error: BaseExceptio
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if ranks.number == 1 and count == place + 1:
+            if transport.number == 1 and count == place + 1:
                 raise error
             return operation(*args, **kwargs)
 
         return counted
 
-    ranks.isend, ranks.receive, ranks.exchange = map(around, (ranks.isend, ranks.receive, ranks.exchange))  # type: ignore[method-assign]
+    transport.isend, transport.receive, transport.exchange = map(
+        around, (transport.isend, transport.receive, transport.exchange)
+    )  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 0], [0, 0, 1, 1], list(range(5))], ids=str)
@@ -243,21 +247,21 @@ def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], al
     for place in range(0, 60, 3):
         came = []
 
-        def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
-            if ranks.rank == P - 1:
-                failing(ranks, place, kind())  # noqa: B023
+        def program(transport: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
+            if transport.rank == P - 1:
+                failing(transport, place, kind())  # noqa: B023
             residual, total, given = (np.zeros(N, np.float32) for _ in range(3))
             failed = 0
             while True:
-                x = gradient(ranks.rank, failed)
+                x = gradient(transport.rank, failed)
                 given += x
-                before, kept = sc.last_call(ranks).number, residual + x
+                before, kept = sc.last_call(transport).number, residual + x
                 try:
-                    result = sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
+                    result = sc.sparse_allreduce(x, K, comm=transport, residual=residual)
                     break
                 except (sc.TransportError, sc.CollectiveMismatchError, kind) as error:
                     came.append(type(error))  # noqa: B023
-                    last = sc.last_call(ranks)
+                    last = sc.last_call(transport)
                     assert last.number > before
                     assert not last.counts
                     np.testing.assert_array_equal(residual, kept)
@@ -281,9 +285,9 @@ def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], al
 def test_a_rank_that_fails_as_it_begins_it(kind: type[BaseException], numbered: bool) -> None:
     """The others are told that it has begun and was left, and the gradient is in the residual of all."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        residual, x = np.ones(N, np.float32), gradient(ranks.rank, 0)
-        right, failed = ranks.begin, []
+    def program(transport: simulated.SimulatedTransport) -> None:
+        residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
+        right, failed = transport.begin, []
 
         def begin(*args: Any) -> None:
             if numbered or failed:
@@ -292,12 +296,12 @@ def test_a_rank_that_fails_as_it_begins_it(kind: type[BaseException], numbered: 
                 failed.append(True)
                 raise kind
 
-        if ranks.rank == 1:
-            ranks.begin = begin  # type: ignore[method-assign]
-        with pytest.raises(kind if ranks.rank == 1 else sc.TransportError):
-            sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
-        assert sc.last_call(ranks).number > 0
-        assert not sc.last_call(ranks).counts
+        if transport.rank == 1:
+            transport.begin = begin  # type: ignore[method-assign]
+        with pytest.raises(kind if transport.rank == 1 else sc.TransportError):
+            sc.sparse_allreduce(x, K, comm=transport, residual=residual)
+        assert sc.last_call(transport).number > 0
+        assert not sc.last_call(transport).counts
         np.testing.assert_array_equal(residual, x + 1)
 
     run(3, program)
@@ -307,34 +311,34 @@ def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatc
     """`last_call` says that a call has begun and does not count: so the gradient must be in the residual."""
     right = sparse.plan_costs
 
-    def interrupted(ranks: simulated.SimulatedTransport, *others: Any) -> Used:
-        found = right(ranks, *others)
-        if ranks.rank == 0:
+    def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> Used:
+        found = right(transport, *others)
+        if transport.rank == 0:
             raise KeyboardInterrupt
         return found
 
     monkeypatch.setattr(sparse, "plan_costs", interrupted)
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        residual, x = np.ones(N, np.float32), gradient(ranks.rank, 0)
-        if ranks.rank == 0:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
+        if transport.rank == 0:
             with pytest.raises(KeyboardInterrupt):
-                sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
-            assert sc.last_call(ranks) == sc.LastCall(1, False)
+                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
+            assert sc.last_call(transport) == sc.LastCall(1, False)
         else:
             with pytest.raises(sc.TransportError):
-                sc.sparse_allreduce(x, K, comm=ranks, residual=residual)
-            assert sc.last_call(ranks) == sc.LastCall(2, False)
+                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
+            assert sc.last_call(transport) == sc.LastCall(2, False)
         np.testing.assert_array_equal(residual, x + 1)
 
     run(2, program)
 
 
 def test_a_rank_that_makes_another_call_is_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> str:
-        algorithm = "tree" if ranks.rank else "auto"
+    def program(transport: simulated.SimulatedTransport) -> str:
+        algorithm = "tree" if transport.rank else "auto"
         with pytest.raises(sc.CollectiveMismatchError) as caught:
-            sc.sparse_allreduce(gradient(0, 0), K, comm=ranks, algorithm=algorithm, wire="plain")
+            sc.sparse_allreduce(gradient(0, 0), K, comm=transport, algorithm=algorithm, wire="plain")
         return str(caught.value)
 
     for said in run(3, program, [0, 0, 0]):

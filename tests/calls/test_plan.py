@@ -29,14 +29,14 @@ SIGNATURE = {"k": 3, "algorithm": "auto", "op": "sum", "residual": None, "out": 
 X = np.arange(1, 13, dtype=np.float32)
 
 
-def plan_of(ranks: Ranks, x: Any = X, *, decay: Any = 1.0, label: Any = "", **changes: Any) -> Plan:
+def plan_of(transport: Ranks, x: Any = X, *, decay: Any = 1.0, label: Any = "", **changes: Any) -> Plan:
     """Return the plan of a call that is not made."""
-    return prepare(x, comm=ranks, decay=decay, label=label, background=False, **(SIGNATURE | changes))[1].plan
+    return prepare(x, comm=transport, decay=decay, label=label, background=False, **(SIGNATURE | changes))[1].plan
 
 
 @pytest.fixture
 def rank() -> Ranks:
-    return simulated.run(1, lambda ranks: ranks)[0].value
+    return simulated.run(1, lambda transport: transport)[0].value
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_another_signature_has_another_plan(rank: Ranks) -> None:
 
 
 def test_another_device_and_another_communicator_have_other_plans(cuda: DeferredRuntime, rank: Ranks) -> None:
-    plans = plan_of(rank), plan_of(rank, cuda.put(X)), plan_of(simulated.run(1, lambda ranks: ranks)[0].value)
+    plans = plan_of(rank), plan_of(rank, cuda.put(X)), plan_of(simulated.run(1, lambda transport: transport)[0].value)
     assert len(set(map(id, plans))) == 3
 
 
@@ -238,30 +238,30 @@ def interrupt(*message: Any) -> Any:
 def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) -> list[Any]:
     """Return, for each rank, what came of each call: the result or the error, and what is in residual and out."""
 
-    def program(ranks: Ranks) -> list[Any]:
-        queue_of(ranks).plans = plans()
-        return [step(ranks, number, dict(call)) for number, call in enumerate(sequence)]
+    def program(transport: Ranks) -> list[Any]:
+        queue_of(transport).plans = plans()
+        return [step(transport, number, dict(call)) for number, call in enumerate(sequence)]
 
-    def step(ranks: Ranks, number: int, call: dict[str, Any]) -> Any:
+    def step(transport: Ranks, number: int, call: dict[str, Any]) -> Any:
         n, dtype, fault, background = (call.pop(name) for name in ("n", "dtype", "fault", "background"))
-        x, mine = data.gradient("normal", n, dtype, 10 * number + ranks.rank), ranks.rank == ranks.size - 1
+        x, mine = data.gradient("normal", n, dtype, 10 * number + transport.rank), transport.rank == transport.size - 1
         given = {name: np.ones_like(x) if call[name] else None for name in ("residual", "out")}
         call["chunk"] = None if call["k"] == 0.25 else call["chunk"]
         if fault == "mismatch" and mine:
             call["label"] = "another"
         if fault == 0 and mine:
-            ranks.isend = interrupt  # type: ignore[method-assign]
+            transport.isend = interrupt  # type: ignore[method-assign]
         outcome: Any
         try:
-            made = (sc.isparse_allreduce if background else sc.sparse_allreduce)(x, comm=ranks, **call | given)
+            made = (sc.isparse_allreduce if background else sc.sparse_allreduce)(x, comm=transport, **call | given)
             result = made.wait() if background else made
             outcome = result.indices.tobytes(), result.values.tobytes()
         except (sc.SparseCommError, KeyboardInterrupt) as error:
             # Links are measured by the clock, and when a call begins depends on the messages of those before.
             outcome = type(error), re.sub(r"checksum \w+", "checksum", str(error))
         finally:
-            vars(ranks).pop("isend", None)
-        last = sc.last_call(ranks)
+            vars(transport).pop("isend", None)
+        last = sc.last_call(transport)
         return outcome, [None if a is None else a.tobytes() for a in given.values()], last, x.tobytes()
 
     return [result.value for result in simulated.run(P, program, node_of_rank=nodes_of(P))]

@@ -17,13 +17,13 @@ from tests.thinning import exhaustive
 several = pytest.mark.parametrize("P", [2, 3, 4, 7])
 
 
-def call(ranks: Any) -> list[float]:
+def call(transport: Any) -> list[float]:
     return sc.sparse_allreduce(
-        np.ones(10, np.float32), 2, comm=ranks, algorithm="butterfly", wire="plain"
+        np.ones(10, np.float32), 2, comm=transport, algorithm="butterfly", wire="plain"
     ).values.tolist()
 
 
-def skip(ranks: simulated.SimulatedTransport) -> None:
+def skip(transport: simulated.SimulatedTransport) -> None:
     """Be interrupted in the checks of the arguments."""
 
     class Interrupting:
@@ -33,7 +33,7 @@ def skip(ranks: simulated.SimulatedTransport) -> None:
         __dlpack__ = __dlpack_device__
 
     with pytest.raises(KeyboardInterrupt):
-        sc.sparse_allreduce(Interrupting(), 2, comm=ranks)
+        sc.sparse_allreduce(Interrupting(), 2, comm=transport)
 
 
 class Barrier:
@@ -42,14 +42,14 @@ class Barrier:
     def __init__(self) -> None:
         self.here: list[simulated.SimulatedTransport] = []
 
-    def wait(self, ranks: simulated.SimulatedTransport) -> None:
-        if len(self.here) + 1 < ranks.size:
-            self.here.append(ranks)
-            ranks._world.scheduler.sleep()
+    def wait(self, transport: simulated.SimulatedTransport) -> None:
+        if len(self.here) + 1 < transport.size:
+            self.here.append(transport)
+            transport._world.scheduler.sleep()
         else:
             here, self.here = self.here, []
             for other in here:
-                ranks._world.scheduler.wake(other.rank, ranks.seconds)
+                transport._world.scheduler.wake(other.rank, transport.seconds)
 
 
 @several
@@ -59,27 +59,27 @@ def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pyte
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that calls are counted from the first sum on
     barrier = Barrier()
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        assert call(ranks) == [P, P]
-        if ranks.rank == P - 1:
-            skip(ranks)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        assert call(transport) == [P, P]
+        if transport.rank == P - 1:
+            skip(transport)
         else:
             with pytest.raises(sc.TransportError):
-                call(ranks)
+                call(transport)
         said = []
         for _ in range(2):
-            barrier.wait(ranks)
+            barrier.wait(transport)
             if realigned:
-                sc.realign(ranks)
-                assert [call(ranks) for _ in range(3)] == 3 * [[P, P]]
+                sc.realign(transport)
+                assert [call(transport) for _ in range(3)] == 3 * [[P, P]]
             else:
                 with pytest.raises(sc.CollectiveMismatchError) as caught:
-                    call(ranks)
+                    call(transport)
                 said.append(str(caught.value))
         if not realigned:
-            barrier.wait(ranks)
-            sc.realign(ranks)
-            assert call(ranks) == [P, P]
+            barrier.wait(transport)
+            sc.realign(transport)
+            assert call(transport) == [P, P]
         return said
 
     for rank, said in enumerate(run(P, program)):
@@ -92,15 +92,15 @@ def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pyte
 
 @several
 def test_ranks_in_a_call_that_others_do_not_make_are_called_to_realign(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        if ranks.rank == P - 1:
-            skip(ranks)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        if transport.rank == P - 1:
+            skip(transport)
         else:
             with pytest.raises(sc.CollectiveMismatchError, match=r"waits in sparsecomm\.realign\(\)"):
-                call(ranks)
-        sc.realign(ranks)
-        assert call(ranks) == [P, P]
-        return ranks.number
+                call(transport)
+        sc.realign(transport)
+        assert call(transport) == [P, P]
+        return transport.number
 
     assert len(set(run(P, program))) == 1
 
@@ -111,13 +111,13 @@ def test_a_rank_that_does_not_realign(P: int) -> None:
 
     barrier = Barrier()
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        if ranks.rank < P - 1:
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        if transport.rank < P - 1:
             with pytest.raises(sc.TimeoutError):
-                sc.realign(ranks)
-        barrier.wait(ranks)
-        sc.realign(ranks)
-        return call(ranks)
+                sc.realign(transport)
+        barrier.wait(transport)
+        sc.realign(transport)
+        return call(transport)
 
     assert run(P, program) == P * [[P, P]]
 

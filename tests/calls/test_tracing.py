@@ -50,11 +50,11 @@ def traced(
 def test_every_message_is_told_by_both_ends_and_results_are_the_same(
     algorithm: str, P: int, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def program(ranks: SimulatedTransport) -> tuple[Any, ...]:
-        x, residual = vector(ranks.rank), np.zeros(3000, np.float32)
+    def program(transport: SimulatedTransport) -> tuple[Any, ...]:
+        x, residual = vector(transport.rank), np.zeros(3000, np.float32)
         for _ in range(2):
-            result = sc.sparse_allreduce(x, 30, comm=ranks, residual=residual, algorithm=algorithm, wire=wire)
-        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), ranks.counters
+            result = sc.sparse_allreduce(x, 30, comm=transport, residual=residual, algorithm=algorithm, wire=wire)
+        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), transport.counters
 
     plain = simulated.run(P, program, alpha=0.01)
     outcomes, ranks = traced(tmp_path, P, program, monkeypatch)
@@ -78,8 +78,8 @@ def test_every_message_is_told_by_both_ends_and_results_are_the_same(
         assert message.sent.start <= message.received.end
 
 
-def call(ranks: SimulatedTransport) -> sc.SparseVector:
-    return sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks)
+def call(transport: SimulatedTransport) -> sc.SparseVector:
+    return sc.sparse_allreduce(vector(transport.rank), 9, comm=transport)
 
 
 @settings(max_examples=20)
@@ -90,7 +90,7 @@ def test_communicators_are_told_apart(sizes: list[int], tmp_path_factory: pytest
     with pytest.MonkeyPatch.context() as monkeypatch:
         for P in sizes:
             _, ranks = traced(
-                folder, P, lambda ranks: sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks), monkeypatch
+                folder, P, lambda transport: sc.sparse_allreduce(vector(transport.rank), 9, comm=transport), monkeypatch
             )
     expected = [(tuple(range(P)), sizes[:i].count(P)) for i, P in enumerate(sizes)]
     for number, rank in ranks.items():
@@ -98,10 +98,10 @@ def test_communicators_are_told_apart(sizes: list[int], tmp_path_factory: pytest
 
 
 def test_an_error_is_told_with_whom_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: SimulatedTransport) -> None:
-        if ranks.rank != 1:
+    def program(transport: SimulatedTransport) -> None:
+        if transport.rank != 1:
             with pytest.raises(sc.TransportError):
-                sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="tree")
+                sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="tree")
 
     _, ranks = traced(tmp_path, 2, program, monkeypatch)
     (call,) = next(iter(ranks[0].calls.values()))
@@ -127,8 +127,8 @@ def test_a_file_that_cannot_be_written_is_told_once(
         os.mkfifo(tmp_path / "fifo" / f"trace.{rank}.json")
     monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path / name))
 
-    def program(ranks: SimulatedTransport) -> int:
-        return [call(ranks).nnz for _ in range(3)][-1]
+    def program(transport: SimulatedTransport) -> int:
+        return [call(transport).nnz for _ in range(3)][-1]
 
     with caplog.at_level(logging.WARNING):
         assert [outcome.value for outcome in simulated.run(2, program)] == [9, 9]
@@ -139,16 +139,16 @@ def test_a_file_that_cannot_be_written_is_told_once(
 
 def test_a_folder_gets_files_of_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path))
-    simulated.run(2, lambda ranks: call(ranks).nnz)
+    simulated.run(2, lambda transport: call(transport).nnz)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
 
 
 def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
 
-    def program(ranks: SimulatedTransport) -> None:
+    def program(transport: SimulatedTransport) -> None:
         for _ in range(100):
-            call(ranks)
+            call(transport)
 
     _, ranks = traced(tmp_path, 2, program, monkeypatch)
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -226,9 +226,9 @@ def test_nvtx_takes_the_ranges() -> None:
 def test_a_profiler_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_RANGES", "torch, vtune")
 
-    def refused(ranks: SimulatedTransport) -> None:
+    def refused(transport: SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match="'vtune' is none of torch, nvtx"):
-            call(ranks)
+            call(transport)
 
     simulated.run(1, refused)
     code = f"""

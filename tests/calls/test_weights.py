@@ -17,13 +17,13 @@ from tests.thinning import exhaustive
 def outcomes(P: int, tensors: Any) -> list[BaseException | None]:
     """What `check_weights` raises on each rank, given what ``tensors(rank)`` returns. The next call is fine."""
 
-    def program(ranks: simulated.SimulatedTransport) -> BaseException | None:
+    def program(transport: simulated.SimulatedTransport) -> BaseException | None:
         found = None
         try:
-            sc.check_weights(tensors(ranks.rank), comm=ranks)
+            sc.check_weights(tensors(transport.rank), comm=transport)
         except sc.SparseCommError as error:
             found = error
-        sc.check_weights({"a": np.ones(3)}, comm=ranks)
+        sc.check_weights({"a": np.ones(3)}, comm=transport)
         return found
 
     return run(P, program)

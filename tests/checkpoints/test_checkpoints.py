@@ -61,13 +61,16 @@ class Training:
 
     KINDS = ("Reducer", "LocalSteps", "SparseAdamW")
 
-    def __init__(self, kind: str, ranks: simulated.SimulatedTransport) -> None:
+    def __init__(self, kind: str, transport: simulated.SimulatedTransport) -> None:
         random = np.random.default_rng(0)
-        self.ranks, self.weights = ranks, {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)}
+        self.transport, self.weights = (
+            transport,
+            {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)},
+        )
         self.sparse: Any = {
-            "Reducer": partial(sc.Reducer, self.weights, 0.05, momentum=0.9, comm=ranks),
-            "LocalSteps": partial(sc.LocalSteps, self.weights, sync_every=3, comm=ranks),
-            "SparseAdamW": partial(sc.SparseAdamW, self.weights, wire="packed", comm=ranks),
+            "Reducer": partial(sc.Reducer, self.weights, 0.05, momentum=0.9, comm=transport),
+            "LocalSteps": partial(sc.LocalSteps, self.weights, sync_every=3, comm=transport),
+            "SparseAdamW": partial(sc.SparseAdamW, self.weights, wire="packed", comm=transport),
         }[kind]()
 
     @property
@@ -76,16 +79,16 @@ class Training:
 
     def begin(self, folder: Path) -> int:
         """Go on from a checkpoint, if there is one."""
-        found = sc.load(folder, self.objects, comm=self.ranks)
+        found = sc.load(folder, self.objects, comm=self.transport)
         for name, values in found.values["weights"].items() if found else ():
             self.weights[name][:] = values
-        if found and found.ranks != self.ranks.size and isinstance(self.sparse, sc.LocalSteps):
+        if found and found.ranks != self.transport.size and isinstance(self.sparse, sc.LocalSteps):
             for name, values in self.sparse.global_parameters().items():
                 self.weights[name][:] = values
         return found.step if found else 0
 
     def step(self, number: int) -> None:
-        random = np.random.default_rng([number, self.ranks.rank])
+        random = np.random.default_rng([number, self.transport.rank])
         gradients = {name: random.standard_normal(w.shape) for name, w in self.weights.items()}
         if isinstance(self.sparse, sc.Reducer):
             self.sparse.reduce(gradients)
@@ -109,12 +112,12 @@ class Training:
 @pytest.mark.parametrize("kind", Training.KINDS)
 @pytest.mark.parametrize("P", [1, 3])
 def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path: Path) -> None:
-    def program(ranks: simulated.SimulatedTransport, last: int) -> list[bytes]:
-        training = Training(kind, ranks)
+    def program(transport: simulated.SimulatedTransport, last: int) -> list[bytes]:
+        training = Training(kind, transport)
         for step in range(training.begin(tmp_path), last):
             training.step(step)
             if step == 3:
-                sc.save(tmp_path, step + 1, training.objects, comm=ranks)
+                sc.save(tmp_path, step + 1, training.objects, comm=transport)
         return training.bits()
 
     expected = run(P, partial(program, last=8))
@@ -125,13 +128,13 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path
 @pytest.mark.parametrize("kind", Training.KINDS)
 @pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
 def test_residuals_are_shared_out_among_other_ranks(kind: str, P: int, new: int, tmp_path: Path) -> None:
-    def program(ranks: simulated.SimulatedTransport, last: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        training = Training(kind, ranks)
+    def program(transport: simulated.SimulatedTransport, last: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        training = Training(kind, transport)
         begin = training.begin(tmp_path)
         for step in range(begin, last):
             training.step(step)
         if not begin:
-            sc.save(tmp_path, last, training.objects, comm=ranks)
+            sc.save(tmp_path, last, training.objects, comm=transport)
         return training.waiting(), list(training.weights.values())
 
     old, now = run(P, partial(program, last=6)), run(new, partial(program, last=0))
@@ -148,9 +151,9 @@ def test_values_of_all_kinds_come_back(tmp_path: Path, saving: Saving) -> None:
     if saving.module == "sparsecomm.torch":
         value["array"] = import_module("torch").arange(6.0).reshape(2, 3)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        saving.save(tmp_path, 0, {"value": value}, comm=ranks)
-        return saving.load(tmp_path, {"value": None}, comm=ranks).values["value"]
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        saving.save(tmp_path, 0, {"value": value}, comm=transport)
+        return saving.load(tmp_path, {"value": None}, comm=transport).values["value"]
 
     for found in run(2, program):
         array, expected = found.pop("array"), dict(value)
@@ -162,15 +165,15 @@ def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path, saving: Saving
     for rank in (1, 2):  # of ranks that died: one of this world size, one of another
         (tmp_path / f"step7-rank1-of{1 + rank}{saving.suffix}.part").touch()
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         for step in (1, 2, 30, 4):  # one that goes back
-            saving.save(tmp_path, step, {"x": step}, comm=ranks)
+            saving.save(tmp_path, step, {"x": step}, comm=transport)
         (tmp_path / f"step2-rank7-of9{saving.suffix}").touch()  # left over
-        saving.save(tmp_path, 31, {"x": 31}, comm=ranks, keep=2)
-        assert saving.load(tmp_path, {"x": None}, comm=ranks) == Checkpoint(31, {"x": 31}, 2)
-        assert saving.load(tmp_path, {"x": None}, comm=ranks, step=4) == Checkpoint(4, {"x": 4}, 2)
+        saving.save(tmp_path, 31, {"x": 31}, comm=transport, keep=2)
+        assert saving.load(tmp_path, {"x": None}, comm=transport) == Checkpoint(31, {"x": 31}, 2)
+        assert saving.load(tmp_path, {"x": None}, comm=transport, step=4) == Checkpoint(4, {"x": 4}, 2)
         with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 5 .* sees: steps 31, 4, 30"):
-            saving.load(tmp_path, {"x": None}, comm=ranks, step=5)
+            saving.load(tmp_path, {"x": None}, comm=transport, step=5)
 
     run(2, program)
     assert files(tmp_path) == {
@@ -182,12 +185,12 @@ def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path, saving: Saving
 def test_what_is_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> None:
     """Also where a training has gone back, or begins anew."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         def save(step: int, value: str, keep: int) -> None:
-            saving.save(tmp_path, step, {"x": value}, comm=ranks, keep=keep)
+            saving.save(tmp_path, step, {"x": value}, comm=transport, keep=keep)
 
         def load(step: int | None = None) -> Any:
-            found = saving.load(tmp_path, {"x": None}, comm=ranks, step=step)
+            found = saving.load(tmp_path, {"x": None}, comm=transport, step=step)
             return found.step, found.values["x"]
 
         for step, value in ((1, "a"), (2, "b"), (3, "c")):
@@ -215,11 +218,11 @@ def test_what_is_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> Non
 def test_what_fewer_ranks_save_takes_nothing_from_all(tmp_path: Path, saving: Saving) -> None:
     """Each node has its own folder: only when all are there again is the checkpoint of all whole for any of them."""
 
-    def program(ranks: simulated.SimulatedTransport, step: int) -> Checkpoint | None:
-        folder = tmp_path / str(ranks.rank)
+    def program(transport: simulated.SimulatedTransport, step: int) -> Checkpoint | None:
+        folder = tmp_path / str(transport.rank)
         if step:
-            saving.save(folder, step, {"x": step}, comm=ranks)
-        found: Checkpoint | None = saving.load(folder, {"x": None}, comm=ranks)
+            saving.save(folder, step, {"x": step}, comm=transport)
+        found: Checkpoint | None = saving.load(folder, {"x": None}, comm=transport)
         return found
 
     assert run(3, partial(program, step=1)) == [Checkpoint(1, {"x": 1}, 3)] * 3
@@ -228,15 +231,15 @@ def test_what_fewer_ranks_save_takes_nothing_from_all(tmp_path: Path, saving: Sa
 
 
 def test_what_is_not_whole_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Checkpoint | None:
+    def program(transport: simulated.SimulatedTransport) -> Checkpoint | None:
         for step in (1, 2, 3):
-            saving.save(tmp_path, step, {"x": [step, *range(1000)]}, comm=ranks, keep=9)
-        if ranks.rank == 1:
+            saving.save(tmp_path, step, {"x": [step, *range(1000)]}, comm=transport, keep=9)
+        if transport.rank == 1:
             (tmp_path / f"step3-rank1-of3{saving.suffix}").unlink()
             path = tmp_path / f"step2-rank1-of3{saving.suffix}"
             path.write_bytes(path.read_bytes()[:1000])
-        saving.save(tmp_path / "another", 0, {}, comm=ranks)  # all have come so far
-        return saving.load(tmp_path, {"x": None}, comm=ranks)
+        saving.save(tmp_path / "another", 0, {}, comm=transport)  # all have come so far
+        return saving.load(tmp_path, {"x": None}, comm=transport)
 
     with caplog.at_level(logging.WARNING, "sparsecomm"):
         for found in run(3, program):
@@ -258,13 +261,13 @@ def test_no_file_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, savi
     monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
     folder = tmp_path / "c"
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         for step in (1, 2, 3):
-            saving.save(folder, step, {"x": step}, comm=ranks, keep=3)
+            saving.save(folder, step, {"x": step}, comm=transport, keep=3)
         (folder / f"step3-rank0-of1{saving.suffix}").write_bytes(pickle.dumps({"x": Evil()}))
         if saving.module == "sparsecomm.torch":  # in a file of PyTorch's own format
             import_module("torch").save({"x": Evil()}, folder / f"step2-rank0-of1{saving.suffix}")
-        found = saving.load(folder, {"x": None}, comm=ranks)
+        found = saving.load(folder, {"x": None}, comm=transport)
         assert found.step == (1 if saving.module == "sparsecomm.torch" else 2)
 
     run(1, program)
@@ -279,9 +282,9 @@ def test_no_rank_saves_where_one_cannot(fault: str, tmp_path: Path, saving: Savi
         def state_dict(self) -> Any:
             raise ValueError("not now")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        saving.save(tmp_path / "c", 1, {"x": 1}, comm=ranks)
-        last = ranks.rank == 2
+    def program(transport: simulated.SimulatedTransport) -> None:
+        saving.save(tmp_path / "c", 1, {"x": 1}, comm=transport)
+        last = transport.rank == 2
         folder, step, objects = tmp_path / "c", 2, {"x": 2}
         if last and fault == "folder":
             folder = tmp_path / "file"
@@ -295,9 +298,9 @@ def test_no_rank_saves_where_one_cannot(fault: str, tmp_path: Path, saving: Savi
         elif last:
             objects = {"y": 2}
         try:
-            saving.save(folder, step, objects, comm=ranks)
+            saving.save(folder, step, objects, comm=transport)
         finally:
-            assert saving.load(tmp_path / "c", {"x": None}, comm=ranks) == Checkpoint(1, {"x": 1}, 3)
+            assert saving.load(tmp_path / "c", {"x": None}, comm=transport) == Checkpoint(1, {"x": 1}, 3)
 
     kind = sc.CollectiveMismatchError if fault in ("step", "name") else sc.InvalidInputError
     said = {"folder": "file", "type": "PosixPath", "state": "not now"}
@@ -309,11 +312,11 @@ def test_no_rank_saves_where_one_cannot(fault: str, tmp_path: Path, saving: Savi
 
 @pytest.mark.parametrize("other", [0, 1, "save"])
 def test_ranks_that_ask_for_different_things_all_raise_at_once(other: Any, tmp_path: Path, saving: Saving) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        saving.save(tmp_path, 1, {"x": 1}, comm=ranks)
-        if ranks.rank and other == "save":
-            saving.save(tmp_path, 2, {"x": 1}, comm=ranks)
-        saving.load(tmp_path, {"x": None}, comm=ranks, step=other if ranks.rank else None)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        saving.save(tmp_path, 1, {"x": 1}, comm=transport)
+        if transport.rank and other == "save":
+            saving.save(tmp_path, 2, {"x": 1}, comm=transport)
+        saving.load(tmp_path, {"x": None}, comm=transport, step=other if transport.rank else None)
 
     assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
 
@@ -330,11 +333,11 @@ def test_if_an_object_refuses_its_state_on_one_rank_all_ranks_raise(tmp_path: Pa
             if self.rank == 1:
                 raise RuntimeError("size mismatch")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        sparse = sc.Reducer({"w": np.ones(4, np.float32)}, 0.5, comm=ranks)
-        objects = {"model \ud800": Model(ranks.rank), "sparse": sparse}
-        saving.save(tmp_path, 1, objects, comm=ranks)
-        saving.load(tmp_path, objects, comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        sparse = sc.Reducer({"w": np.ones(4, np.float32)}, 0.5, comm=transport)
+        objects = {"model \ud800": Model(transport.rank), "sparse": sparse}
+        saving.save(tmp_path, 1, objects, comm=transport)
+        saving.load(tmp_path, objects, comm=transport)
 
     for rank, error in enumerate(errors(3, program)):
         assert isinstance(error, sc.InvalidInputError)
@@ -398,14 +401,14 @@ def test_whichever_rank_dies_and_whenever_a_checkpoint_is_there_that_all_have_sa
             finds: list[Checkpoint | None] = []
             told: Counter[int] = Counter()
 
-            def program(ranks: simulated.SimulatedTransport, life: int, anew: bool, strides: list[int]) -> None:
-                mine = Path(folder) / str(ranks.rank)  # each node has its own
-                found = sc.load(mine, {"life": None}, comm=ranks)
+            def program(transport: simulated.SimulatedTransport, life: int, anew: bool, strides: list[int]) -> None:
+                mine = Path(folder) / str(transport.rank)  # each node has its own
+                found = sc.load(mine, {"life": None}, comm=transport)
                 finds.append(found)  # noqa: B023
                 step = found.step if found and not anew else 0
                 for stride in strides:
                     step += stride
-                    sc.save(mine, step, {"life": life}, comm=ranks, keep=keep)
+                    sc.save(mine, step, {"life": life}, comm=transport, keep=keep)
                     told[step] += 1  # noqa: B023
 
             deaths.let(rank % P, saves, name, after=after)
@@ -426,22 +429,22 @@ def test_after_an_interrupt_anywhere_a_checkpoint_is_there(
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__, pathlib.__file__))
     found: Counter[bool] = Counter()
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         step, before, raised = 0, 0, True
         while raised:
             raised = False
             with interrupted(step):
                 try:
-                    sc.save(tmp_path, step + 1, {"x": step + 1}, comm=ranks)
+                    sc.save(tmp_path, step + 1, {"x": step + 1}, comm=transport)
                 except (InterruptError, sc.InvalidInputError):  # which says what was raised while it prepared
                     raised = True
-            loaded = sc.load(tmp_path, {"x": None}, comm=ranks)
+            loaded = sc.load(tmp_path, {"x": None}, comm=transport)
             last = loaded.step if loaded else 0
             assert loaded is None or loaded.values == {"x": last}
             assert last in ((before, step + 1) if raised else (step + 1,))
             found[last == step + 1] += 1
             if last <= step:  # so that there is one
-                sc.save(tmp_path, step + 1, {"x": step + 1}, comm=ranks)
+                sc.save(tmp_path, step + 1, {"x": step + 1}, comm=transport)
             before = step + 1
             step += stride
 
@@ -452,28 +455,28 @@ def test_after_an_interrupt_anywhere_a_checkpoint_is_there(
 
 
 def test_wrong_arguments(tmp_path: Path, saving: Saving) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         for step in (-1, 1.5, True, "a", None):
             with pytest.raises(sc.InvalidInputError, match="step="):
-                saving.save(tmp_path, step, {}, comm=ranks)
+                saving.save(tmp_path, step, {}, comm=transport)
         for keep in (0, "a"):
             with pytest.raises(sc.InvalidInputError, match="keep="):
-                saving.save(tmp_path, 1, {}, comm=ranks, keep=keep)
+                saving.save(tmp_path, 1, {}, comm=transport, keep=keep)
         for objects in ([], {1: 2}, None):
             with pytest.raises(sc.InvalidInputError, match="objects"):
-                saving.save(tmp_path, 1, objects, comm=ranks)
+                saving.save(tmp_path, 1, objects, comm=transport)
             with pytest.raises(sc.InvalidInputError, match="objects"):
-                saving.load(tmp_path, objects, comm=ranks)
+                saving.load(tmp_path, objects, comm=transport)
         for folder in (None, 3, b"a"):
             with pytest.raises(sc.InvalidInputError, match="folder="):
-                saving.save(folder, 1, {}, comm=ranks)
+                saving.save(folder, 1, {}, comm=transport)
             with pytest.raises(sc.InvalidInputError, match="folder="):
-                saving.load(folder, {}, comm=ranks)
+                saving.load(folder, {}, comm=transport)
         with pytest.raises(sc.InvalidInputError, match="step='3'"):
-            saving.load(tmp_path, {}, comm=ranks, step="3")
-        assert saving.load(tmp_path / "none", {}, comm=ranks) is None
-        saving.save(tmp_path, 1, {"x": 1}, comm=ranks)
+            saving.load(tmp_path, {}, comm=transport, step="3")
+        assert saving.load(tmp_path / "none", {}, comm=transport) is None
+        saving.save(tmp_path, 1, {"x": 1}, comm=transport)
         with pytest.raises(sc.InvalidInputError, match="has no 'y'; it has 'x'"):
-            saving.load(tmp_path, {"x": None, "y": None}, comm=ranks)
+            saving.load(tmp_path, {"x": None, "y": None}, comm=transport)
 
     run(2, program)

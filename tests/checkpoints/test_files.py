@@ -44,9 +44,9 @@ def suffix(module: Any) -> str:
 def save(module: Any, folder: Path, *steps: int, P: int = 2, keep: int = 1, own: bool = False) -> None:
     """Save these steps on P ranks, in one folder or in one for each rank."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         for step in steps:
-            module.save(folder / str(ranks.rank) if own else folder, step, {"x": step}, comm=ranks, keep=keep)
+            module.save(folder / str(transport.rank) if own else folder, step, {"x": step}, comm=transport, keep=keep)
 
     run(P, program)
 
@@ -54,8 +54,8 @@ def save(module: Any, folder: Path, *steps: int, P: int = 2, keep: int = 1, own:
 def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[int]:
     """Return the steps that the ranks load."""
 
-    def program(ranks: simulated.SimulatedTransport) -> int:
-        found = module.load(folder / str(ranks.rank) if own else folder, {"x": None}, comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> int:
+        found = module.load(folder / str(transport.rank) if own else folder, {"x": None}, comm=transport)
         assert found.values == {"x": found.step}
         return int(found.step)
 
@@ -119,7 +119,7 @@ def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, modul
         "all damaged": "step1-rank1-of2.* cannot be read: BadZipFile",
         "of an earlier version": "earlier version",
     }
-    for error in errors(2, lambda ranks: module.load(tmp_path / str(ranks.rank), {"x": None}, comm=ranks)):
+    for error in errors(2, lambda transport: module.load(tmp_path / str(transport.rank), {"x": None}, comm=transport)):
         assert isinstance(error, sc.InvalidInputError)
         assert re.search(said[lost], str(error))
 
@@ -145,7 +145,7 @@ def test_the_first_checkpoint_is_there_if_one_rank_has_renamed_its_file(
     final = next(tmp_path.rglob(f"step5-rank0-of2{suffix(module)}"))
     final.rename(f"{final}.part")
     folder = (lambda rank: tmp_path / str(rank)) if own else lambda rank: tmp_path
-    assert run(2, lambda ranks: module.load(folder(ranks.rank), {"x": None}, comm=ranks)) == [None, None]
+    assert run(2, lambda transport: module.load(folder(transport.rank), {"x": None}, comm=transport)) == [None, None]
 
 
 @pytest.mark.parametrize("other", ["format", "file"])
@@ -155,7 +155,7 @@ def test_where_a_checkpoint_may_be_that_cannot_be_seen_all_ranks_raise(other: st
         (tmp_path / f"c/step1-rank0-of2{'.pt' if module is sc else '.npz'}").touch()
     else:
         (tmp_path / "c").touch()
-    for error in errors(2, lambda ranks: module.load(tmp_path / "c", {"x": None}, comm=ranks)):
+    for error in errors(2, lambda transport: module.load(tmp_path / "c", {"x": None}, comm=transport)):
         assert isinstance(error, sc.InvalidInputError)
         assert ("cannot read. Load .npz files" if other == "format" else "NotADirectoryError") in str(error)
 
@@ -203,21 +203,21 @@ def test_a_job_whose_lock_was_lost_takes_it_again(tmp_path: Path) -> None:
     assert "another job saves checkpoints" in job.stderr
 
 
-def _save_one(folder: Path, ranks: simulated.SimulatedTransport) -> None:
-    sc.save(folder, 1, {"x": 1}, comm=ranks)
+def _save_one(folder: Path, transport: simulated.SimulatedTransport) -> None:
+    sc.save(folder, 1, {"x": 1}, comm=transport)
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         weights = {"w": np.ones(20, np.float32)}
-        optimizer = sc.SparseAdamW(weights, comm=ranks)
+        optimizer = sc.SparseAdamW(weights, comm=transport)
         optimizer.step(weights)
-        sc.save(tmp_path, 1, {"sparse": optimizer}, comm=ranks)
-        if ranks.rank == 1:
+        sc.save(tmp_path, 1, {"sparse": optimizer}, comm=transport)
+        if transport.rank == 1:
             optimizer._adamw.moments["w"].squares[3] = np.inf
         with pytest.raises(sc.InvalidInputError, match="squares of w is not finite"):
-            sc.save(tmp_path, 2, {"sparse": optimizer}, comm=ranks)
-        found = sc.load(tmp_path, {"sparse": optimizer}, comm=ranks)
+            sc.save(tmp_path, 2, {"sparse": optimizer}, comm=transport)
+        found = sc.load(tmp_path, {"sparse": optimizer}, comm=transport)
         assert found is not None
         assert found.step == 1
         optimizer.step(weights)

@@ -123,11 +123,11 @@ def test_calls_begin_at_one_moment_where_links_are_long(
     ahead, moment, slept = [3.0, -700.0, 50.0], 100.0, list[float]()
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=slept.append))
 
-    def program(ranks: simulated.SimulatedTransport) -> float | None:
-        ranks.clock = lambda: ranks.seconds + ahead[ranks.rank]  # type: ignore[method-assign]
+    def program(transport: simulated.SimulatedTransport) -> float | None:
+        transport.clock = lambda: transport.seconds + ahead[transport.rank]  # type: ignore[method-assign]
         comm: Any = SimpleNamespace(bcast=lambda value: moment + ahead[0])
-        timing.CommonStart(comm, ranks).wait()
-        return ranks.seconds + slept.pop() if slept else None
+        timing.CommonStart(comm, transport).wait()
+        return transport.seconds + slept.pop() if slept else None
 
     found = [result.value for result in simulated.run(len(ahead), program, alpha=alpha, beta=8e-9)]
     assert found == (pytest.approx([moment] * len(ahead), abs=1e-3) if waits else [None] * len(ahead))
@@ -182,21 +182,25 @@ class Nested(clocks.Clock):
 def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
     n, k, P = 5000, 50, 3
 
-    def call(ranks: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
-        x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), ranks.rank)
+    def call(transport: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
+        x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), transport.rank)
         out, clock = np.empty_like(x), Nested()
         if with_clock:
-            queue_of(ranks).observe(ranks, clock)
-        result = sc.sparse_allreduce(x, k, comm=ranks, algorithm=algorithm, residual=residual, out=out, wire=wire)
+            queue_of(transport).observe(transport, clock)
+        result = sc.sparse_allreduce(x, k, comm=transport, algorithm=algorithm, residual=residual, out=out, wire=wire)
         if with_clock:
             for part in ("select", "exchange", "densify"):
                 assert clock.seconds[part] > 0
-            assert (clock.seconds["code"] > 0) == (wire != "plain" and algorithm != "dense" and ranks.rank in leaders)
-        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), out.tobytes(), ranks.counters
+            assert (clock.seconds["code"] > 0) == (
+                wire != "plain" and algorithm != "dense" and transport.rank in leaders
+            )
+        return result.indices.tobytes(), result.values.tobytes(), residual.tobytes(), out.tobytes(), transport.counters
 
     nodes = [0, 0, 1] if algorithm.startswith("hierarchical") else [0, 1, 2]
     leaders = [nodes.index(node) for node in nodes]  # the others' messages stay inside a machine, and are not packed
-    plain, timed = (simulated.run(P, lambda ranks, on=on: call(ranks, on), node_of_rank=nodes) for on in (False, True))
+    plain, timed = (
+        simulated.run(P, lambda transport, on=on: call(transport, on), node_of_rank=nodes) for on in (False, True)
+    )
     assert [r.value for r in plain] == [r.value for r in timed]
 
 
@@ -265,14 +269,14 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     t = np.dtype(dtype)
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[float, float]:
-        x, residual = runners.inputs(row["count"], t, accumulator, ranks.rank)
+    def program(transport: simulated.SimulatedTransport) -> tuple[float, float]:
+        x, residual = runners.inputs(row["count"], t, accumulator, transport.rank)
         options = {"algorithm": row["algorithm_taken"], "wire": row["wire_taken"]}
         sent, received = [], []
         for _ in range(1 + 3):
-            sc.sparse_allreduce(x, row["k"], comm=ranks, residual=residual.copy(), **options)
-            sent.append(ranks.counters.bytes_sent)
-            received.append(ranks.counters.bytes_received)
+            sc.sparse_allreduce(x, row["k"], comm=transport, residual=residual.copy(), **options)
+            sent.append(transport.counters.bytes_sent)
+            received.append(transport.counters.bytes_received)
         return (sent[3] - sent[0]) / 3, (received[3] - received[0]) / 3
 
     sent, received = zip(*(r.value for r in simulated.run(P, program, node_of_rank=[0] * P)), strict=True)
@@ -463,7 +467,7 @@ def test_mpirun_has_the_same_command_and_its_status_is_ours(
     fake = tmp_path / "mpirun"
     fake.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > "{tmp_path}/said"\n{end}\n')
     fake.chmod(0o755)
-    monkeypatch.setattr(launch, "_launcher_command", lambda ranks: [str(fake), str(ranks)])
+    monkeypatch.setattr(launch, "_launcher_command", lambda transport: [str(fake), str(transport)])
     given = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]
     assert main(["bench", *given]) == (status if status >= 0 else 128 - status)
     assert (tmp_path / "said").read_text() == "5|sparsecomm|bench|-b1K|-e|4 K|-c|-n|7|--wire=plain|"

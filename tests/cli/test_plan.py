@@ -337,10 +337,10 @@ class Threads:
 
 
 def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[streams._Told]:
-    ranks = Threads(len(addresses))
+    transport = Threads(len(addresses))
 
     def work(rank: int) -> streams._Told:
-        return streams._streams(ranks.rank(rank), pairs, addresses, 2, 0.4, pace)
+        return streams._streams(transport.rank(rank), pairs, addresses, 2, 0.4, pace)
 
     with ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(work, range(len(addresses))))

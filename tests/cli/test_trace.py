@@ -25,16 +25,16 @@ from tests.calls.test_tracing import SimulatedTransport, traced, vector
 P = 4
 
 
-def tree(ranks: SimulatedTransport, k: int = 9) -> None:
-    sc.sparse_allreduce(vector(ranks.rank), k, comm=ranks, algorithm="tree", wire="plain")
+def tree(transport: SimulatedTransport, k: int = 9) -> None:
+    sc.sparse_allreduce(vector(transport.rank), k, comm=transport, algorithm="tree", wire="plain")
 
 
 def files(folder: Path, program: Callable[[SimulatedTransport], Any], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Run simulated ranks, and return their files."""
 
-    def errors_are_expected(ranks: SimulatedTransport) -> None:
+    def errors_are_expected(transport: SimulatedTransport) -> None:
         with suppress(sc.SparseCommError, MemoryError):
-            program(ranks)
+            program(transport)
 
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that no call measures links
     traced(folder, P, errors_are_expected, monkeypatch)
@@ -49,33 +49,33 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 # -- whom to blame ----------------------------------------------------------------------------------------------------
 
 
-def another_call(ranks: SimulatedTransport) -> None:
-    tree(ranks)
-    tree(ranks, 8 if ranks.rank == 2 else 9)
+def another_call(transport: SimulatedTransport) -> None:
+    tree(transport)
+    tree(transport, 8 if transport.rank == 2 else 9)
 
 
-def an_error_of_its_own(ranks: SimulatedTransport) -> None:
+def an_error_of_its_own(transport: SimulatedTransport) -> None:
     def fail(*arguments: object) -> None:
         raise MemoryError("no more of it")
 
-    if ranks.rank == 0:
-        vars(ranks)["receive"] = fail
-    tree(ranks)
+    if transport.rank == 0:
+        vars(transport)["receive"] = fail
+    tree(transport)
 
 
-def a_call_missing(ranks: SimulatedTransport) -> None:
-    for _ in range(3 - (ranks.rank == 3)):
-        tree(ranks)
+def a_call_missing(transport: SimulatedTransport) -> None:
+    for _ in range(3 - (transport.rank == 3)):
+        tree(transport)
 
 
-def lost(ranks: SimulatedTransport) -> None:
-    isend = ranks.isend
+def lost(transport: SimulatedTransport) -> None:
+    isend = transport.isend
 
     def to_nobody(data: Any, to: int, *arguments: Any) -> Any:
-        return isend(data, ranks.rank, *arguments)
+        return isend(data, transport.rank, *arguments)
 
-    vars(ranks)["isend"] = to_nobody
-    sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="butterfly", wire="plain")
+    vars(transport)["isend"] = to_nobody
+    sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="butterfly", wire="plain")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_where_the_timeline_cannot_be_written(
 def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whatever they are ahead by, it is found within the bounds, which the network's delay gives."""
 
-    def program(ranks: SimulatedTransport) -> None:
-        sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm=algorithm, wire="plain")
+    def program(transport: SimulatedTransport) -> None:
+        sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm=algorithm, wire="plain")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         _, ranks = traced(tmp_path_factory.mktemp("trace"), P, program, monkeypatch)
@@ -193,21 +193,21 @@ def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_facto
 
 
 def test_ranks_that_exchange_nothing_keep_their_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ranks = traced(tmp_path, 2, lambda ranks: None if ranks.rank else tree_alone(ranks), monkeypatch)
+    _, ranks = traced(tmp_path, 2, lambda transport: None if transport.rank else tree_alone(transport), monkeypatch)
     other = Rank(1, node="other", host="b")
     assert clock_offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
     assert clock_offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
 
 
-def tree_alone(ranks: SimulatedTransport) -> None:
+def tree_alone(transport: SimulatedTransport) -> None:
     with pytest.raises(sc.TransportError):
-        tree(ranks)
+        tree(transport)
 
 
 def test_the_rank_that_is_late_made_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(ranks: SimulatedTransport) -> None:
-        ranks.compute(3.0 if ranks.rank == 2 else 0.0)
-        sc.sparse_allreduce(vector(ranks.rank), 9, comm=ranks, algorithm="allgather", wire="plain")
+    def program(transport: SimulatedTransport) -> None:
+        transport.compute(3.0 if transport.rank == 2 else 0.0)
+        sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="allgather", wire="plain")
 
     _, ranks = traced(tmp_path, P, program, monkeypatch)
     late = waits(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))

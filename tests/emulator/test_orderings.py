@@ -42,14 +42,14 @@ Found = list[list[np.ndarray]]  # of every rank, in the order in which it is see
 def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: Any) -> Found:
     """Some steps on three ranks, each on a stream of its own."""
 
-    def program(ranks: CarelessTransport) -> list[np.ndarray]:
+    def program(transport: CarelessTransport) -> list[np.ndarray]:
         with runtime.on_stream(runtime.new_stream()) if runtime else nullcontext():
             put, fetch = _between(runtime)
             residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
             targets = {"residual": put(residual), "out": put(out)}
             for step in range(3):
-                x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + ranks.rank))
-                result = sc.sparse_allreduce(x, K, comm=ranks, algorithm=algorithm, op="mean", **targets)
+                x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + transport.rank))
+                result = sc.sparse_allreduce(x, K, comm=transport, algorithm=algorithm, op="mean", **targets)
                 x[:] = np.nan  # from now on it is the caller's
                 found += [np.array(result.indices), np.array(result.values), fetch(out)]
             return [*found, fetch(residual)]
@@ -60,14 +60,14 @@ def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: 
 def calls_aside(runtime: DeferredRuntime | None) -> Found:
     """One rank's calls by its thread, whose results the program uses on its own stream."""
 
-    def program(ranks: CarelessTransport) -> list[np.ndarray]:
-        ranks.threaded = True
+    def program(transport: CarelessTransport) -> list[np.ndarray]:
+        transport.threaded = True
         put, fetch = _between(runtime)
         residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
         targets = {"residual": put(residual), "out": put(out)}
         for step in range(3):
             x = _on(runtime, data.gradient("normal", N, "float32", step))
-            handle = sc.isparse_allreduce(x, K, comm=ranks, **targets)
+            handle = sc.isparse_allreduce(x, K, comm=transport, **targets)
             del x  # freed memory is the caller's too
             _on(runtime, np.full(N, np.nan, np.float32))
             handle.wait()
@@ -80,9 +80,9 @@ def calls_aside(runtime: DeferredRuntime | None) -> Found:
 def two_queues(runtime: DeferredRuntime | None) -> Found:
     """Calls on two communicators, on two streams, for which nobody waits in between."""
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         with _elsewhere(runtime):
-            return sc.sparse_allreduce(_on(runtime, next(gradients)), K, comm=ranks)
+            return sc.sparse_allreduce(_on(runtime, next(gradients)), K, comm=transport)
 
     gradients = iter([data.gradient("normal", N, "float32", seed) for seed in range(2)])
     results = [simulated.run(1, program)[0].value for _ in range(2)]
@@ -110,10 +110,10 @@ def another_librarys_stream(runtime: DeferredRuntime | None) -> Found:
 def reducer(runtime: DeferredRuntime | None) -> Found:
     """Gradients come from several streams, and the state is used on another one."""
 
-    def program(ranks: CarelessTransport) -> list[np.ndarray]:
+    def program(transport: CarelessTransport) -> list[np.ndarray]:
         put, _ = _between(runtime)
         like = {name: put(np.zeros(N, np.float32)) for name in "ab"}
-        made, found = sc.Reducer(like, 0.05, comm=ranks, momentum=0.9, dense_below=10), []
+        made, found = sc.Reducer(like, 0.05, comm=transport, momentum=0.9, dense_below=10), []
         for step in range(3):
             gradients = {name: data.gradient("normal", N, "float32", 3 * step + i) for i, name in enumerate("ab")}
             for name, gradient in gradients.items():

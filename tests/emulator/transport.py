@@ -28,7 +28,7 @@ class CarelessTransport(Transport):
 
     def __init__(
         self,
-        ranks: SimulatedTransport,
+        transport: SimulatedTransport,
         messages: dict[int, _Sending],
         *,
         device_memory: bool = False,
@@ -43,17 +43,17 @@ class CarelessTransport(Transport):
             device_memory: whether it takes memory of the device.
             limit: bytes in one piece of a message.
         """
-        self.rank, self.size, self.counters = ranks.rank, ranks.size, ranks.counters
-        self.node_of_rank, self.num_nodes, self.library = ranks.node_of_rank, ranks.num_nodes, ranks.library
+        self.rank, self.size, self.counters = transport.rank, transport.size, transport.counters
+        self.node_of_rank, self.num_nodes, self.library = transport.node_of_rank, transport.num_nodes, transport.library
         self.device_memory = device_memory
-        self._ranks, self._messages, self._limit = ranks, messages, limit
-        self._random = random.Random(seed * ranks.size + ranks.rank)
+        self._ranks, self._messages, self._limit = transport, messages, limit
+        self._random = random.Random(seed * transport.size + transport.rank)
 
     @classmethod
     def wrapping(cls, program: Callable[[Any], Any], **options: Any) -> Callable[[SimulatedTransport], Any]:
         """Return what makes the program's ranks such, for `sparsecomm.transport.simulated.run`."""
         messages: dict[int, _Sending] = {}
-        return lambda ranks: program(cls(ranks, messages, **options))
+        return lambda transport: program(cls(transport, messages, **options))
 
     @property
     def number(self) -> int:  # type: ignore[override]

@@ -111,16 +111,16 @@ def test_collectives(algorithm: str, mixed: bool, dtype: str, wire: str) -> None
     k, by_chunk = (10, {"chunk": 1000, "decay": 0.95}) if mixed else (500, {})
 
     def train(on_device: bool) -> list[tuple[np.ndarray, ...]]:
-        def program(ranks: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
-            here = on_device and not (mixed and ranks.rank % 2)
+        def program(transport: simulated.SimulatedTransport) -> tuple[np.ndarray, ...]:
+            here = on_device and not (mixed and transport.rank % 2)
             x, r = (
-                data.gradient("normal", 50_000, dtype, ranks.rank),
-                data.gradient("normal", 50_000, dtype, ranks.rank + 9),
+                data.gradient("normal", 50_000, dtype, transport.rank),
+                data.gradient("normal", 50_000, dtype, transport.rank + 9),
             )
             out = np.empty_like(x)
             tensors = [put(v) if here else v for v in (x, r, out)]
             found = sc.sparse_allreduce(
-                tensors[0], k, comm=ranks, residual=tensors[1], out=tensors[2], op="mean", **options, **by_chunk
+                tensors[0], k, comm=transport, residual=tensors[1], out=tensors[2], op="mean", **options, **by_chunk
             )
             entries = [v.get() if here else v for v in (found.indices, found.values)]
             return (*entries, *(fetch(v, x) if here else v for v in tensors[1:]))

@@ -32,13 +32,13 @@ def weights() -> dict[str, np.ndarray]:
     return gradients(99, 99)
 
 
-def by_arrays(ranks: Any, steps: int) -> dict[str, np.ndarray]:
+def by_arrays(transport: Any, steps: int) -> dict[str, np.ndarray]:
     mine = weights()
     decay = {"matrix": 0.1, "bias": 0.1}
-    optimizer = sc.SparseAdamW(mine, betas=(0.8, 0.9), weight_decay=decay, comm=ranks, **RULE)
+    optimizer = sc.SparseAdamW(mine, betas=(0.8, 0.9), weight_decay=decay, comm=transport, **RULE)
     for step in range(steps):
         optimizer.lr = 0.02 / (1 + step)
-        optimizer.step(gradients(step, ranks.rank))
+        optimizer.step(gradients(step, transport.rank))
     return mine
 
 
@@ -48,13 +48,13 @@ def transformation(ranks: Any, **more: Any) -> Any:
     return sj.sparse_adamw(lambda step: 0.02 / (1 + step), 0.8, 0.9, weight_decay=0.1, **options)
 
 
-def by_jax(ranks: Any, steps: int, wrap: Any = lambda f: f) -> tuple[dict[str, np.ndarray], Any]:
-    optimizer = transformation(ranks)
+def by_jax(transport: Any, steps: int, wrap: Any = lambda f: f) -> tuple[dict[str, np.ndarray], Any]:
+    optimizer = transformation(transport)
     params: Any = jax.tree.map(jnp.array, weights())
     state = optimizer.init(params)
     update = wrap(lambda g, state, params: optimizer.update(g, state, params))
     for step in range(steps):
-        changes, state = update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
+        changes, state = update(jax.tree.map(jnp.array, gradients(step, transport.rank)), state, params)
         params = optax.apply_updates(params, changes)
     return {name: np.asarray(p) for name, p in params.items()}, state
 
@@ -66,8 +66,8 @@ def close(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_one_rank(wrap: Any) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        close(by_jax(ranks, 8, wrap)[0], by_arrays(ranks, 8))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        close(by_jax(transport, 8, wrap)[0], by_arrays(transport, 8))
 
     run(1, program)
 
@@ -76,8 +76,8 @@ def test_one_rank(wrap: Any) -> None:
 def test_several_ranks(P: int) -> None:
     pytest.importorskip("greenlet")
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        return *by_jax(ranks, 8), by_arrays(ranks, 8)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        return *by_jax(transport, 8), by_arrays(transport, 8)
 
     results = run(P, program)
     for params, state, theirs in results:
@@ -104,14 +104,14 @@ def test_at_density_1_it_is_optax_adamw_of_the_mean(P: int, wrap: Any) -> None:
         changes, state = theirs.update(mean, state, expected)
         expected = optax.apply_updates(expected, changes)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         mask = {"matrix": True, "bias": True, "number": False}
-        optimizer = sj.sparse_adamw(lambda step: 0.02 / (1 + step), mask=mask, density=1.0, comm=ranks)
+        optimizer = sj.sparse_adamw(lambda step: 0.02 / (1 + step), mask=mask, density=1.0, comm=transport)
         params: Any = jax.tree.map(jnp.array, weights())
         mine = optimizer.init(params)
         update = wrap(lambda g, state, params: optimizer.update(g, state, params))
         for step in range(steps):
-            changes, mine = update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), mine, params)
+            changes, mine = update(jax.tree.map(jnp.array, gradients(step, transport.rank)), mine, params)
             params = optax.apply_updates(params, changes)
         return params
 
@@ -121,12 +121,12 @@ def test_at_density_1_it_is_optax_adamw_of_the_mean(P: int, wrap: Any) -> None:
 
 
 def test_hyperparameters_that_are_injected() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         inject = optax.inject_hyperparams(
             sj.sparse_adamw, static_args=("comm", "density", "dense_steps", "check_weights_every")
         )
         params: Any = jax.tree.map(jnp.array, weights())
-        mine, theirs = inject(0.01, comm=ranks, density=1.0), optax.adamw(0.01)
+        mine, theirs = inject(0.01, comm=transport, density=1.0), optax.adamw(0.01)
         states, found = [mine.init(params), theirs.init(params)], [params, params]
         for step in range(5):
             states[0].hyperparams["learning_rate"] = jnp.asarray(0.01)
@@ -145,13 +145,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, bad: 
     """And no gradient of the other ranks is lost: it stays in their residuals."""
     pytest.importorskip("greenlet")
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        optimizer = transformation(ranks)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        optimizer = transformation(transport)
         params: Any = jax.tree.map(jnp.array, weights())
         state = optimizer.init(params)
         for step in range(6):
-            given, before = gradients(step, ranks.rank), state
-            if step == when and ranks.rank == P - 1:
+            given, before = gradients(step, transport.rank), state
+            if step == when and transport.rank == P - 1:
                 given["matrix"][3, 4] = bad
             changes, state = optimizer.update(jax.tree.map(jnp.array, given), state, params)
             if step == when:
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(P: int, bad: 
                     np.testing.assert_array_equal(old, new)
                 for name in SHAPES:
                     unit = 2.0 ** np.floor(np.log2(np.sqrt(before.nu[name]) + np.float32(1e-8)))
-                    kept = given[name] / unit if when and ranks.rank < P - 1 else 0
+                    kept = given[name] / unit if when and transport.rank < P - 1 else 0
                     np.testing.assert_allclose(state.residuals[name], before.residuals[name] + kept, rtol=1e-5)
             params = optax.apply_updates(params, changes)
         assert int(state.step) == 5
@@ -177,8 +177,8 @@ def test_sums_that_would_overflow_change_nothing_on_any_rank() -> None:
     """What waits on two ranks makes a second moment infinite; the next step counts."""
     pytest.importorskip("greenlet")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        optimizer = transformation(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(transport)
         params: Any = jax.tree.map(jnp.array, weights())
         state = optimizer.init(params)
         for step in range(4):
@@ -187,7 +187,7 @@ def test_sums_that_would_overflow_change_nothing_on_any_rank() -> None:
                     residuals={**state.residuals, "matrix": state.residuals["matrix"].at[3, 4].set(1e21)}
                 )
             before = state
-            changes, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
+            changes, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, transport.rank)), state, params)
             assert int(state.step - before.step) == (step != 2)
             assert any(np.asarray(change).any() for change in jax.tree.leaves(changes)) == (step != 2)
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
@@ -197,10 +197,10 @@ def test_sums_that_would_overflow_change_nothing_on_any_rank() -> None:
 
 
 def test_types_and_masks_by_functions() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         params = {"half": jnp.ones((40, 5), jnp.bfloat16), "whole": jnp.ones(60), "none": jnp.ones((0, 3))}
         mask = lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)  # noqa: E731
-        optimizer = sj.sparse_adamw(0.1, weight_decay=0.5, mask=mask, density=0.5, comm=ranks)
+        optimizer = sj.sparse_adamw(0.1, weight_decay=0.5, mask=mask, density=0.5, comm=transport)
         state = optimizer.init(params)
         grads = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
         for _ in range(3):
@@ -216,13 +216,13 @@ def test_types_and_masks_by_functions() -> None:
 def test_parameters_or_moments_that_differ_are_found() -> None:
     pytest.importorskip("greenlet")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        optimizer = transformation(ranks, check_weights_every=1)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(transport, check_weights_every=1)
         params: Any = jax.tree.map(jnp.array, weights())
         state = optimizer.init(params)
         for step in range(2):
-            _, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, ranks.rank)), state, params)
-            if ranks.rank:
+            _, state = optimizer.update(jax.tree.map(jnp.array, gradients(step, transport.rank)), state, params)
+            if transport.rank:
                 state = state._replace(mu=jax.tree.map(lambda m: m + 1, state.mu))
 
     assert {type(error) for error in errors(2, program)} == {sc.WeightMismatchError}
@@ -245,8 +245,8 @@ def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
 
 
 def test_parameters_are_needed() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        optimizer = transformation(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = transformation(transport)
         params = jax.tree.map(jnp.array, weights())
         with pytest.raises(sc.InvalidInputError, match="update got no parameters"):
             optimizer.update(params, optimizer.init(params))

@@ -77,15 +77,15 @@ def test_simulated_ranks_get_what_numpy_arrays_get(P: int, dtype: str) -> None:
     pytest.importorskip("greenlet")
     xs = [data.integers(500, dtype, seed) for seed in range(P)]
 
-    def with_jax(ranks: simulated.SimulatedTransport) -> Any:
-        x = jnp.array(xs[ranks.rank])
-        result, residual = sj.sparse_allreduce(x, 20, residual=sj.init_residuals(x), comm=ranks, algorithm="tree")
+    def with_jax(transport: simulated.SimulatedTransport) -> Any:
+        x = jnp.array(xs[transport.rank])
+        result, residual = sj.sparse_allreduce(x, 20, residual=sj.init_residuals(x), comm=transport, algorithm="tree")
         return np.asarray(result), np.asarray(residual)
 
-    def with_numpy(ranks: simulated.SimulatedTransport) -> Any:
-        x = xs[ranks.rank]
+    def with_numpy(transport: simulated.SimulatedTransport) -> Any:
+        x = xs[transport.rank]
         residual, out = np.zeros(x.size, np.float64 if dtype == "float64" else np.float32), np.empty_like(x)
-        sc.sparse_allreduce(x, 20, residual=residual, out=out, comm=ranks, algorithm="tree")
+        sc.sparse_allreduce(x, 20, residual=residual, out=out, comm=transport, algorithm="tree")
         return out, residual
 
     for ours, theirs in zip(simulated.run(P, with_jax), simulated.run(P, with_numpy), strict=True):
@@ -254,11 +254,11 @@ def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: 
     def grads(rank: int) -> dict[str, Any]:
         return {dtype: jnp.asarray(data.integers(3000, dtype, rank)) for dtype in dtypes}
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        mine = grads(ranks.rank)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = grads(transport.rank)
         for transform in (
-            sj.sparsify(1.0, comm=ranks, **options),
-            sj.sparsify(0.05, comm=ranks, dense_steps=1, **options),
+            sj.sparsify(1.0, comm=transport, **options),
+            sj.sparsify(0.05, comm=transport, dense_steps=1, **options),
         ):
             means, state = transform.update(mine, transform.init(mine))
             assert not any(np.any(kept) for kept in jax.tree.leaves(state.residuals))
@@ -266,7 +266,7 @@ def test_sparsify_is_dense_at_density_1_and_its_defaults_fit_all_types(options: 
         means, state = transform.update(mine, state)
         assert all(0 < np.count_nonzero(mean) < 600 for mean in means.values())
 
-    each = simulated.run(P, lambda ranks: list(program(ranks)))
+    each = simulated.run(P, lambda transport: list(program(transport)))
     mean = jax.tree.map(lambda *parts: sum(parts) / P, *map(grads, range(P)))
     assert all(same(found, mean) for rank in each for found in rank.value)
 
@@ -295,20 +295,20 @@ def test_sparsify_is_dense_at_density_1_and_skips_steps_that_are_not_finite(way:
             "n": np.ones((0, 3), "f4"),
         }
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        chain = optax.chain(sj.sparsify(**({"density": 0.02} | SPARSIFY[way]), comm=ranks), sgd())
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        chain = optax.chain(sj.sparsify(**({"density": 0.02} | SPARSIFY[way]), comm=transport), sgd())
         params: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
         state = chain.init(params)
         for step in range(6):
-            given, before = gradients(step, ranks.rank), state[0]
-            if step == skipped and ranks.rank == P - 1:
+            given, before = gradients(step, transport.rank), state[0]
+            if step == skipped and transport.rank == P - 1:
                 given["w"][3, :40] = -np.inf
             updates, state = chain.update(jax.tree.map(jnp.asarray, given), state, params)
             params = optax.apply_updates(params, updates)
             if step == skipped:
                 assert int(state[0].step) == int(before.step) == step
                 for name, old in before.residuals.items():
-                    kept = given[name] if ranks.rank < P - 1 else 0
+                    kept = given[name] if transport.rank < P - 1 else 0
                     np.testing.assert_array_equal(state[0].residuals[name], old + kept)
         return params, state[0].residuals
 
@@ -394,12 +394,12 @@ def test_errors_of_the_exchange_keep_their_text() -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_ranks_with_other_shapes(tree: bool) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        x = jnp.ones((10, 20) if ranks.rank else (20, 10))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        x = jnp.ones((10, 20) if transport.rank else (20, 10))
         if tree:
-            sj.allreduce_tree({"a": x, "b": jnp.ones(3)}, 0.1, comm=ranks, dense_below=0)
+            sj.allreduce_tree({"a": x, "b": jnp.ones(3)}, 0.1, comm=transport, dense_below=0)
         else:
-            sj.sparse_allreduce(x, 10, comm=ranks)
+            sj.sparse_allreduce(x, 10, comm=transport)
 
     results = simulated.run(2, program, catch=True)
     assert all(isinstance(result.error, sc.CollectiveMismatchError) for result in results)

@@ -55,47 +55,49 @@ def test_slow_and_late_ranks_do_what_they_do_with_arrays(delay: int) -> None:
     """Also where leaves are replaced and then read in one call of `step`."""
     options = SETTINGS | {"fragment_sync_delay": delay, "by_speed": True}
 
-    def program(ranks: simulated.SimulatedTransport, *, trees: bool) -> Any:
+    def program(transport: simulated.SimulatedTransport, *, trees: bool) -> Any:
         arrays, step = initial(), 0
         params = tree(arrays)
         local: Any = (
-            sj.LocalSteps(params, 0.1, comm=ranks, **(PLAIN | options)) if trees else made(ranks, arrays, **options)
+            sj.LocalSteps(params, 0.1, comm=transport, **(PLAIN | options))
+            if trees
+            else made(transport, arrays, **options)
         )
         while local.round < 5:
             step += 1
-            ranks.compute(1.0 + 4 * ranks.rank)
-            if ranks.rank == 1 and step in (2, 3, 5):
+            transport.compute(1.0 + 4 * transport.rank)
+            if transport.rank == 1 and step in (2, 3, 5):
                 left_out(local)
             if trees:
-                params = local.step(moved(params, ranks.rank, step))
+                params = local.step(moved(params, transport.rank, step))
             else:
-                move(arrays, ranks.rank, step, some_frozen)
+                move(arrays, transport.rank, step, some_frozen)
                 local.step(arrays)
         return local.steps, bits(untree(params) if trees else arrays)
 
-    with_trees, with_arrays = (run(2, lambda ranks, b=b: program(ranks, trees=b)) for b in (True, False))
+    with_trees, with_arrays = (run(2, lambda transport, b=b: program(transport, trees=b)) for b in (True, False))
     assert with_trees == with_arrays
 
 
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
-    def arrays(ranks: simulated.SimulatedTransport) -> Any:
+    def arrays(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, outer=outer and sc.NesterovSGD(0.5, 0.5), **SETTINGS)
+        local = made(transport, parameters, outer=outer and sc.NesterovSGD(0.5, 0.5), **SETTINGS)
         for step in range(1, 10):
-            move(parameters, ranks.rank, step, some_frozen)
+            move(parameters, transport.rank, step, some_frozen)
             local.step(parameters)
         local.finish(parameters)
         return parameters, dict(local.global_parameters())
 
-    def trees(ranks: simulated.SimulatedTransport) -> Any:
+    def trees(transport: simulated.SimulatedTransport) -> Any:
         def new(params: Any) -> sj.LocalSteps:
-            return sj.LocalSteps(params, 0.1, comm=ranks, outer=outer and outer(), **PLAIN, **SETTINGS)
+            return sj.LocalSteps(params, 0.1, comm=transport, outer=outer and outer(), **PLAIN, **SETTINGS)
 
         params = tree(initial())
         local = new(params)
         for step in range(1, 10):
-            given = params = moved(params, ranks.rank, step)
+            given = params = moved(params, transport.rank, step)
             before = bits(untree(given))
             params = local.step(given)
             assert (params is given) == (step not in (2, 4, 6, 8))
@@ -103,7 +105,7 @@ def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
             if step == 5:
                 state = local.state_dict()
                 local.finish(params)
-                ranks.queue.users = 0
+                transport.queue.users = 0
                 local = new(params)
                 local.load_state_dict(state)
         params = local.finish(params)
@@ -117,17 +119,17 @@ def test_trees_are_trained_as_arrays_are(outer: Any) -> None:
 
 
 def test_after_an_error_the_next_call_returns_the_global_leaves_and_a_new_rank_gets_them() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         params = tree(initial())
-        local = sj.LocalSteps(params, 0.1, comm=ranks, sync_every=2 + ranks.rank, **PLAIN)
-        for step in range(1, 2 + ranks.rank):
-            params = local.step(moved(params, ranks.rank, step))
+        local = sj.LocalSteps(params, 0.1, comm=transport, sync_every=2 + transport.rank, **PLAIN)
+        for step in range(1, 2 + transport.rank):
+            params = local.step(moved(params, transport.rank, step))
         with pytest.raises(sc.CollectiveMismatchError):
-            local.step(moved(params, ranks.rank, 9))
+            local.step(moved(params, transport.rank, 9))
         params = local.finish(params)
         assert bits(untree(params)) == bits(initial())
-        other = sj.LocalSteps(params if ranks.rank else jax.tree.map(lambda leaf: 3 * leaf, params), 0.1, **PLAIN)
-        rebuilt, params = other.rebuild(ranks, params, joining=ranks.rank == 0)
+        other = sj.LocalSteps(params if transport.rank else jax.tree.map(lambda leaf: 3 * leaf, params), 0.1, **PLAIN)
+        rebuilt, params = other.rebuild(transport, params, joining=transport.rank == 0)
         assert bits(untree(params)) == bits(initial())
         return rebuilt.ranks_joined
 
@@ -151,10 +153,10 @@ def test_what_is_refused() -> None:
 def test_a_damaged_optax_state_is_loaded_by_no_rank(what: str, whom: tuple[int, ...]) -> None:
     optax = pytest.importorskip("optax")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         params = tree(initial())
-        local = sj.LocalSteps(params, 0.1, comm=ranks, outer=optax.adam(0.1), sync_every=1, **PLAIN)
-        params = local.step(moved(params, ranks.rank, 1))
+        local = sj.LocalSteps(params, 0.1, comm=transport, outer=optax.adam(0.1), sync_every=1, **PLAIN)
+        params = local.step(moved(params, transport.rank, 1))
         state = local.state_dict()
         leaves = dict(state["outer"]["leaves"])
         name = next(iter(leaves))
@@ -169,8 +171,8 @@ def test_a_damaged_optax_state_is_loaded_by_no_rank(what: str, whom: tuple[int, 
         }
         damaged = state | {"outer": {"leaves": leaves | changed[what]}}  # type: ignore[operator]
         with pytest.raises(sc.InvalidInputError, match=r"outer|rank 1"):
-            local.load_state_dict(damaged if ranks.rank in whom else state)
+            local.load_state_dict(damaged if transport.rank in whom else state)
         local.load_state_dict(state)
-        local.step(moved(params, ranks.rank, 2))
+        local.step(moved(params, transport.rank, 2))
 
     run(2, program)

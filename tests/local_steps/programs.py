@@ -162,8 +162,8 @@ class Oracle:
                 local[name][...] = mixed.reshape(local[name].shape).astype(local[name].dtype)
 
 
-def made(ranks: Any, parameters: Mapping[str, Any], density: Any = 0.1, **options: Any) -> sc.LocalSteps:
-    return sc.LocalSteps(parameters, density, comm=ranks, **(PLAIN | options))
+def made(transport: Any, parameters: Mapping[str, Any], density: Any = 0.1, **options: Any) -> sc.LocalSteps:
+    return sc.LocalSteps(parameters, density, comm=transport, **(PLAIN | options))
 
 
 def train(

@@ -32,11 +32,11 @@ def test_defaults_give_way(parameters: Any, asked: Any, expected: Any) -> None:
     options: dict[str, Any] = dict(with_defaults(specs_of(parameters).values(), 1, **asked))
     assert options == options | asked | expected
 
-    def program(ranks: Any) -> dict[str, Any]:
+    def program(transport: Any) -> dict[str, Any]:
         local = {name: array.copy() for name, array in parameters.items()}
-        steps = sc.LocalSteps(local, comm=ranks, sync_every=1, **asked)
+        steps = sc.LocalSteps(local, comm=transport, sync_every=1, **asked)
         for array in local.values():
-            array += np.arange(array.size, dtype=array.dtype) * 2.0**-10 + ranks.rank
+            array += np.arange(array.size, dtype=array.dtype) * 2.0**-10 + transport.rank
         assert steps.step(local) == tuple(local)
         return {name: array.tobytes() for name, array in local.items()}
 
@@ -55,10 +55,10 @@ def test_what_trains_worse_must_be_faster_by_as_much() -> None:
 def test_auto_takes_least_time_to_equal_loss(H: int, P: int, rate: float, rtt: float) -> None:
     n = 2_000_000
 
-    def took(ranks: Any) -> str:
-        local = sc.LocalSteps({"x": np.zeros(n, np.float32)}, comm=ranks, sync_every=H)
+    def took(transport: Any) -> str:
+        local = sc.LocalSteps({"x": np.zeros(n, np.float32)}, comm=transport, sync_every=H)
         o = local.reducers[0]._settings.options
-        found = sc.explain(n, 64 / 4096, comm=ranks, algorithm=o.algorithm, wire=o.wire)
+        found = sc.explain(n, 64 / 4096, comm=transport, algorithm=o.algorithm, wire=o.wire)
         worse = {"split:2": relative_steps(nats("split:2", H)), "allgather": relative_steps(nats("allgather", H))}
         best = min(found.candidates, key=lambda c: c.seconds * worse[c.algorithm.name])
         assert found.candidates[0] is best

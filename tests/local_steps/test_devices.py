@@ -17,18 +17,18 @@ from tests.reducer.programs import run
 def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
     """Two rounds, on the device if there is one, each rank on a stream of its own."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         with cuda.on_stream(cuda.new_stream()) if cuda else nullcontext():
-            return steps(ranks)
+            return steps(transport)
 
-    def steps(ranks: simulated.SimulatedTransport) -> Any:
+    def steps(transport: simulated.SimulatedTransport) -> Any:
         mine = initial()
         put, wait = (cuda.put, cuda.synchronize) if cuda else (lambda array: array, lambda: None)
         options = {"sync_every": 3, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
-        local = made(ranks, {name: put(values) for name, values in mine.items()}, outer=sc.NesterovSGD(), **options)
+        local = made(transport, {name: put(values) for name, values in mine.items()}, outer=sc.NesterovSGD(), **options)
         for step in range(1, 8):
             wait()
-            move(mine, ranks.rank, step, some_frozen)
+            move(mine, transport.rank, step, some_frozen)
             local.step({name: put(values) for name, values in mine.items()})
             if step == 4:
                 state = local.state_dict()

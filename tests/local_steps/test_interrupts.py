@@ -31,15 +31,18 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> None:
     passed: list[int] = []
 
-    def program(ranks: simulated.SimulatedTransport, *at: int) -> Any:
+    def program(transport: simulated.SimulatedTransport, *at: int) -> Any:
         parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        local, random = sc.LocalSteps(parameters, 0.2, comm=ranks, **SETTINGS), np.random.default_rng(ranks.rank)
+        local, random = (
+            sc.LocalSteps(parameters, 0.2, comm=transport, **SETTINGS),
+            np.random.default_rng(transport.rank),
+        )
         for step in range(1, 7):
             if step == 4:
                 local.state_dict()  # its calls are made here
             for name, shape in SHAPES.items():
                 parameters[name] += random.normal(size=shape).astype(np.float32)
-            within = interrupted(*at) if (step, ranks.rank) == (stopped, 0) else contextlib.nullcontext()
+            within = interrupted(*at) if (step, transport.rank) == (stopped, 0) else contextlib.nullcontext()
             with within as points, contextlib.suppress(InterruptError):
                 local.step(parameters)
             if 2 * local.round + local.local_step < step:  # it came before the step was counted
@@ -59,7 +62,7 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
     expected = run(2, program)
     assert passed[0] > 10
     for at in range(passed[0]):
-        assert run(2, lambda ranks, at=at: program(ranks, at)) == expected
+        assert run(2, lambda transport, at=at: program(transport, at)) == expected
     assert len(passed) > 10
 
 
@@ -79,21 +82,24 @@ def test_calls_keep_their_order_when_an_interrupt_comes_before_one(
     """Compiled code has no places, but asks for signals: here before the call of a gradient that was taken."""
     plan, armed, passed = Bucket.plan, list[int](), list[int]()
 
-    def interrupts(bucket: Bucket, ranks: simulated.SimulatedTransport, *arguments: Any) -> Any:
-        if ranks.rank == 0:
+    def interrupts(bucket: Bucket, transport: simulated.SimulatedTransport, *arguments: Any) -> Any:
+        if transport.rank == 0:
             passed.append(1)
             if armed == [len(passed)]:
                 armed.clear()
                 raise InterruptError
-        return plan(bucket, ranks, *arguments)
+        return plan(bucket, transport, *arguments)
 
     monkeypatch.setattr(Bucket, "plan", interrupts)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         shapes = SHAPES | {"c": (64,)}
         parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         settings = PLAIN | {"sync_every": 2, "bucket_bytes": 1} | options
-        local, random = sc.LocalSteps(parameters, 0.2, comm=ranks, **settings), np.random.default_rng(ranks.rank)
+        local, random = (
+            sc.LocalSteps(parameters, 0.2, comm=transport, **settings),
+            np.random.default_rng(transport.rank),
+        )
         local._timer.clock = lambda: 0.0  # all take the same time
         for _ in range(9):
             for name, shape in shapes.items():
@@ -118,14 +124,14 @@ def test_calls_keep_their_order_when_an_interrupt_comes_before_one(
 def test_an_interrupt_of_the_comparison_is_raised_and_the_sums_count(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = WordsGather._exchange_words
 
-    def program(ranks: simulated.SimulatedTransport, interrupts: bool) -> Any:
+    def program(transport: simulated.SimulatedTransport, interrupts: bool) -> Any:
         parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        local = sc.LocalSteps(parameters, 0.2, comm=ranks, **(PLAIN | {"sync_every": 1}))
+        local = sc.LocalSteps(parameters, 0.2, comm=transport, **(PLAIN | {"sync_every": 1}))
         for step in range(4):
             for name in SHAPES:
-                parameters[name] += ranks.rank + step
-            if interrupts and (step, ranks.rank) == (1, 0):
-                armed.append(ranks)
+                parameters[name] += transport.rank + step
+            if interrupts and (step, transport.rank) == (1, 0):
+                armed.append(transport)
                 with pytest.raises(InterruptError):
                     local.step(parameters)
                 assert not armed
@@ -135,7 +141,7 @@ def test_an_interrupt_of_the_comparison_is_raised_and_the_sums_count(monkeypatch
         return bits(parameters), bits(local.global_parameters())
 
     armed: list[simulated.SimulatedTransport] = []
-    expected = run(2, lambda ranks: program(ranks, False))
+    expected = run(2, lambda transport: program(transport, False))
 
     def interrupted_once(call: WordsGather, comm: Any) -> list[int]:
         words = exchange(call, comm)
@@ -145,7 +151,7 @@ def test_an_interrupt_of_the_comparison_is_raised_and_the_sums_count(monkeypatch
         return words
 
     monkeypatch.setattr(WordsGather, "_exchange_words", interrupted_once)
-    assert run(2, lambda ranks: program(ranks, True)) == expected
+    assert run(2, lambda transport: program(transport, True)) == expected
 
 
 @pytest.mark.parametrize("finish", [False, True])
@@ -161,14 +167,14 @@ def test_an_interrupted_step_ends_before_the_next_one_begins(finish: bool, monke
 
     monkeypatch.setattr(sc.Reducer, "_begin", interrupts)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         outer = sc.NesterovSGD(0.5, 0.5)
-        local = sc.LocalSteps(parameters, 0.2, comm=ranks, outer=outer, **(PLAIN | {"sync_every": 1}))
+        local = sc.LocalSteps(parameters, 0.2, comm=transport, outer=outer, **(PLAIN | {"sync_every": 1}))
         for step in range(4):
             for name in SHAPES:
-                parameters[name] += ranks.rank + 1
-            if (step, ranks.rank) == (1, 1):
+                parameters[name] += transport.rank + 1
+            if (step, transport.rank) == (1, 1):
                 armed.append(local.reducers[0])
                 with pytest.raises(InterruptError):
                     local.step(parameters)
@@ -186,14 +192,14 @@ def test_an_interrupted_step_ends_before_the_next_one_begins(finish: bool, monke
 def test_a_state_with_an_exchange_under_way_is_loaded_again() -> None:
     """As after an interrupt, which may come when it was loaded."""
 
-    def program(ranks: simulated.SimulatedTransport) -> list[float]:
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
         def train(steps: int) -> None:
             for _ in range(steps):
                 x["x"] += 1
                 local.step(x)
 
         x = {"x": np.zeros(4, np.float32)}
-        local = sc.LocalSteps(x, 1.0, comm=ranks, sync_every=3, fragment_sync_delay=2)
+        local = sc.LocalSteps(x, 1.0, comm=transport, sync_every=3, fragment_sync_delay=2)
         train(7)
         state, saved = local.state_dict(), x["x"].copy()
         assert state["exchanges"]

@@ -32,23 +32,23 @@ def test_nothing_is_lost_or_counted_twice(
         for step in data.draw(st.sets(st.integers(1, 9), max_size=3))
     }
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = {name: np.zeros(shape, np.float64) for name, shape in SHAPES.items()}
         options = EXACT | {"wire": "plain", "sync_every": 3, "fragments": fragments, "by_speed": by_speed}
         if wire != "plain":
             options |= {"scope": "chunk", "chunk": 8, "algorithm": "split", "wire": "auto"}
-        local = sc.LocalSteps(parameters, 0.25, comm=ranks, **options)
+        local = sc.LocalSteps(parameters, 0.25, comm=transport, **options)
         moved, step = {name: np.zeros(shape) for name, shape in SHAPES.items()}, 0
         while local.round < rounds:
             step += 1
-            ranks.compute(1.0 + ranks.rank)
+            transport.compute(1.0 + transport.rank)
             for name, shape in SHAPES.items():
-                change = np.random.default_rng((ranks.rank, step)).integers(-8, 8, shape)
-                if name == "b" and ((step + ranks.rank) % 5 > 1 or 5 < local._passed() < 10):  # it is not trained
+                change = np.random.default_rng((transport.rank, step)).integers(-8, 8, shape)
+                if name == "b" and ((step + transport.rank) % 5 > 1 or 5 < local._passed() < 10):  # it is not trained
                     continue
                 parameters[name] += change
                 moved[name] += change
-            for _ in range(late.get((ranks.rank, step), 0)):
+            for _ in range(late.get((transport.rank, step), 0)):
                 if local.round < rounds:
                     left_out(local)
             local.step(parameters)
@@ -72,18 +72,24 @@ def test_a_rank_that_is_always_late_takes_part_with_what_it_had(delay: int, oute
     """Rank 1 needs two rounds for a local step. What it has trained arrives all the same, and states hold it."""
     rounds = 8
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         def new() -> sc.LocalSteps:
             sgd = sc.NesterovSGD(0.5, 0.5) if outer else None
             return sc.LocalSteps(
-                x, 1.0, comm=ranks, sync_every=4, fragment_sync_delay=delay, outer=sgd, **(EXACT | {"dense_below": 0})
+                x,
+                1.0,
+                comm=transport,
+                sync_every=4,
+                fragment_sync_delay=delay,
+                outer=sgd,
+                **(EXACT | {"dense_below": 0}),
             )
 
         x = {"x": np.zeros(4)}
         local, seen = new(), []
         while local.round < rounds:
-            x["x"] += 1.0 if ranks.rank == 0 else 64.0
-            if ranks.rank == 1:
+            x["x"] += 1.0 if transport.rank == 0 else 64.0
+            if transport.rank == 1:
                 for _ in range(2):
                     if local._schedule.next_beginning(local._passed()) <= 4 * rounds:  # the other one goes on
                         left_out(local)
@@ -92,7 +98,7 @@ def test_a_rank_that_is_always_late_takes_part_with_what_it_had(delay: int, oute
                     local.state_dict()
             local.step(x)
             seen.append(local.left_out)
-            if ranks.rank == 1 and delay == 0:
+            if transport.rank == 1 and delay == 0:
                 state = local.state_dict()
                 assert state["late"] == []
         local.finish(x)
@@ -110,36 +116,36 @@ def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
     """It is under way, and its application must not take away what the rank has trained."""
     options = EXACT | {"sync_every": 4, "fragment_sync_delay": 3}
 
-    def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
-        x, random = {"x": np.zeros(40)}, np.random.default_rng(ranks.rank)
-        local, stopped = sc.LocalSteps(x, 0.5, comm=ranks, **options), False
+    def program(transport: simulated.SimulatedTransport, *, stops: bool) -> Any:
+        x, random = {"x": np.zeros(40)}, np.random.default_rng(transport.rank)
+        local, stopped = sc.LocalSteps(x, 0.5, comm=transport, **options), False
         while local.round < 4:
             x["x"] += random.integers(-8, 8, 40)
-            if ranks.rank == 1 and local._passed() in (4, 5):
+            if transport.rank == 1 and local._passed() in (4, 5):
                 left_out(local)
             local.step(x)
             if stops and not stopped and local.round == 2 and local.local_step > 0:
                 state, stopped = pickle.loads(pickle.dumps(local.state_dict())), True
                 assert len(state["exchanges"]) == 1
-                assert [sorted(each["sent"]) for each in state["late"]] == [["x"]] * ranks.rank
+                assert [sorted(each["sent"]) for each in state["late"]] == [["x"]] * transport.rank
                 local.finish({"x": x["x"].copy()})
-                ranks.queue.users = 0  # as in a new process
-                local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=ranks, **options)
+                transport.queue.users = 0  # as in a new process
+                local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=transport, **options)
                 local.load_state_dict(state)
         return bits(x), bits(local.global_parameters())
 
-    with_stop, without = (run(2, lambda ranks, b=b: program(ranks, stops=b)) for b in (True, False))
+    with_stop, without = (run(2, lambda transport, b=b: program(transport, stops=b)) for b in (True, False))
     assert with_stop == without
 
 
 def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         x = {"x": np.zeros(50)}
-        local = sc.LocalSteps(x, 0.1, comm=ranks, sync_every=1, **EXACT)
+        local = sc.LocalSteps(x, 0.1, comm=transport, sync_every=1, **EXACT)
         for step in range(5):
-            x["x"] += np.random.default_rng((ranks.rank, step)).integers(-8, 8, 50)
-            local.reducers[0]._open.number += 100 * (ranks.rank == 0 and step == 2)
-            if ranks.rank == 1 and step == 2:
+            x["x"] += np.random.default_rng((transport.rank, step)).integers(-8, 8, 50)
+            local.reducers[0]._open.number += 100 * (transport.rank == 0 and step == 2)
+            if transport.rank == 1 and step == 2:
                 left_out(local)
             if step == 2:
                 with pytest.raises(sc.CollectiveMismatchError):

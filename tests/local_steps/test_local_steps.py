@@ -64,10 +64,10 @@ def test_the_whole_algorithm(
     if fragments == 2 and sync_every == 1:
         sync_every = 2
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
         local = made(
-            ranks,
+            transport,
             parameters,
             density,
             sync_every=sync_every,
@@ -76,7 +76,7 @@ def test_the_whole_algorithm(
             fragment_update_alpha=alpha,
             outer=sc.NesterovSGD(*sgd) if sgd else None,
         )
-        replaced = train(local, parameters, ranks.rank, 1, steps, frozen)
+        replaced = train(local, parameters, transport.rank, 1, steps, frozen)
         residuals = {name: a for each in local.state_dict()["reducers"] for name, a in each["residuals"].items()}
         assert (local.round, local.local_step) == divmod(steps, sync_every)
         return local.fragments, replaced, parameters, local.global_parameters(), residuals
@@ -112,10 +112,10 @@ def test_the_whole_algorithm(
 def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -> None:
     shapes = {"a": (3000,), "b": (40, 50)}
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        local = sc.LocalSteps(parameters, comm=ranks, sync_every=2, **options)
-        train(local, parameters, ranks.rank, 1, 12)
+        local = sc.LocalSteps(parameters, comm=transport, sync_every=2, **options)
+        train(local, parameters, transport.rank, 1, 12)
         held = local.global_parameters()
         assert all(np.isfinite(array).all() and array.any() for array in held.values())
         assert bits(parameters) == bits(held)
@@ -127,10 +127,10 @@ def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_what_waits_in_residuals_can_be_discarded(delay: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        local = made(ranks, parameters, sync_every=2, fragments=TWO, fragment_sync_delay=delay)
-        train(local, parameters, ranks.rank, 1, 3)
+        local = made(transport, parameters, sync_every=2, fragments=TWO, fragment_sync_delay=delay)
+        train(local, parameters, transport.rank, 1, 3)
 
         def waiting() -> set[str]:
             return {name for reducer in local.reducers for name in reducer.names if reducer.residual(name).any()}
@@ -173,15 +173,15 @@ def failing(local: sc.LocalSteps, parameters: Any, rank: int, step: int, error: 
 
 
 def test_unequally_many_local_steps_are_told_on_all_ranks_and_nothing_is_lost() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> int:
+    def program(transport: simulated.SimulatedTransport) -> int:
         parameters = initial()
-        short = 2 if ranks.rank == 1 else 3
-        local = made(ranks, parameters, sync_every=short, decay=1.0)
-        train(local, parameters, ranks.rank, 1, short - 1)
+        short = 2 if transport.rank == 1 else 3
+        local = made(transport, parameters, sync_every=short, decay=1.0)
+        train(local, parameters, transport.rank, 1, short - 1)
         failing(
             local,
             parameters,
-            ranks.rank,
+            transport.rank,
             short,
             sc.CollectiveMismatchError,
             r"rank 1 has taken 2 local steps since the last exchange of fragment 0, for round 0.*same sync_every",
@@ -192,12 +192,14 @@ def test_unequally_many_local_steps_are_told_on_all_ranks_and_nothing_is_lost() 
 
 
 def test_other_parameters_to_begin_with_are_told_on_all_ranks() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        if ranks.rank == 2:
+        if transport.rank == 2:
             parameters["c"][5] += 1
-        local = made(ranks, parameters, sync_every=1, decay=1.0)
-        failing(local, parameters, ranks.rank, 1, sc.WeightMismatchError, "parameters of rank 2 in fragment 0 are not")
+        local = made(transport, parameters, sync_every=1, decay=1.0)
+        failing(
+            local, parameters, transport.rank, 1, sc.WeightMismatchError, "parameters of rank 2 in fragment 0 are not"
+        )
 
     run(3, program)
 
@@ -205,15 +207,15 @@ def test_other_parameters_to_begin_with_are_told_on_all_ranks() -> None:
 def test_after_an_error_ranks_go_on_alike() -> None:
     """In round 1 the ranks' reducers differ, as if an option did; what was not sent is sent later."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = {"x": np.zeros(50, np.float32)}
-        local = made(ranks, parameters, sync_every=1, decay=1.0)
+        local = made(transport, parameters, sync_every=1, decay=1.0)
         sums = np.zeros(50)
         for step in range(6):
-            moved = np.random.default_rng((ranks.rank, step)).integers(-8, 8, 50).astype(np.float32)
+            moved = np.random.default_rng((transport.rank, step)).integers(-8, 8, 50).astype(np.float32)
             parameters["x"] += moved
             sums += moved
-            local.reducers[0]._open.number += 100 * ranks.rank * (step in (1, 2))
+            local.reducers[0]._open.number += 100 * transport.rank * (step in (1, 2))
             if step == 1:
                 with pytest.raises(sc.CollectiveMismatchError):
                     local.step(parameters)
@@ -236,14 +238,14 @@ def test_after_an_error_ranks_go_on_alike() -> None:
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("P", [2, 3])
 def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[BaseException]:
+    def program(transport: simulated.SimulatedTransport) -> list[BaseException]:
         parameters = initial()
         raised: list[BaseException] = []
-        local = made(ranks, parameters, sync_every=2, fragment_sync_delay=delay)
+        local = made(transport, parameters, sync_every=2, fragment_sync_delay=delay)
         for step in range(5):
-            if step == 3 and ranks.rank == 1:  # comes no more
+            if step == 3 and transport.rank == 1:  # comes no more
                 return []
-            move(parameters, ranks.rank, step)
+            move(parameters, transport.rank, step)
             try:
                 local.step(parameters)
             except sc.TransportError as error:
@@ -260,15 +262,21 @@ def test_the_error_of_an_exchange_is_what_went_wrong_first(P: int, delay: int) -
 def test_nan_on_one_rank_counts_for_nobody(alpha: float, fragments: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "sparsecomm")
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
         local = made(
-            ranks, parameters, sync_every=2, decay=1.0, fragments=fragments, fragment_update_alpha=alpha, dense_below=0
+            transport,
+            parameters,
+            sync_every=2,
+            decay=1.0,
+            fragments=fragments,
+            fragment_update_alpha=alpha,
+            dense_below=0,
         )
-        train(local, parameters, ranks.rank, 1, 4)
+        train(local, parameters, transport.rank, 1, 4)
         before, held = local.state_dict(), {name: array.copy() for name, array in local.global_parameters().items()}
-        move(parameters, ranks.rank, 5)
-        if ranks.rank == 1:
+        move(parameters, transport.rank, 5)
+        if transport.rank == 1:
             for name in ("a", "e", "f"):
                 parameters[name][...] = np.nan
         replaced = local.step(parameters)
@@ -278,7 +286,7 @@ def test_nan_on_one_rank_counts_for_nobody(alpha: float, fragments: Any, caplog:
             replaced = local.step(parameters)
             assert bits(local.global_parameters()) == bits(held)
             for name, residual in before["reducers"][0]["residuals"].items():
-                dropped = ranks.rank == 1 and name in ("a", "e", "f")
+                dropped = transport.rank == 1 and name in ("a", "e", "f")
                 expected = residual if dropped else residual + moved[name]
                 np.testing.assert_array_equal(local.reducers[0].residual(name), expected)
         for name in replaced:
@@ -301,17 +309,17 @@ def test_an_outer_step_that_would_overflow_counts_for_nobody(what: str, density:
     dtype = np.float16 if what == "float16 parameter" else np.float32
     big = float(np.finfo(dtype).max) * 0.9
 
-    def program(ranks: simulated.SimulatedTransport) -> bytes:
+    def program(transport: simulated.SimulatedTransport) -> bytes:
         parameters = {"a": np.ones(40, dtype), "b": np.ones(3, dtype)}
         parameters["a"][5] = big
         outer = sc.NesterovSGD(0.7, 0.9, nesterov=False) if what == "velocity" else None
         options = PLAIN | {"sync_every": 1, "decay": 1.0, "outer": outer}
-        local = sc.LocalSteps(parameters, density, comm=ranks, **options)
+        local = sc.LocalSteps(parameters, density, comm=transport, **options)
         for round_no in range(4):
             before = {name: array.copy() for name, array in local.global_parameters().items()}
             overflows = round_no == (2 if what == "velocity" else 1)
             for name in parameters:
-                parameters[name] += dtype(1 + ranks.rank)
+                parameters[name] += dtype(1 + transport.rank)
             if what == "velocity":
                 parameters["a"][5] = before["a"][5] + dtype(-0.15 * big if overflows else 1)
                 if overflows:
@@ -331,13 +339,15 @@ def test_an_outer_step_that_would_overflow_counts_for_nobody(what: str, density:
 
 
 def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, sync_every=4, fragment_sync_delay=2, fragments=2)
-        train(local, parameters, ranks.rank, 1, 3)  # of one fragment it has ended, of the other one begins after step 2
+        local = made(transport, parameters, sync_every=4, fragment_sync_delay=2, fragments=2)
+        train(
+            local, parameters, transport.rank, 1, 3
+        )  # of one fragment it has ended, of the other one begins after step 2
         first = local.finish(parameters)
         assert local.finish(parameters) == ()
-        assert train(local, parameters, ranks.rank, 4, 4) == [()]
+        assert train(local, parameters, transport.rank, 4, 4) == [()]
         return first, local.fragments[1], bits(local.global_parameters())
 
     results = run(2, program)
@@ -347,18 +357,18 @@ def test_a_program_that_ends_in_the_middle_of_an_exchange_applies_it() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[float]:
-        random = np.random.default_rng(ranks.rank)
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        random = np.random.default_rng(transport.rank)
         parameters = {name: np.zeros(400_000, np.float32) for name in "abcd"}
-        local = sc.LocalSteps(parameters, sync_every=2, comm=ranks, algorithm="split:2", fragment_sync_delay=delay)
+        local = sc.LocalSteps(parameters, sync_every=2, comm=transport, algorithm="split:2", fragment_sync_delay=delay)
         seconds = []
         for _ in range(4):
             for values in parameters.values():
                 values += random.standard_normal(values.size, np.float32)
-            before = ranks.clock()
+            before = transport.clock()
             local.step(parameters)
             local.step(parameters)
-            seconds.append(ranks.clock() - before)
+            seconds.append(transport.clock() - before)
         return seconds
 
     for result in simulated.run(3, program, alpha=1.0):
@@ -404,8 +414,8 @@ def test_parameters_that_are_others_are_refused_and_the_step_does_not_count() ->
     with pytest.raises(sc.InvalidInputError, match="x: got a read-only"):
         sc.LocalSteps({"x": readonly}, scope="tensor")
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        local = made(ranks, parameters, sync_every=2)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        local = made(transport, parameters, sync_every=2)
         for others, message in (
             ({name: a for name, a in parameters.items() if name != "b"}, "lack 'b' and have nothing"),
             (parameters | {"z": np.zeros(3)}, "lack nothing and have 'z'"),
@@ -417,7 +427,7 @@ def test_parameters_that_are_others_are_refused_and_the_step_does_not_count() ->
         local.step(parameters)
         with pytest.raises(sc.InvalidInputError, match=r"b: got shape \(7,\), float64 .* sums in float32"):
             local.step(parameters | {"b": np.zeros(7, np.float64)})
-        assert (local.local_step, ranks.number) == (1, 0)
+        assert (local.local_step, transport.number) == (1, 0)
 
     run(1, program)
 

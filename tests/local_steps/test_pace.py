@@ -88,17 +88,17 @@ def test_a_rank_that_never_comes_does_not_stretch_the_rounds(by_speed: bool, oth
 
 
 def trained(
-    ranks: simulated.SimulatedTransport, times: Any, rounds: int, density: float = 0.1, **options: Any
+    transport: simulated.SimulatedTransport, times: Any, rounds: int, density: float = 0.1, **options: Any
 ) -> tuple[sc.LocalSteps, Arrays, list[tuple[int, ...]]]:
     """Train for some rounds, by steps that take this rank's time; return the divisions of the rounds, too."""
     parameters, divisions, step = initial(), [], 0
-    local = made(ranks, parameters, density, **options)
+    local = made(transport, parameters, density, **options)
     while local.round < rounds:
         if local.local_step == 0:
             divisions.append(local.steps)
-        ranks.compute(times[ranks.rank])
+        transport.compute(times[transport.rank])
         step += 1
-        move(parameters, ranks.rank, step)
+        move(parameters, transport.rank, step)
         local.step(parameters)
     return local, parameters, divisions
 
@@ -119,7 +119,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any], round_seconds: float | None) -> None:
     rounds, P = 4, len(times)
     options = schedule | {"by_speed": True, "round_seconds": round_seconds}
-    results = run(P, lambda ranks: trained(ranks, times, rounds, **options))
+    results = run(P, lambda transport: trained(transport, times, rounds, **options))
     divisions = results[0][2]
     assert divisions[0] == (schedule["sync_every"],) * P
     oracle = Oracle(
@@ -142,11 +142,11 @@ def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any], round
 @FEW
 @given(schedules(), st.integers(1, 3))
 def test_equally_fast_ranks_do_what_they_do_without(schedule: dict[str, Any], P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport, *, by_speed: bool) -> Any:
-        local, parameters, divisions = trained(ranks, [1.5] * P, 4, by_speed=by_speed, **schedule)
+    def program(transport: simulated.SimulatedTransport, *, by_speed: bool) -> Any:
+        local, parameters, divisions = trained(transport, [1.5] * P, 4, by_speed=by_speed, **schedule)
         return divisions, bits(parameters), bits(local.global_parameters())
 
-    with_it, without = (run(P, lambda ranks, b=b: program(ranks, by_speed=b)) for b in (True, False))
+    with_it, without = (run(P, lambda transport, b=b: program(transport, by_speed=b)) for b in (True, False))
     assert with_it == without
 
 
@@ -157,9 +157,11 @@ def test_nobody_waits_for_the_slowest(options: dict[str, Any], waits: float) -> 
     """By equal numbers the mean worker computes for 0.625 of the time."""
     P, rounds = len(SPEEDS), 20
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        local, _, divisions = trained(ranks, SPEEDS, rounds, sync_every=10, **options)
-        seconds = [SPEEDS[ranks.rank] * sum(steps[ranks.rank] for steps in some) for some in (divisions, divisions[:1])]
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        local, _, divisions = trained(transport, SPEEDS, rounds, sync_every=10, **options)
+        seconds = [
+            SPEEDS[transport.rank] * sum(steps[transport.rank] for steps in some) for some in (divisions, divisions[:1])
+        ]
         return seconds, divisions[1:], local.round
 
     results = simulated.run(P, program, alpha=0.01)
@@ -173,13 +175,13 @@ def test_nobody_waits_for_the_slowest(options: dict[str, Any], waits: float) -> 
 
 
 def test_a_rank_whose_speed_changes_is_followed() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters, divisions = initial(), []
-        local = made(ranks, parameters, sync_every=8, by_speed=True)
+        local = made(transport, parameters, sync_every=8, by_speed=True)
         while local.round < 8:
             if local.local_step == 0:
                 divisions.append(local.steps)
-            ranks.compute(10.0 if ranks.rank == 1 and 2 <= local.round < 5 else 1.0)
+            transport.compute(10.0 if transport.rank == 1 and 2 <= local.round < 5 else 1.0)
             local.step(parameters)
         return divisions
 
@@ -194,45 +196,49 @@ def test_going_on_from_the_middle_of_a_round(stop: int) -> None:
     times = [1.0, 2.0]
     options = {"sync_every": 6, "fragment_sync_delay": 2, "by_speed": True, "outer": None}
 
-    def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
+    def program(transport: simulated.SimulatedTransport, *, stops: bool) -> Any:
         parameters, step = initial(), 0
-        local, stopped = made(ranks, parameters, **options), not stops
+        local, stopped = made(transport, parameters, **options), not stops
         while local.round < 4:
             if not stopped and local._passed() >= stop:
                 state = pickle.loads(pickle.dumps(local.state_dict()))
                 local.finish({name: values.copy() for name, values in parameters.items()})
-                ranks.queue.users = 0  # as in a new process
-                local, stopped = made(ranks, initial(), **options), True
+                transport.queue.users = 0  # as in a new process
+                local, stopped = made(transport, initial(), **options), True
                 local.load_state_dict(state)
                 assert local.state_dict()["steps"] == state["steps"]
-            ranks.compute(times[ranks.rank])
+            transport.compute(times[transport.rank])
             step += 1
-            move(parameters, ranks.rank, step)
+            move(parameters, transport.rank, step)
             local.step(parameters)
         return local.steps, bits(parameters), bits(local.global_parameters())
 
-    assert run(2, lambda ranks: program(ranks, stops=True)) == run(2, lambda ranks: program(ranks, stops=False))
+    assert run(2, lambda transport: program(transport, stops=True)) == run(
+        2, lambda transport: program(transport, stops=False)
+    )
 
 
 def test_states_for_another_number_of_ranks_and_rules() -> None:
     options = {"sync_every": 4, "by_speed": True}
-    states = run(2, lambda ranks: trained(ranks, [1, 3], 3, **options)[0].state_dict())
+    states = run(2, lambda transport: trained(transport, [1, 3], 3, **options)[0].state_dict())
     assert states[0]["steps"] == states[1]["steps"] != []
 
-    def load(ranks: simulated.SimulatedTransport, **others: Any) -> Any:
-        local = made(ranks, initial(), **(options | others))
-        local.load_state_dict(sc.reshard(states, ranks.rank, ranks.size) if ranks.size == 3 else states[ranks.rank])
+    def load(transport: simulated.SimulatedTransport, **others: Any) -> Any:
+        local = made(transport, initial(), **(options | others))
+        local.load_state_dict(
+            sc.reshard(states, transport.rank, transport.size) if transport.size == 3 else states[transport.rank]
+        )
         return local.round, local.steps
 
     assert run(3, load) == [(3, (4, 4, 4))] * 3
     assert run(2, load) == [(3, (6, 2))] * 2
-    assert run(2, lambda ranks: load(ranks, by_speed=False)) == [(3, (4, 4))] * 2
+    assert run(2, lambda transport: load(transport, by_speed=False)) == [(3, (4, 4))] * 2
 
 
 def test_a_rank_that_divides_rounds_differently_is_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        local = made(ranks, parameters, sync_every=2, by_speed=True, round_seconds=3.0 + ranks.rank)
+        local = made(transport, parameters, sync_every=2, by_speed=True, round_seconds=3.0 + transport.rank)
         local.step(parameters)
         with pytest.raises(
             sc.CollectiveMismatchError, match=r"divide round 0 differently.*the same sync_every, by_speed"
@@ -253,20 +259,20 @@ def test_a_rank_that_divides_rounds_differently_is_told() -> None:
     ],
 )
 def test_what_cannot_be_used(options: dict[str, Any], message: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match=message):
-            made(ranks, initial(), sync_every=4, **options)
+            made(transport, initial(), sync_every=4, **options)
 
     run(1, program)
 
 
 def test_a_new_communicator_gets_numbers_of_its_own() -> None:
     times = [1.0, 1.0, 3.0]
-    old = run(3, lambda ranks: trained(ranks, times, 2, sync_every=4, by_speed=True))
+    old = run(3, lambda transport: trained(transport, times, 2, sync_every=4, by_speed=True))
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        local, parameters, _ = old[ranks.rank + 1]
-        local.rebuild(ranks, parameters)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        local, parameters, _ = old[transport.rank + 1]
+        local.rebuild(transport, parameters)
         return local.round, local.local_step, local.steps
 
     assert run(2, program) == [(2, 0, (6, 2))] * 2

@@ -19,10 +19,10 @@ SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_dela
 
 
 def trained(P: int, steps: int, outer: Any = sc.NesterovSGD, density: Any = 0.1) -> list[tuple[sc.LocalSteps, Arrays]]:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, density, outer=outer and outer(), **SETTINGS)
-        train(local, parameters, ranks.rank, 1, steps)
+        local = made(transport, parameters, density, outer=outer and outer(), **SETTINGS)
+        train(local, parameters, transport.rank, 1, steps)
         return local, parameters
 
     found: list[tuple[sc.LocalSteps, Arrays]] = run(P, program)
@@ -39,11 +39,11 @@ def test_survivors_keep_what_they_have_and_go_on_alike(steps: int) -> None:
     stay = [ranks_of[rank] for rank in (0, 2, 3)]
     before = [(bits(residuals(local)), bits(local.global_parameters()), bits(mine)) for local, mine in stay]
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        local, parameters = stay[ranks.rank]
-        rebuilt = local.rebuild(ranks, parameters)
-        assert (bits(residuals(local)), bits(local.global_parameters()), bits(parameters)) == before[ranks.rank]
-        train(local, parameters, ranks.rank, steps + 1, 12)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        local, parameters = stay[transport.rank]
+        rebuilt = local.rebuild(transport, parameters)
+        assert (bits(residuals(local)), bits(local.global_parameters()), bits(parameters)) == before[transport.rank]
+        train(local, parameters, transport.rank, steps + 1, 12)
         return rebuilt, (local.round, local.local_step), bits(local.global_parameters()), local.state_dict()["outer"]
 
     results = run(3, program)
@@ -58,22 +58,22 @@ def test_survivors_keep_what_they_have_and_go_on_alike(steps: int) -> None:
 def test_a_new_rank_gets_parameters_outer_state_and_its_place(outer: Any) -> None:
     old = trained(2, 6, outer, sc.Warmup(0.1, 2))
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        new = ranks.rank == 0  # also if it is not the last
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        new = transport.rank == 0  # also if it is not the last
         if new:
             parameters = {name: np.asarray(values * 7) for name, values in initial().items()}
-            local = made(ranks, parameters, sc.Warmup(0.1, 2), outer=outer and outer(), **SETTINGS)
+            local = made(transport, parameters, sc.Warmup(0.1, 2), outer=outer and outer(), **SETTINGS)
         else:
-            local, parameters = old[ranks.rank - 1]
+            local, parameters = old[transport.rank - 1]
         mine = bits(parameters)
-        rebuilt = local.rebuild(ranks, parameters, joining=new)
+        rebuilt = local.rebuild(transport, parameters, joining=new)
         if new:
             assert not any(residual.any() for residual in residuals(local).values())
             for name, held in local.global_parameters().items():
                 np.testing.assert_array_equal(parameters[name], held.astype(parameters[name].dtype))
         else:
             assert bits(parameters) == mine
-        train(local, parameters, ranks.rank, 7, 12)
+        train(local, parameters, transport.rank, 7, 12)
         return rebuilt, (local.round, local.local_step), bits(local.global_parameters())
 
     results = run(3, program)
@@ -83,26 +83,26 @@ def test_a_new_rank_gets_parameters_outer_state_and_its_place(outer: Any) -> Non
 def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
     """An exchange fails. Rank 1 has not seen it yet, and rank 2 has got other global parameters meanwhile."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, decay=1.0, **SETTINGS)
-        train(local, parameters, ranks.rank, 1, 4)
+        local = made(transport, parameters, decay=1.0, **SETTINGS)
+        train(local, parameters, transport.rank, 1, 4)
         held, kept = local.global_parameters(), residuals(local)
         before = bits(held)
-        local.reducers[0]._open.number += ranks.rank == 1
-        train(local, parameters, ranks.rank, 5, 5)
+        local.reducers[0]._open.number += transport.rank == 1
+        train(local, parameters, transport.rank, 5, 5)
         moved = {name: array - parameters[name] for name, array in held.items()}
-        if ranks.rank != 1:
+        if transport.rank != 1:
             with pytest.raises(sc.CollectiveMismatchError):
-                train(local, parameters, ranks.rank, 6, 6)
-        if ranks.rank == 2:
+                train(local, parameters, transport.rank, 6, 6)
+        if transport.rank == 2:
             held["a"][...] = 0
-        rebuilt = local.rebuild(ranks, parameters)
+        rebuilt = local.rebuild(transport, parameters)
         assert bits(local.global_parameters()) == before
         for name in local.fragments[0]:
             np.testing.assert_array_equal(local.reducers[0].residual(name), kept[name] + moved[name])
             np.testing.assert_array_equal(parameters[name], held[name].astype(parameters[name].dtype))
-        train(local, parameters, ranks.rank, 7, 12)
+        train(local, parameters, transport.rank, 7, 12)
         return rebuilt.step, rebuilt.steps_apart, local.round, bits(local.global_parameters())
 
     results = run(3, program)
@@ -137,16 +137,16 @@ def test_a_new_rank_that_does_not_fit_is_told_to_all(
     if others.pop("model", None):
         parameters["b"] = np.zeros(8, np.float32)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        if ranks.rank < 2:
-            local, mine = old[ranks.rank]
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        if transport.rank < 2:
+            local, mine = old[transport.rank]
         else:
             if version := others.pop("version", None):
                 monkeypatch.setattr(members, "version", lambda _: version)
-            local = made(ranks, parameters, **(SETTINGS | {"outer": sc.NesterovSGD()} | others))
+            local = made(transport, parameters, **(SETTINGS | {"outer": sc.NesterovSGD()} | others))
             mine = parameters
         with pytest.raises(sc.CollectiveMismatchError, match=message):
-            local.rebuild(ranks, mine, joining=ranks.rank == 2)
+            local.rebuild(transport, mine, joining=transport.rank == 2)
 
     run(3, program)
 
@@ -177,16 +177,16 @@ def rebuilt_with(change: Any) -> list[tuple[str, bool]]:
     """What the ranks raise in `rebuild`, and whether anything has changed."""
     old = trained(2, 6, Outer)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        local, parameters = old[ranks.rank]
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        local, parameters = old[transport.rank]
         before = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
-        change(local._outer, ranks.rank)
+        change(local._outer, transport.rank)
         with pytest.raises(sc.InvalidInputError) as raised:
-            local.rebuild(ranks, parameters)
+            local.rebuild(transport, parameters)
         local._outer.sends = local._outer.loads = None
         after = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
-        local.rebuild(ranks, parameters)  # and now it goes on
-        train(local, parameters, ranks.rank, 7, 12)
+        local.rebuild(transport, parameters)  # and now it goes on
+        train(local, parameters, transport.rank, 7, 12)
         return str(raised.value), after == before, bits(local.global_parameters())
 
     results = run(2, program)
@@ -242,8 +242,8 @@ def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_looks_after_others_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question whether others wait comes after the calls in the queue, which may take long."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        local, left = sc.LocalSteps({"x": np.ones(4, np.float32)}, 1.0, comm=ranks, sync_every=3), []
+    def program(transport: simulated.SimulatedTransport) -> None:
+        local, left = sc.LocalSteps({"x": np.ones(4, np.float32)}, 1.0, comm=transport, sync_every=3), []
 
         def awaited(_: object) -> bool:
             taken = []

@@ -22,8 +22,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def nesterov(ranks: simulated.SimulatedTransport, parameters: Arrays, **options: Any) -> sc.LocalSteps:
-    return made(ranks, parameters, outer=sc.NesterovSGD(), **(SETTINGS | options))
+def nesterov(transport: simulated.SimulatedTransport, parameters: Arrays, **options: Any) -> sc.LocalSteps:
+    return made(transport, parameters, outer=sc.NesterovSGD(), **(SETTINGS | options))
 
 
 @pytest.mark.parametrize("P", [1, 3])
@@ -33,25 +33,25 @@ def nesterov(ranks: simulated.SimulatedTransport, parameters: Arrays, **options:
 def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, options: dict[str, Any]) -> None:
     steps = 13
 
-    def program(ranks: simulated.SimulatedTransport, stop: int | None) -> Any:
+    def program(transport: simulated.SimulatedTransport, stop: int | None) -> Any:
         parameters = initial()
-        local = nesterov(ranks, parameters, **options)
+        local = nesterov(transport, parameters, **options)
         if stop is not None:
-            train(local, parameters, ranks.rank, 1, stop, some_frozen)
+            train(local, parameters, transport.rank, 1, stop, some_frozen)
             state = pickle.loads(pickle.dumps(local.state_dict()))
             parameters = {name: values.copy() for name, values in parameters.items()}
             local.finish({name: values.copy() for name, values in parameters.items()})  # which the state must not see
-            ranks.queue.users = 0  # as in a new process
-            local = nesterov(ranks, initial(), **options)
+            transport.queue.users = 0  # as in a new process
+            local = nesterov(transport, initial(), **options)
             local.load_state_dict(state)
             again = local.state_dict()
             assert bits(flat(again)) == bits(flat(state))
-        replaced = train(local, parameters, ranks.rank, 1 + (stop or 0), steps, some_frozen)
+        replaced = train(local, parameters, transport.rank, 1 + (stop or 0), steps, some_frozen)
         return replaced[-3:], local.round, local.local_step, bits(parameters), bits(flat(local.state_dict()))
 
-    expected = run(P, lambda ranks: program(ranks, None))
+    expected = run(P, lambda transport: program(transport, None))
     for stop in range(3, 11):  # two rounds
-        assert run(P, lambda ranks, stop=stop: program(ranks, stop)) == expected
+        assert run(P, lambda transport, stop=stop: program(transport, stop)) == expected
 
 
 def flat(state: Any, name: str = "") -> Arrays:
@@ -99,16 +99,18 @@ def changed(state: Any, part: str, name: str, value: object) -> Any:
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_state_that_does_not_fit_one_rank_is_loaded_by_none(what: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        local = nesterov(ranks, parameters)
-        train(local, parameters, ranks.rank, 1, 6)
+        local = nesterov(transport, parameters)
+        train(local, parameters, transport.rank, 1, 6)
         state = local.state_dict()
         change, message = WRONG[what]
         local.finish(parameters)
         before = bits(flat(local.state_dict()))
-        mine = change(copy.deepcopy(state)) if ranks.rank == 0 else state
-        with pytest.raises(sc.InvalidInputError, match=message if ranks.rank == 0 else "rank 0 cannot load a state"):
+        mine = change(copy.deepcopy(state)) if transport.rank == 0 else state
+        with pytest.raises(
+            sc.InvalidInputError, match=message if transport.rank == 0 else "rank 0 cannot load a state"
+        ):
             local.load_state_dict(mine)
         assert bits(flat(local.state_dict())) == before
 
@@ -130,17 +132,17 @@ APART: dict[str, Any] = {
 
 @pytest.mark.parametrize("apart", APART)
 def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        local = nesterov(ranks, parameters)
-        train(local, parameters, ranks.rank, 1, 6)
+        local = nesterov(transport, parameters)
+        train(local, parameters, transport.rank, 1, 6)
         state = local.state_dict()
         assert state["exchanges"]
         local.finish(parameters)
         before = bits(flat(local.state_dict()))
         key = "exchanges" if apart == "means" else apart
         with pytest.raises(sc.InvalidInputError, match=f"the state of rank 1 .*{key}.*saved together"):
-            local.load_state_dict(APART[apart](copy.deepcopy(state)) if ranks.rank == 1 else state)
+            local.load_state_dict(APART[apart](copy.deepcopy(state)) if transport.rank == 1 else state)
         assert bits(flat(local.state_dict())) == before
         local.load_state_dict(state)
 
@@ -148,36 +150,36 @@ def test_states_that_were_not_saved_together_are_loaded_by_none(apart: str) -> N
 
 
 def test_the_schedule_may_change_between_rounds() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = made(ranks, parameters, sync_every=2)
-        train(local, parameters, ranks.rank, 1, 4)
+        local = made(transport, parameters, sync_every=2)
+        train(local, parameters, transport.rank, 1, 4)
         state = local.state_dict()
-        ranks.queue.users = 0
-        longer = made(ranks, parameters, sync_every=3)
+        transport.queue.users = 0
+        longer = made(transport, parameters, sync_every=3)
         longer.load_state_dict(state)
-        return [bool(names) for names in train(longer, parameters, ranks.rank, 5, 10)], longer.round
+        return [bool(names) for names in train(longer, parameters, transport.rank, 5, 10)], longer.round
 
     assert run(2, program) == [([False, False, True] * 2, 4)] * 2
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (3, 2)])
 def test_states_for_another_number_of_ranks(old: int, new: int) -> None:
-    def save(ranks: simulated.SimulatedTransport) -> Any:
+    def save(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = nesterov(ranks, parameters)
-        train(local, parameters, ranks.rank, 1, 8)
+        local = nesterov(transport, parameters)
+        train(local, parameters, transport.rank, 1, 8)
         return local.state_dict()
 
     states = run(old, save)
 
-    def load(ranks: simulated.SimulatedTransport) -> Any:
+    def load(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
-        local = nesterov(ranks, parameters)
-        local.load_state_dict(sc.reshard(states, ranks.rank, ranks.size))
+        local = nesterov(transport, parameters)
+        local.load_state_dict(sc.reshard(states, transport.rank, transport.size))
         for name, array in local.global_parameters().items():
             parameters[name][...] = array
-        return local.state_dict(), train(local, parameters, ranks.rank, 9, 12)
+        return local.state_dict(), train(local, parameters, transport.rank, 9, 12)
 
     loaded = [state for state, _ in run(new, load)]
     for state in loaded:

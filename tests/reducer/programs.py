@@ -27,9 +27,9 @@ SETTINGS: dict[str, Any] = {"density": 0.1, "op": "sum", "bucket_bytes": 1500, "
 Arrays = dict[str, np.ndarray]
 
 
-def reducer_of(ranks: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
+def reducer_of(transport: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
     """A reducer of `SHAPES`, of several buckets, with these settings besides or in the place of `SETTINGS`."""
-    return sc.Reducer(**{"tensors": gradients(0), "comm": ranks} | SETTINGS | options)
+    return sc.Reducer(**{"tensors": gradients(0), "comm": transport} | SETTINGS | options)
 
 
 def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:

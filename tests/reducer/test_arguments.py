@@ -160,7 +160,7 @@ RETURNED = [1, 1.0, 0.5, np.float32(0.5), np.array(0.5)]
 @pytest.mark.parametrize("density", [*GIVEN, *(lambda step, returned=each: returned for each in RETURNED)])
 def test_what_is_one(density: Any) -> None:
     assert 0 < density_at(density, 3) <= 1
-    simulated.run(2, lambda ranks: sc.Reducer({"x": X}, density, comm=ranks).reduce({"x": X.copy()}))
+    simulated.run(2, lambda transport: sc.Reducer({"x": X}, density, comm=transport).reduce({"x": X.copy()}))
 
 
 @pytest.mark.parametrize("returned", [None, "0.5", True, 2, 0, -1, float("nan"), [], 10**400, np.ones(2)], ids=repr)

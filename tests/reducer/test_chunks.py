@@ -57,11 +57,11 @@ def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
         each = [gradients(seed + step) for step in range(STEPS)]
         pushed = [[{name: np.roll(a, 7 * rank) for name, a in its.items()} for its in each] for rank in range(P)]
 
-        def program(ranks: simulated.SimulatedTransport) -> Any:
+        def program(transport: simulated.SimulatedTransport) -> Any:
             options_ = {"scope": "chunk", "density": density, "dense_below": 0, **options, **WAYS[way]}
-            reducer = reducer_of(ranks, **options_)
+            reducer = reducer_of(transport, **options_)
             found = []
-            for given_ in pushed[ranks.rank]:
+            for given_ in pushed[transport.rank]:
                 mine = copies(given_)
                 if way == "accumulate":
                     for name in ("c", "a"):
@@ -85,9 +85,9 @@ def test_a_dense_sum_is_whole() -> None:
     P = 5
     each = [gradients(rank) for rank in range(P)]
 
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
-        mine = copies(each[ranks.rank])
-        reducer_of(ranks, scope="chunk", chunk=100, algorithm="dense", dense_below=0).reduce(mine)
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
+        mine = copies(each[transport.rank])
+        reducer_of(transport, scope="chunk", chunk=100, algorithm="dense", dense_below=0).reduce(mine)
         return mine
 
     for mine in run(P, program):
@@ -98,9 +98,9 @@ def test_gradients_of_16_bits_and_float64_beside_float32() -> None:
     dtypes = {"a": "bfloat16", "b": "float16", "c": "float64", "d": "float32", "e": "float32", "f": "float16"}
     given_ = gradients(1, dtypes=dtypes)
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         mine = copies(given_)
-        reducer = sc.Reducer(mine, 0.1, comm=ranks, scope="chunk", chunk=50, decay=0.5, dense_below=0)
+        reducer = sc.Reducer(mine, 0.1, comm=transport, scope="chunk", chunk=50, decay=0.5, dense_below=0)
         reducer.reduce(mine)
         for name, shape in SHAPES.items():
             flat = reference.widened(given_[name])

@@ -72,17 +72,17 @@ def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
     """Also while a schedule, or ``dense_steps``, changes the density; nothing is lost on the way."""
     schedule = {2: 1.0}
 
-    def program(ranks: Transport) -> Any:
+    def program(transport: Transport) -> Any:
         reducer = sc.Reducer(
             gradients(dtype, 0, 0),
             lambda step: schedule.get(step, 0.05),
-            comm=ranks,
+            comm=transport,
             dense_steps=2,
             **{"op": "sum", "reorder": False, **options},
         )
         taken, results = [], []
         for step in range(6):
-            pushed = gradients(dtype, ranks.rank, step)
+            pushed = gradients(dtype, transport.rank, step)
             done = reducer.reduce(pushed)
             (bucket,) = reducer._group.now.buckets
             assert bucket.latest is not None
@@ -118,9 +118,9 @@ def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
 @pytest.mark.parametrize("algorithm", ["auto", "double", "allgather"])
 @pytest.mark.parametrize("wire", ["auto", "packed_sign"])
 def test_density_1_is_the_exact_mean_whatever_the_algorithm_and_the_wire_are(algorithm: str, wire: str) -> None:
-    def program(ranks: Transport) -> Any:
-        pushed = gradients("float32", ranks.rank, 0)
-        sc.Reducer(pushed, 1.0, comm=ranks, algorithm=algorithm, wire=wire).reduce(pushed)
+    def program(transport: Transport) -> Any:
+        pushed = gradients("float32", transport.rank, 0)
+        sc.Reducer(pushed, 1.0, comm=transport, algorithm=algorithm, wire=wire).reduce(pushed)
         return pushed
 
     mean = sum(gradients("float32", rank, 0)["b"] for rank in range(3)) / np.float32(3)

@@ -41,10 +41,10 @@ REFUSED: dict[str, tuple[Callable[[sc.Reducer, Arrays], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_what_is_refused_changes_nothing(what: str, momentum: float) -> None:
-    def program(ranks: simulated.SimulatedTransport, wrong: bool) -> Any:
-        reducer, mine = reducer_of(ranks, momentum=momentum), gradients(ranks.rank)
+    def program(transport: simulated.SimulatedTransport, wrong: bool) -> Any:
+        reducer, mine = reducer_of(transport, momentum=momentum), gradients(transport.rank)
         reducer.push("a", mine["a"])
-        if wrong and ranks.rank == 1:
+        if wrong and transport.rank == 1:
             act, message = REFUSED[what]
             with pytest.raises(sc.InvalidInputError, match=message):
                 act(reducer, mine)
@@ -83,12 +83,12 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 @several
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, difference: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        odd = DIFFERENT[difference] if ranks.rank == P // 2 else {}
-        reducer = reducer_of(ranks, **{"algorithm": "split"} | odd)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        odd = DIFFERENT[difference] if transport.rank == P // 2 else {}
+        reducer = reducer_of(transport, **{"algorithm": "split"} | odd)
         dtypes = {name: reducer._specs[name].accumulator.name for name in reducer.names}
         shapes = {name: reducer._specs[name].shape for name in reducer.names}
-        reducer.reduce(gradients(ranks.rank, shapes, dtypes))
+        reducer.reduce(gradients(transport.rank, shapes, dtypes))
 
     for result in run(P, program, catch=True):
         assert isinstance(result.error, sc.CollectiveMismatchError), result.error
@@ -96,13 +96,13 @@ def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, differe
 
 @several
 def test_a_rank_that_is_a_step_ahead(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport)
         with pytest.raises(sc.InvalidInputError, match=r"the state of rank 1 has step 6, but that of rank 0 has 5"):
-            reducer.load_state_dict(reducer.state_dict() | {"step": 5 + (ranks.rank == 1)})
+            reducer.load_state_dict(reducer.state_dict() | {"step": 5 + (transport.rank == 1)})
         assert reducer.step == 0
-        reducer._open.number += ranks.rank == 1
-        reducer.reduce(gradients(ranks.rank))
+        reducer._open.number += transport.rank == 1
+        reducer.reduce(gradients(transport.rank))
 
     for result in run(P, program, catch=True):
         assert isinstance(result.error, sc.CollectiveMismatchError), result.error
@@ -110,15 +110,15 @@ def test_a_rank_that_is_a_step_ahead(P: int) -> None:
 
 @several
 def test_two_reducers_in_another_order(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        both = [reducer_of(ranks), reducer_of(ranks)]
+    def program(transport: simulated.SimulatedTransport) -> None:
+        both = [reducer_of(transport), reducer_of(transport)]
         for reducer in both:
-            reducer.reduce(gradients(ranks.rank))
-        for reducer in reversed(both) if ranks.rank == 1 else both:
+            reducer.reduce(gradients(transport.rank))
+        for reducer in reversed(both) if transport.rank == 1 else both:
             with pytest.raises(sc.CollectiveMismatchError, match=r"label|left call"):
-                reducer.reduce(gradients(ranks.rank))
+                reducer.reduce(gradients(transport.rank))
         for reducer in both:
-            reducer.reduce(gradients(ranks.rank))
+            reducer.reduce(gradients(transport.rank))
 
     run(P, program)
 
@@ -129,7 +129,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ = SumCall.run
 
     def fails(self: SumCall) -> Any:
-        if self.ranks.rank == 1 and self.contribution.size == 500 and self.ranks.number < 4:
+        if self.transport.rank == 1 and self.contribution.size == 500 and self.transport.number < 4:
             self._label += 1
         return run_(self)
 
@@ -146,12 +146,12 @@ MISMATCH = r"label|left call|a Reducer's step"
 def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(P: int, momentum: float, whole: bool) -> None:
     """Sums of other calls count; but where steps may be skipped, and so count as a whole, nothing of the step does."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         options = {"momentum": momentum, "masking": False, "skip_nonfinite": whole}
-        reducer = reducer_of(ranks, scope="tensor", algorithm="split", **options)
+        reducer = reducer_of(transport, scope="tensor", algorithm="split", **options)
         applied, pushed, u = [], [], dict.fromkeys(SHAPES, 0.0)
         for step in range(3):
-            mine = gradients(ranks.rank + 10 * step)
+            mine = gradients(transport.rank + 10 * step)
             u = {name: momentum * u[name] + mine[name] for name in SHAPES}
             pushed.append(copies(u))
             outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -178,8 +178,8 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(P: int, mome
 def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_nothing(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(ranks, scope="tensor")
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport, scope="tensor")
         reducer.reduce(gradients(0))
         before = residuals(reducer)
 
@@ -187,7 +187,7 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
             raise error("on purpose")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ranks, "begin", fails)
+            patch.setattr(transport, "begin", fails)
             mine = gradients(1)
             for name, gradient in mine.items():
                 reducer.push(name, gradient)
@@ -218,14 +218,14 @@ def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_noth
 def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: str, algorithm: str, wire: str) -> None:
     for poisoned, bad in (("a", np.nan), ("b", np.inf), ("c", -np.inf)):
 
-        def program(ranks: simulated.SimulatedTransport, poisoned: str = poisoned, bad: float = bad) -> Any:
+        def program(transport: simulated.SimulatedTransport, poisoned: str = poisoned, bad: float = bad) -> Any:
             options = {"scope": scope, "algorithm": algorithm, "wire": wire}
-            reducer = reducer_of(ranks, skip_nonfinite=True, **options)
+            reducer = reducer_of(transport, skip_nonfinite=True, **options)
             steps = []
             for step in range(4):
-                mine = gradients(ranks.rank + 10 * step)
+                mine = gradients(transport.rank + 10 * step)
                 given_ = copies(mine)
-                if step in (1, 2) and ranks.rank == P - 1:
+                if step in (1, 2) and transport.rank == P - 1:
                     mine[poisoned].reshape(-1)[3] = bad
                     given_[poisoned][...] = 0
                 before = residuals(reducer)
@@ -252,16 +252,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: st
 def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residuals(P: int, masking: bool) -> None:
     """The velocity of finite gradients goes on, also where it was sent; that of others stays as it was."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        reducer = reducer_of(ranks, skip_nonfinite=True, momentum=0.5, masking=masking, scope="tensor")
-        reducer.reduce(gradients(ranks.rank))
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        reducer = reducer_of(transport, skip_nonfinite=True, momentum=0.5, masking=masking, scope="tensor")
+        reducer.reduce(gradients(transport.rank))
         before = reducer.state_dict()
-        mine = gradients(ranks.rank + 10)
+        mine = gradients(transport.rank + 10)
         u = {name: 0.5 * before["velocities"][name] + mine[name] for name in SHAPES}
-        if ranks.rank == 1:
+        if transport.rank == 1:
             mine["c"][7] = np.nan
             u["c"] = before["velocities"]["c"]
-        given_ = u | ({"c": 0 * u["c"]} if ranks.rank == 1 else {})
+        given_ = u | ({"c": 0 * u["c"]} if transport.rank == 1 else {})
         assert not reducer.reduce(mine).usable
         after = reducer.state_dict()
         same(after["velocities"], u)
@@ -277,11 +277,11 @@ def test_with_momentum_a_step_that_is_not_used_leaves_its_velocity_in_the_residu
 def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) -> None:
     """The sums of the other calls have been written, and do not count: every rank keeps its own of all tensors."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         options = {"scope": "tensor", "algorithm": "split", "momentum": 0.5, "masking": masking}
-        reducer, mine = reducer_of(ranks, skip_nonfinite=True, **options), gradients(ranks.rank)
+        reducer, mine = reducer_of(transport, skip_nonfinite=True, **options), gradients(transport.rank)
         given_ = copies(mine)
-        if ranks.rank == 0:
+        if transport.rank == 0:
             mine["f"][3, 3] = np.inf
             given_["f"][...] = 0
         for name in SHAPES:
@@ -299,9 +299,9 @@ def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) 
 
 
 def test_finite_parts_of_a_gradient_that_is_not_are_kept() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         for bad in range(3):
-            reducer = reducer_of(ranks, skip_nonfinite=True, scope="tensor")
+            reducer = reducer_of(transport, skip_nonfinite=True, scope="tensor")
             parts = [np.full(500, 2.0**i, np.float32) for i in range(3)]
             parts[bad] = np.full(500, np.nan, np.float32)
             reducer.accumulate("c", parts[0])
@@ -318,11 +318,11 @@ def test_finite_parts_of_a_gradient_that_is_not_are_kept() -> None:
 @several
 @every_scope
 def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Arrays:
-        mine = gradients(ranks.rank)
-        if ranks.rank == P - 1:
+    def program(transport: simulated.SimulatedTransport) -> Arrays:
+        mine = gradients(transport.rank)
+        if transport.rank == P - 1:
             mine["c"][3] = np.nan
-        assert reducer_of(ranks, scope=scope).reduce(mine).usable
+        assert reducer_of(transport, scope=scope).reduce(mine).usable
         return mine
 
     results = run(P, program)
@@ -335,15 +335,15 @@ def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
 def test_finite_gradients_that_overflow_make_a_step_unusable_once(algorithm: str, what: str) -> None:
     """In a residual of one rank, or only in the sum over the ranks. The step after it counts."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         options = {"skip_nonfinite": True, "dense_below": 0, "reorder": False, "wire": "packed"}
         zeros = {"x": np.zeros(64, np.float32)}
         density = sc.Warmup(0.2, 0)
-        reducer = sc.Reducer(zeros, density, comm=ranks, op="sum", algorithm=algorithm, **options)
+        reducer = sc.Reducer(zeros, density, comm=transport, op="sum", algorithm=algorithm, **options)
         outcomes = []
         for step in range(4):
-            x, big = np.full(64, 1.0 + ranks.rank, np.float32), np.float32(3e38)
-            if step == 1 and (what == "sum" or ranks.rank == 0):
+            x, big = np.full(64, 1.0 + transport.rank, np.float32), np.float32(3e38)
+            if step == 1 and (what == "sum" or transport.rank == 0):
                 if what == "parts":
                     reducer.accumulate("x", np.where(np.arange(64) == 9, big, np.float32(0)))
                 elif what == "residual":

@@ -52,10 +52,10 @@ def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) 
     rng = np.random.default_rng(0)
     pushed = [{name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in SHAPES.items()} for _ in "123"]
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         def train(*at: int) -> tuple[int, list[np.ndarray]]:
             settings = {"dense_below": 3, "masking": False, "reorder": False, "op": "sum"}
-            reducer = sc.Reducer(pushed[0], sc.Warmup(0.1, 0), comm=ranks, **settings, **options)
+            reducer = sc.Reducer(pushed[0], sc.Warmup(0.1, 0), comm=transport, **settings, **options)
             applied = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
             passed = []
             for number, gradients in enumerate(pushed):
@@ -85,13 +85,13 @@ def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:
     """It has all its buckets then, and talks to reducers that were not interrupted."""
     gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
-    def program(ranks: simulated.SimulatedTransport) -> int:
+    def program(transport: simulated.SimulatedTransport) -> int:
         came = 0
         for place in range(150):
-            reducer = sc.Reducer(gradients, 1.0, comm=ranks, dense_below=3, op="sum", reorder=False)
+            reducer = sc.Reducer(gradients, 1.0, comm=transport, dense_below=3, op="sum", reorder=False)
             sums = {name: gradient.copy() for name, gradient in gradients.items()}
             with contextlib.suppress(InterruptError), interrupted(place) as points:
-                assert ranks.rank == 1 or reducer.groups
+                assert transport.rank == 1 or reducer.groups
             came += points.interrupts
             reducer.reduce(sums)
             assert all((total == 2).all() for total in sums.values())
@@ -107,9 +107,9 @@ def test_what_ranks_compare_is_no_repr_of_a_dataclass(monkeypatch: pytest.Monkey
         monkeypatch.setattr(of, "__repr__", lambda self: next(texts))
     monkeypatch.setattr(profile, "_used", profile._used.__wrapped__)  # on each rank for itself
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         ones = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-        sc.Reducer(ones, 0.5, comm=ranks).reduce(ones)
+        sc.Reducer(ones, 0.5, comm=transport).reduce(ones)
 
     simulated.run(2, program)
 
@@ -121,10 +121,10 @@ def test_a_wait_interrupted_anywhere_ends_the_step_or_goes_on(options: dict[str,
     """
     gradients = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         place, came = 0, 1
         while came:
-            reducer = sc.Reducer(gradients, 1.0, comm=ranks, dense_below=3, op="sum", **options)
+            reducer = sc.Reducer(gradients, 1.0, comm=transport, dense_below=3, op="sum", **options)
             for number in range(3):
                 sums = {name: gradient.copy() for name, gradient in gradients.items()}
                 reducer.residual("b")[...] = waits = 5.0 * (number == 1)
@@ -154,11 +154,11 @@ def test_a_wait_interrupted_anywhere_ends_the_step_or_goes_on(options: dict[str,
 
 
 def test_parts_say_whether_a_gradient_was_taken() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         x, place, came = np.ones(5, np.float32), 0, 1
         options = {"dense_below": 0, "momentum": 0.5, "reorder": False}
         while came:
-            reducer = sc.Reducer({"x": x}, sc.Warmup(1.0, 0), comm=ranks, **options)
+            reducer = sc.Reducer({"x": x}, sc.Warmup(1.0, 0), comm=transport, **options)
             with contextlib.suppress(InterruptError), interrupted(place) as points:
                 reducer.accumulate("x", x)
             came = points.interrupts

@@ -55,12 +55,12 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
         m, decay = options["momentum"], 1.0 if algorithm == "dense" else options["decay"]
         options |= {"nesterov": options["nesterov"] and m > 0, "decay": decay}
 
-        def program(ranks: simulated.SimulatedTransport) -> Any:
+        def program(transport: simulated.SimulatedTransport) -> Any:
             options_ = {"algorithm": algorithm, "op": "sum", "dense_below": 0, **options}
-            reducer = sc.Reducer({"x": np.zeros(200, np.float32)}, k / 200, comm=ranks, **options_)
+            reducer = sc.Reducer({"x": np.zeros(200, np.float32)}, k / 200, comm=transport, **options_)
             found = []
             for step in range(5):
-                mine = gradients(seed + 10 * step + ranks.rank, X)
+                mine = gradients(seed + 10 * step + transport.rank, X)
                 if parts:  # which together decay once
                     reducer.accumulate("x", np.ones(200, np.float32))
                     mine["x"] -= 1
@@ -100,15 +100,22 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
 def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_applies(
     P: int, algorithm: str, masking: bool
 ) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         reducer = sc.Reducer(
-            X_LONG, 0.1, comm=ranks, algorithm=algorithm, momentum=0.5, masking=masking, dense_below=20, wire="plain"
+            X_LONG,
+            0.1,
+            comm=transport,
+            algorithm=algorithm,
+            momentum=0.5,
+            masking=masking,
+            dense_below=20,
+            wire="plain",
         )
-        mine = gradients(ranks.rank, {name: a.shape for name, a in X_LONG.items()})
+        mine = gradients(transport.rank, {name: a.shape for name, a in X_LONG.items()})
         velocity = {name: a.copy() for name, a in mine.items()}
         reducer.reduce(mine)
         if masking and algorithm != "dense":
-            if algorithm != "double" or ranks.rank or P == 1:  # of several ranks the first owns all
+            if algorithm != "double" or transport.rank or P == 1:  # of several ranks the first owns all
                 velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
             velocity["x"][mine["x"] != 0] = 0
         same(reducer.state_dict()["velocities"], velocity)  # that of "small", which is summed whole, goes on
@@ -129,11 +136,11 @@ def test_a_density_of_1_with_momentum_is_dense_sgd(P: int, nesterov: bool, scope
             weight.grad = torch.tensor(sum(gradients(10 * step + r)[name] for r in range(P)) / P)
         optimizer.step()
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer(gradients(0), 1.0, comm=ranks, momentum=0.9, nesterov=nesterov, scope=scope)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer(gradients(0), 1.0, comm=transport, momentum=0.9, nesterov=nesterov, scope=scope)
         mine = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for step in range(steps):
-            update = gradients(10 * step + ranks.rank)
+            update = gradients(10 * step + transport.rank)
             reducer.reduce(update)
             for name in mine:
                 mine[name] = mine[name] - update[name]
@@ -150,10 +157,10 @@ def test_a_density_of_1_with_momentum_is_dense_sgd(P: int, nesterov: bool, scope
 def test_clipping(P: int, op: str, size: float, clip: float) -> None:
     """The norm is of all tensors; also where its square is beyond float32."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        mine = {name: np.asarray(size * a, np.float32) for name, a in gradients(ranks.rank).items()}
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        mine = {name: np.asarray(size * a, np.float32) for name, a in gradients(transport.rank).items()}
         before = {name: a.astype(np.float64) for name, a in mine.items()}
-        reducer = sc.Reducer(mine, 1.0, comm=ranks, op=op, clip=clip)
+        reducer = sc.Reducer(mine, 1.0, comm=transport, op=op, clip=clip)
         with pytest.raises(sc.InvalidInputError, match="accumulate with clip"):
             reducer.accumulate("a", mine["a"])
         reducer.reduce(mine)
@@ -175,8 +182,10 @@ def test_densities_follow_the_schedule_and_are_asked_for_before_anything_changes
     def schedule(step: int) -> float:
         return [1.0, 0.5, 0.1, 7.0][step]
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer({"x": np.zeros(100, np.float32)}, schedule, comm=ranks, algorithm="split", dense_below=0)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer(
+            {"x": np.zeros(100, np.float32)}, schedule, comm=transport, algorithm="split", dense_below=0
+        )
         for step in range(3):
             mine = {"x": np.arange(1.0, 101.0, dtype=np.float32)}
             done = reducer.reduce(mine)

@@ -54,19 +54,19 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
     """Whichever it is, on any number of nodes, with few owners of ranges and many, sent to all at once or handed on."""
     far, n = measured(Link(1e-6, 1e-9, 1e-4), Link(1e-6, 1e-9, 1e-4)), 600
 
-    def program(ranks: simulated.SimulatedTransport, k: int, costs: Used | None) -> None:
-        queue = queue_of(ranks)
+    def program(transport: simulated.SimulatedTransport, k: int, costs: Used | None) -> None:
+        queue = queue_of(transport)
         backend = queue.backends.of(CPU)
-        plan = Plan(ranks, backend, FLOAT32, (n,), n, k, Options.of(algorithm, "sum", "packed"), costs)
+        plan = Plan(transport, backend, FLOAT32, (n,), n, k, Options.of(algorithm, "sum", "packed"), costs)
         for odd in (None, *range(P)):
-            x = data.integers(n, "float32", ranks.rank) * (ranks.rank != 1)  # one has no entries
+            x = data.integers(n, "float32", transport.rank) * (transport.rank != 1)  # one has no entries
             call = OddCall(plan, Contribution(backend, [Segment(tensor(x, "x"), None)], None, (n,), n))
-            call.incomplete = ranks.rank == odd
+            call.incomplete = transport.rank == odd
             queue.call(call)
             assert plan.comm.incomplete == (odd is not None), odd
 
     for k, costs, nodes in ((1, None, range(P)), (40, far, nodes_of(P)), (300, None, nodes_of(P)), (300, far, [0] * P)):
-        simulated.run(P, lambda ranks, k=k, costs=costs: program(ranks, k, costs), node_of_rank=nodes)
+        simulated.run(P, lambda transport, k=k, costs=costs: program(transport, k, costs), node_of_rank=nodes)
 
 
 # -- a training, against plain NumPy ----------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ class Seen(NamedTuple):
 
 
 def trained(
-    ranks: simulated.SimulatedTransport, options: dict[str, Any], hows: list[list[dict[str, str]]], seed: int
+    transport: simulated.SimulatedTransport, options: dict[str, Any], hows: list[list[dict[str, str]]], seed: int
 ) -> list[Seen]:
     """Steps in which each rank pushes some gradients, as it is told by step, rank and name."""
-    reducer, found = reducer_of(ranks, **options), []
+    reducer, found = reducer_of(transport, **options), []
     for step, everyones in enumerate(hows):
-        how, given_, outs = everyones[ranks.rank], gradients(seed + 10 * step + ranks.rank), {}
+        how, given_, outs = everyones[transport.rank], gradients(seed + 10 * step + transport.rank), {}
         before, groups = reducer.state_dict(), reducer.groups
         for name, what in how.items():
             gradient = given_[name].copy() if what in PRESENT else None
@@ -190,15 +190,15 @@ def lacking(reducer: sc.Reducer, mine: Arrays, absent: str) -> sc.Step:
 def test_a_step_that_is_not_finite_changes_nothing_of_what_has_no_gradient(P: int, scope: str, momentum: float) -> None:
     """And all ranks see that it is not, whatever lies in front of the tensor that is not finite."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         options = {"scope": scope, "momentum": momentum, "skip_nonfinite": True, "reorder": False, "algorithm": "split"}
-        reducer = reducer_of(ranks, **options)
-        reducer.reduce(gradients(ranks.rank))
-        before, mine = reducer.state_dict(), gradients(10 + ranks.rank)
-        absent = "fea" if ranks.rank == 0 else "fe"
+        reducer = reducer_of(transport, **options)
+        reducer.reduce(gradients(transport.rank))
+        before, mine = reducer.state_dict(), gradients(10 + transport.rank)
+        absent = "fea" if transport.rank == 0 else "fe"
         velocities = {name: momentum * before["velocities"].get(name, 0) + mine[name] for name in SHAPES}
         entered = {name: velocities[name] * (name not in absent) for name in SHAPES}
-        if ranks.rank == P - 1:
+        if transport.rank == P - 1:
             mine["c"][100] = np.inf
             entered["c"][:] = 0
         step = lacking(reducer, mine, absent)
@@ -224,17 +224,17 @@ def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monke
             raise comm.broken(0, "nothing that fits")
         return gathered(comm, words, round_no)
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        reducer = reducer_of(ranks, scope="tensor", algorithm="split", skip_nonfinite=whole)
-        reducer.reduce(gradients(ranks.rank))
-        before, mine, absent = residuals(reducer), gradients(10 + ranks.rank), "ca" if ranks.rank == 0 else "a"
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        reducer = reducer_of(transport, scope="tensor", algorithm="split", skip_nonfinite=whole)
+        reducer.reduce(gradients(transport.rank))
+        before, mine, absent = residuals(reducer), gradients(10 + transport.rank), "ca" if transport.rank == 0 else "a"
         given_ = {name: gradient * (name not in absent) for name, gradient in mine.items()}
         with pytest.raises(sc.CollectiveMismatchError, match=r"that fits|left call"):
             lacking(reducer, mine, absent)
         after, lost = residuals(reducer), SENT if whole else {"c"}
         assert set(reducer.unsummed) == lost
         same({name: after[name] for name in lost | {"a"}}, {name: before[name] + given_[name] for name in lost | {"a"}})
-        sums = gradients(20 + ranks.rank)
+        sums = gradients(20 + transport.rank)
         assert reducer.reduce(sums).without_gradient == set()
         return after, sums, residuals(reducer)
 
@@ -250,13 +250,13 @@ def test_a_call_that_fails_changes_nothing_without_a_gradient(whole: bool, monke
 def test_a_step_that_is_left_keeps_what_was_set_aside(options: dict[str, Any]) -> None:
     """Some of its calls have been made when ranks are found to be lost, and others have not."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(ranks, scope="tensor", reorder=False, **options)
-        reducer.reduce(gradients(ranks.rank))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport, scope="tensor", reorder=False, **options)
+        reducer.reduce(gradients(transport.rank))
         before, pushed = residuals(reducer), gradients(10)["a"]
         reducer.push("f", None)
         reducer.push("a", pushed)
-        reducer.rebuild(ranks)
+        reducer.rebuild(transport)
         assert "a" in reducer.unsummed
         assert ("f" in reducer.unsummed) == bool(options)  # its call was made, or did not count
         same(residuals(reducer), before | {"a": before["a"] + pushed})
@@ -265,10 +265,10 @@ def test_a_step_that_is_left_keeps_what_was_set_aside(options: dict[str, Any]) -
 
 
 def test_discard_drops_what_waits_for_some_names_or_all() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(ranks, algorithm="double", momentum=0.5, masking=False)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport, algorithm="double", momentum=0.5, masking=False)
         for names in (["a", "c"], "f", None):
-            reducer.reduce(gradients(ranks.rank))
+            reducer.reduce(gradients(transport.rank))
             before = reducer.state_dict()
             with pytest.raises(sc.InvalidInputError, match="'x' is no name of this Reducer"):
                 reducer.discard(["a", "x"])
@@ -288,11 +288,11 @@ def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_m
     """Of more tensors than a word has bits."""
     tensors = {f"{i}": np.ones(3, np.float32) for i in range(70)} | {"large": np.ones(500, np.float32)}
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer, sent = sc.Reducer(tensors, 0.1, comm=ranks, dense_below=10, algorithm="butterfly"), []
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer, sent = sc.Reducer(tensors, 0.1, comm=transport, dense_below=10, algorithm="butterfly"), []
         for absent in ((), ("3", "69"), ("3", "69", "large")):
             before = reducer.counters.copy()
-            mine = {name: None if name in absent[ranks.rank :] else a.copy() for name, a in tensors.items()}
+            mine = {name: None if name in absent[transport.rank :] else a.copy() for name, a in tensors.items()}
             assert reducer.reduce(mine).without_gradient == set(absent[1:])
             added = reducer.counters.since(before)
             sent.append((added["sparsecomm/messages_sent"], added["sparsecomm/bytes_sent"]))

@@ -27,10 +27,10 @@ def step(reducer: sc.Reducer, seed: int) -> Arrays:
 def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
     """The reducers of P ranks after some steps."""
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.Reducer:
-        reducer = reducer_of(ranks, **options)
+    def program(transport: simulated.SimulatedTransport) -> sc.Reducer:
+        reducer = reducer_of(transport, **options)
         for number in range(steps):
-            step(reducer, 100 * ranks.rank + number)
+            step(reducer, 100 * transport.rank + number)
         return reducer
 
     reducers: list[sc.Reducer] = run(P, program)
@@ -45,16 +45,16 @@ def test_survivors_go_on_with_what_they_have(momentum: float, reorder: bool, cap
     stay = [reducers[rank] for rank in (0, 2, 3)]
     caplog.set_level(logging.WARNING, "sparsecomm")
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[sc.Rebuilt, Arrays]:
-        reducer = stay[ranks.rank]
-        rebuilt = reducer.rebuild(ranks)
-        mine = old[(0, 2, 3)[ranks.rank]]
+    def program(transport: simulated.SimulatedTransport) -> tuple[sc.Rebuilt, Arrays]:
+        reducer = stay[transport.rank]
+        rebuilt = reducer.rebuild(transport)
+        mine = old[(0, 2, 3)[transport.rank]]
         now = reducer.state_dict()
         for kind in ("residuals", "velocities"):
             assert bits(now[kind]) == bits(mine[kind])
         assert (now["order"], now["bucket_bytes"], now["world_size"]) == (mine["order"], mine["bucket_bytes"], 3)
         assert (reducer.counters.ranks_lost, reducer.counters.elements_lost) == (1, ELEMENTS)
-        return rebuilt, step(reducer, 7 + ranks.rank)
+        return rebuilt, step(reducer, 7 + transport.rank)
 
     results = run(3, program)
     assert {rebuilt for rebuilt, _ in results} == {sc.Rebuilt(3, (1,), ELEMENTS, (), 3)}
@@ -71,13 +71,13 @@ def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
     reducers = trained(3, 2)
     before = total(residuals(reducer) for reducer in reducers)
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[sc.Reducer, sc.Rebuilt, Arrays]:
-        new = ranks.rank == 1  # also if it is not the last
-        reducer = reducer_of(ranks, bucket_bytes=10**6) if new else reducers[ranks.rank - (ranks.rank > 1)]
-        rebuilt = reducer.rebuild(ranks, joining=new)
+    def program(transport: simulated.SimulatedTransport) -> tuple[sc.Reducer, sc.Rebuilt, Arrays]:
+        new = transport.rank == 1  # also if it is not the last
+        reducer = reducer_of(transport, bucket_bytes=10**6) if new else reducers[transport.rank - (transport.rank > 1)]
+        rebuilt = reducer.rebuild(transport, joining=new)
         if new:
             assert not any(residual.any() for residual in residuals(reducer).values())
-        return reducer, rebuilt, step(reducer, 50 + ranks.rank)
+        return reducer, rebuilt, step(reducer, 50 + transport.rank)
 
     results = run(4, program)
     assert {rebuilt for _, rebuilt, _ in results} == {sc.Rebuilt(4, (), 0, (1,), 2)}
@@ -97,11 +97,11 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
     before = [residuals(reducer) for reducer in reducers]
     pushed = gradients(9)
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.Rebuilt:
-        if ranks.rank == 1:
+    def program(transport: simulated.SimulatedTransport) -> sc.Rebuilt:
+        if transport.rank == 1:
             for name in ("a", "b"):
                 reducers[1].push(name, pushed[name])
-        return reducers[ranks.rank].rebuild(ranks)
+        return reducers[transport.rank].rebuild(transport)
 
     results = run(3, program)
     assert {(found.step, found.steps_apart, found.ranks_lost) for found in results} == {(3, 1, (3,))}
@@ -112,10 +112,10 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
 
 
 def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> sc.Rebuilt:
-        reducer = reducer_of(ranks)
-        rebuilt = reducer.rebuild(ranks)
-        step(reducer, ranks.rank)
+    def program(transport: simulated.SimulatedTransport) -> sc.Rebuilt:
+        reducer = reducer_of(transport)
+        rebuilt = reducer.rebuild(transport)
+        step(reducer, transport.rank)
         assert reducer.step == 1
         return rebuilt
 
@@ -123,16 +123,16 @@ def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
 
 
 def test_what_cannot_be_rebuilt() -> None:
-    def all_join(ranks: simulated.SimulatedTransport) -> None:
+    def all_join(transport: simulated.SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
-            reducer_of(ranks).rebuild(ranks, joining=True)
+            reducer_of(transport).rebuild(transport, joining=True)
 
     run(2, all_join)
 
-    def others(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer({"a": np.zeros(10 + ranks.rank, np.float32)}, 0.1, comm=ranks)
+    def others(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"a": np.zeros(10 + transport.rank, np.float32)}, 0.1, comm=transport)
         with pytest.raises(sc.CollectiveMismatchError):
-            reducer.rebuild(ranks)
+            reducer.rebuild(transport)
 
     run(2, others)
 

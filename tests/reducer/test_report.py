@@ -39,11 +39,11 @@ def lines_of(report: str) -> dict[str, str]:
     ],
 )
 def test_what_a_reducer_takes_and_why(options: dict[str, Any], nodes: list[int], costs: str | None) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> dict[str, str]:
-        reducer = reducer_of(ranks, **({"bucket_bytes": None} | options))
+    def program(transport: simulated.SimulatedTransport) -> dict[str, str]:
+        reducer = reducer_of(transport, **({"bucket_bytes": None} | options))
         assert "takes" not in lines_of(reducer.report())
         for step in range(2):  # after the first one buckets are filled anew
-            reducer.reduce(gradients(10 * step + ranks.rank))
+            reducer.reduce(gradients(10 * step + transport.rank))
         return lines_of(reducer.report())
 
     results = simulated.run(4, program, node_of_rank=nodes, **NETWORK)
@@ -60,20 +60,20 @@ def test_set_up_is_apart_from_training() -> None:
     """Both together are all that the transport has sent; and a reset, or other sums, do not mix them."""
     fields = "bytes_sent", "bytes_received", "setup_sent", "setup_received"
 
-    def program(ranks: simulated.SimulatedTransport) -> list[dict[str, int]]:
+    def program(transport: simulated.SimulatedTransport) -> list[dict[str, int]]:
         def counted(counters: Any, *names: str) -> dict[str, int]:
             return {name: getattr(counters, name) for name in names}
 
-        reducer, found = reducer_of(ranks, algorithm="fastest", bucket_bytes=None), []
+        reducer, found = reducer_of(transport, algorithm="fastest", bucket_bytes=None), []
         for step in range(3):
-            reducer.reduce(gradients(10 * step + ranks.rank))
-            found += [counted(reducer.counters, *fields), counted(ranks.counters, *fields[:2])]
-        sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=ranks, algorithm="tree")
+            reducer.reduce(gradients(10 * step + transport.rank))
+            found += [counted(reducer.counters, *fields), counted(transport.counters, *fields[:2])]
+        sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport, algorithm="tree")
         reducer.counters.reset()
-        sc.check_weights({"a": np.zeros(9)}, comm=ranks)
-        before = ranks.counters.bytes_sent
-        reducer.reduce(gradients(ranks.rank))
-        assert reducer.counters.bytes_sent == ranks.counters.bytes_sent - before
+        sc.check_weights({"a": np.zeros(9)}, comm=transport)
+        before = transport.counters.bytes_sent
+        reducer.reduce(gradients(transport.rank))
+        assert reducer.counters.bytes_sent == transport.counters.bytes_sent - before
         assert 0 < reducer.counters.setup_sent < 1000
         assert lines_of(reducer.report())["set-up"].startswith(f"{bytes_text(reducer.counters.setup_sent)} sent")
         return found
@@ -89,18 +89,20 @@ def test_set_up_is_apart_from_training() -> None:
 def test_what_local_steps_take_is_what_explain_says() -> None:
     n = 50_000
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[str, dict[str, str]]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[str, dict[str, str]]:
         parameters = {"a": np.zeros(n, np.float32), "b": np.zeros(n, np.float32)}
-        local = sc.LocalSteps(parameters, sync_every=2, fragments=2, comm=ranks)
+        local = sc.LocalSteps(parameters, sync_every=2, fragments=2, comm=transport)
         for _ in range(4):
             for array in parameters.values():
-                array += np.arange(n, dtype=np.float32) % 7 + ranks.rank
+                array += np.arange(n, dtype=np.float32) % 7 + transport.rank
             local.step(parameters)
         options: Any = {"op": "mean_of_contributors", "wire": "packed_int2"}
         k = 64 * (n // 4096) + 64
-        best = sc.explain(n, k, comm=ranks, algorithm="split:2|allgather", **options).candidates[0]
+        best = sc.explain(n, k, comm=transport, algorithm="split:2|allgather", **options).candidates[0]
         report = lines_of(local.report())
-        assert report["set-up"].startswith(f"{bytes_text(ranks.counters.setup[0])} sent")  # once, not for each fragment
+        assert report["set-up"].startswith(
+            f"{bytes_text(transport.counters.setup[0])} sent"
+        )  # once, not for each fragment
         return f"{best.algorithm.name} with packed_int2 (2 buckets)", report
 
     for best, found in run(4, program, **NETWORK):
@@ -113,12 +115,12 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
 def test_traffic_with_peers(P: int) -> None:
     """Of many peers the slowest are shown."""
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
-        others = [rank for rank in range(P) if rank != ranks.rank]
+    def program(transport: simulated.SimulatedTransport) -> str:
+        others = [rank for rank in range(P) if rank != transport.rank]
         told = [PeerTraffic(rank, 1000 * rank, 7, 0.5 if rank else 0.0, 0.08, rank, 1) for rank in others]
-        ranks.peers = lambda: told  # type: ignore[method-assign]
-        reducer = reducer_of(ranks)
-        reducer.reduce(gradients(ranks.rank))
+        transport.peers = lambda: told  # type: ignore[method-assign]
+        reducer = reducer_of(transport)
+        reducer.reduce(gradients(transport.rank))
         return reducer.report()
 
     for rank, report in enumerate(run(P, program)):
@@ -135,10 +137,10 @@ def test_traffic_with_peers(P: int) -> None:
 
 
 def test_nothing_is_said_of_peers_where_the_transport_does_not_tell() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> str:
-        ranks.peers = list  # type: ignore[method-assign,assignment]
-        reducer = reducer_of(ranks)
-        reducer.reduce(gradients(ranks.rank))
+    def program(transport: simulated.SimulatedTransport) -> str:
+        transport.peers = list  # type: ignore[method-assign,assignment]
+        reducer = reducer_of(transport)
+        reducer.reduce(gradients(transport.rank))
         return reducer.report()
 
     assert all("peer" not in report for report in run(2, program))

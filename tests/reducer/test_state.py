@@ -43,21 +43,21 @@ def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
             DTYPES if "wire" not in sums else {**DTYPES, **{n: "float32" for n, t in DTYPES.items() if t == "float64"}}
         )
 
-        def program(ranks: simulated.SimulatedTransport, *, stops: bool) -> Any:
+        def program(transport: simulated.SimulatedTransport, *, stops: bool) -> Any:
             def made() -> sc.Reducer:
-                return reducer_of(ranks, tensors=gradients(0, dtypes=dtypes), **options)
+                return reducer_of(transport, tensors=gradients(0, dtypes=dtypes), **options)
 
             reducer, found = made(), []
             for step in range(6):
                 if step == stop:
                     state = copy.deepcopy(reducer.state_dict())
                 if step == stop and stops:
-                    ranks.queue.users = 0  # as in a new process
+                    transport.queue.users = 0  # as in a new process
                     reducer = made()
                     reducer.load_state_dict(state)
                     assert bits(reducer.state_dict()["residuals"]) == bits(state["residuals"])
-                mine = gradients(seed + 10 * step + ranks.rank, dtypes=dtypes, normal=True)
-                if options["skip_nonfinite"] and step == 2 and ranks.rank == 0:
+                mine = gradients(seed + 10 * step + transport.rank, dtypes=dtypes, normal=True)
+                if options["skip_nonfinite"] and step == 2 and transport.rank == 0:
                     mine["a"][0, 0] = np.inf
                 for name in sorted(mine, reverse=bool(seed % 2)):
                     reducer.push(name, mine[name])
@@ -70,10 +70,10 @@ def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
     check()
 
 
-def trained(ranks: simulated.SimulatedTransport, momentum: float = 0.5, steps: int = 3) -> sc.Reducer:
-    reducer = reducer_of(ranks, momentum=momentum, masking=False)
+def trained(transport: simulated.SimulatedTransport, momentum: float = 0.5, steps: int = 3) -> sc.Reducer:
+    reducer = reducer_of(transport, momentum=momentum, masking=False)
     for step in range(steps):
-        reducer.reduce(gradients(10 * step + ranks.rank))
+        reducer.reduce(gradients(10 * step + transport.rank))
     return reducer
 
 
@@ -126,29 +126,29 @@ def test_a_state_of_another_version_is_refused_with_advice() -> None:
 def test_links_that_were_measured_are_in_the_state(load: bool) -> None:
     """A run that resumes chooses as before, also where its links have changed, unless it is told to measure again."""
 
-    def program(ranks: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
-        reducer = reducer_of(ranks, algorithm="fastest")
+    def program(transport: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
+        reducer = reducer_of(transport, algorithm="fastest")
         if state is not None:
             reducer.load_state_dict(state if load else state | {"costs": None})
-        reducer.reduce(gradients(ranks.rank))
+        reducer.reduce(gradients(transport.rank))
         return reducer.state_dict()
 
     def measured(state: dict[str, Any]) -> Any:
         return state["costs"]["link"][0]
 
     P = 3
-    before = simulated.run(P, lambda ranks: program(ranks, None), alpha=1e-4, beta=1e-9)
+    before = simulated.run(P, lambda transport: program(transport, None), alpha=1e-4, beta=1e-9)
     assert {measured(each.value) for each in before} == {1e-4}
     states = [each.value for each in before]
-    after = simulated.run(P, lambda ranks: program(ranks, states[ranks.rank]), alpha=1e-2, beta=1e-9)
+    after = simulated.run(P, lambda transport: program(transport, states[transport.rank]), alpha=1e-2, beta=1e-9)
     assert {measured(each.value) for each in after} == {1e-4 if load else 1e-2}
     assert sc.reshard(states, 0, 2)["costs"] is None
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_state_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(damaged: bool) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = trained(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = trained(transport)
         before = reducer.state_dict()
 
         def refused(state: Any, message: str) -> None:
@@ -162,7 +162,7 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(
         if not damaged:
             for change, message in WRONG.values():
                 refused(change(reducer.state_dict()), message)
-            reducer = trained(ranks, momentum=0.0)
+            reducer = trained(transport, momentum=0.0)
             state, before = before, reducer.state_dict()
             refused(state, "velocities lacks nothing; unexpected")
         for key, value in DAMAGED if damaged else ():
@@ -177,19 +177,19 @@ def test_a_state_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 5), (5, 2), (4, 4), (8, 3)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: int, momentum: float) -> None:
-    states = run(old, lambda ranks: trained(ranks, momentum).state_dict())
+    states = run(old, lambda transport: trained(transport, momentum).state_dict())
     made = [sc.reshard(reversed(states), rank, new) for rank in range(new)]
     for kind in ("residuals", "velocities"):
         same(total(s[kind] for s in made), total(s[kind] for s in states))
         assert all(a.dtype == np.float32 for s in made for a in s[kind].values())
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Arrays, Arrays, Arrays]:
-        reducer = trained(ranks, momentum, steps=0)
-        reducer.load_state_dict(made[ranks.rank])
+    def program(transport: simulated.SimulatedTransport) -> tuple[Arrays, Arrays, Arrays]:
+        reducer = trained(transport, momentum, steps=0)
+        reducer.load_state_dict(made[transport.rank])
         assert reducer.step == 3
         before = residuals(reducer)
-        mine = gradients(77 + ranks.rank)
-        u = {name: momentum * made[ranks.rank]["velocities"].get(name, 0) + mine[name] for name in SHAPES}
+        mine = gradients(77 + transport.rank)
+        u = {name: momentum * made[transport.rank]["velocities"].get(name, 0) + mine[name] for name in SHAPES}
         reducer.reduce(mine)
         return total([before, u]), mine, residuals(reducer)
 
@@ -198,7 +198,7 @@ def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: in
 
 
 def test_states_that_do_not_belong_together_are_refused() -> None:
-    states = run(3, lambda ranks: trained(ranks).state_dict())
+    states = run(3, lambda transport: trained(transport).state_dict())
     for wrong, rank, message in (
         (states[:2], 0, "got 2 of 3; rank 2 is missing"),
         ([*states, states[1]], 0, "rank 1 appears twice"),
@@ -214,8 +214,8 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_scale_and_clear() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = trained(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = trained(transport)
         before = reducer.state_dict()
         reducer.scale(0.5)
         after = reducer.state_dict()
@@ -235,13 +235,13 @@ def test_scale_and_clear() -> None:
 def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that sums alone are counted
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
         options = {"scope": "tensor", "reorder": False, "algorithm": algorithm, "wire": "plain"}
-        reducer = reducer_of(ranks, on_step=lambda step, numbers: logged.append((step, numbers)), **options)
+        reducer = reducer_of(transport, on_step=lambda step, numbers: logged.append((step, numbers)), **options)
         applied, size = 0, sum(int(np.prod(shape)) for shape in SHAPES.values())
         for step in range(3):
-            mine = gradients(10 * step + ranks.rank)
+            mine = gradients(10 * step + transport.rank)
             reducer.reduce(mine)
             applied_now = sum(np.count_nonzero(a) for a in mine.values())
             assert logged[-1][0] == step
@@ -256,9 +256,9 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
         counters = reducer.counters
         assert (counters.steps, counters.calls, counters.elements, counters.applied) == (3, 12, 3 * size, applied)
         assert (counters.bytes_sent, counters.bytes_received, counters.messages_sent) == (
-            ranks.counters.bytes_sent,
-            ranks.counters.bytes_received,
-            ranks.counters.messages_sent,
+            transport.counters.bytes_sent,
+            transport.counters.bytes_received,
+            transport.counters.messages_sent,
         )
         assert counters.bytes_sent == sum(numbers["sparsecomm/bytes_sent"] for _, numbers in logged)
         assert counters.bytes_dense == pytest.approx(3 * 2 * (P - 1) / P * 4 * size, abs=counters.calls)
@@ -289,8 +289,8 @@ def test_reducers_say_what_they_are() -> None:
         "local step 0)"
     )
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
-        reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, 0.5, comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> str:
+        reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, 0.5, comm=transport)
         reducer.reduce({"x": np.ones((3, 4), np.float32)})
         return repr(reducer)
 

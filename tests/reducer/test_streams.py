@@ -23,25 +23,25 @@ def train(P: int, options: dict[str, Any], cuda: DeferredRuntime | None, *, wand
     Each rank works on a stream of its own; if it is to ``wander``, each piece of work is on another one.
     """
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         if cuda is None:
-            return steps(ranks, lambda: None)
+            return steps(transport, lambda: None)
         with cuda.on_stream(cuda.new_stream()):
-            return steps(ranks, (lambda: cuda.make_current(cuda.new_stream())) if wander else lambda: None)
+            return steps(transport, (lambda: cuda.make_current(cuda.new_stream())) if wander else lambda: None)
 
     def put(array: np.ndarray) -> Any:
         return array if cuda is None else cuda.put(array)
 
-    def steps(ranks: simulated.SimulatedTransport, elsewhere: Any) -> Any:
+    def steps(transport: simulated.SimulatedTransport, elsewhere: Any) -> Any:
         def made() -> sc.Reducer:
             like = {name: put(np.zeros(shape, DTYPES[name])) for name, shape in SHAPES.items()}
             elsewhere()
-            return sc.Reducer(like, 0.05, comm=ranks, bucket_bytes=1500, dense_below=10, **options)
+            return sc.Reducer(like, 0.05, comm=transport, bucket_bytes=1500, dense_below=10, **options)
 
         reducer, found = made(), []
         for step in range(STEPS):
-            mine = gradients(10 * step + ranks.rank, dtypes=DTYPES, normal=True)
-            if step == 1 and ranks.rank == 0 and options.get("skip_nonfinite"):
+            mine = gradients(10 * step + transport.rank, dtypes=DTYPES, normal=True)
+            if step == 1 and transport.rank == 0 and options.get("skip_nonfinite"):
                 mine["a"][3, 3] = np.nan
             if step == 2 and not options.get("clip"):
                 elsewhere()
@@ -110,8 +110,8 @@ def test_memory_is_freed_when_all_work_with_it_is_done(cuda: DeferredRuntime, en
     """It goes to the next array of the stream on which it was made; the gradient was added on another one."""
     n = 3000
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer({"a": cuda.put(np.zeros(n, np.float32))}, 0.05, comm=ranks, scope="tensor")
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"a": cuda.put(np.zeros(n, np.float32))}, 0.05, comm=transport, scope="tensor")
         assert np.array(reducer.residual("a")).sum() == 0  # it is there
         before = cuda.make_current(cuda.new_stream())
         gradient = cuda.put(np.full(n, 5, np.float32))

@@ -52,7 +52,7 @@ every_scope = pytest.mark.parametrize("scope", SCOPES)
 
 
 def train(
-    ranks: simulated.SimulatedTransport,
+    transport: simulated.SimulatedTransport,
     options: dict[str, Any],
     *,
     seed: int = 0,
@@ -62,8 +62,8 @@ def train(
     shuffle: bool = False,
 ) -> tuple[Arrays, Arrays, Arrays, list[Any]]:
     """What was pushed, applied, and kept; and the bits of every step's sums."""
-    P, r = ranks.size, ranks.rank
-    reducer = sc.Reducer(gradients(0, shapes, dtypes), comm=ranks, **options)
+    P, r = transport.size, transport.rank
+    reducer = sc.Reducer(gradients(0, shapes, dtypes), comm=transport, **options)
     pushed, applied, seen = [], [], []
     for step in range(steps):
         given_ = gradients(seed + 100 * step + r, shapes, dtypes, 3)
@@ -124,13 +124,13 @@ def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
     density, whole = 0.1, {name for name, shape in SHAPES.items() if np.prod(shape) < 10}
     selecting = "split" if algorithm == "auto" else algorithm
 
-    def program(ranks: simulated.SimulatedTransport) -> list[tuple[Arrays, Arrays, Arrays]]:
-        options = {"comm": ranks, "scope": "tensor", "dense_below": 10, **extra}
+    def program(transport: simulated.SimulatedTransport) -> list[tuple[Arrays, Arrays, Arrays]]:
+        options = {"comm": transport, "scope": "tensor", "dense_below": 10, **extra}
         sums = sc.Reducer(gradients(0), density, op="sum", algorithm=selecting, **options)
         means = sc.Reducer(gradients(0), density, op="mean_of_contributors", algorithm=algorithm, **options)
         found = []
         for step in range(3):
-            total_, mean = (gradients(9 * step + ranks.rank) for _ in "12")
+            total_, mean = (gradients(9 * step + transport.rank) for _ in "12")
             held = {name: means.residual(name) + mean[name] for name in SHAPES}  # without momentum
             sums.reduce(total_)
             means.reduce(mean)
@@ -158,13 +158,15 @@ def test_parts_of_a_gradient_are_as_good_as_their_sum(P: int, scope: str, moment
     @CHECK
     @given(data.seeds, st.integers(1, 4), st.booleans(), st.sampled_from(["float32", "float16"]))
     def check(seed: int, parts: int, nesterov: bool, dtype: str) -> None:
-        def program(ranks: simulated.SimulatedTransport, accumulate: bool) -> Any:
+        def program(transport: simulated.SimulatedTransport, accumulate: bool) -> Any:
             dtypes = dict.fromkeys(SHAPES, dtype)
             options = {"scope": scope, "momentum": momentum, "nesterov": bool(momentum) and nesterov}
-            reducer = sc.Reducer(gradients(0, dtypes=dtypes), 0.1, comm=ranks, dense_below=10, **options)
+            reducer = sc.Reducer(gradients(0, dtypes=dtypes), 0.1, comm=transport, dense_below=10, **options)
             found = []
             for step in range(3):
-                each = [gradients(seed + 100 * step + 10 * part + ranks.rank, dtypes=dtypes) for part in range(parts)]
+                each = [
+                    gradients(seed + 100 * step + 10 * part + transport.rank, dtypes=dtypes) for part in range(parts)
+                ]
                 whole = {name: np.asarray(sum((p[name] for p in each[1:]), each[0][name].copy())) for name in SHAPES}
                 outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
                 if accumulate:
@@ -185,8 +187,8 @@ def test_parts_of_a_gradient_are_as_good_as_their_sum(P: int, scope: str, moment
 
 
 def test_a_tensor_of_which_parts_came_but_not_the_last_takes_part() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer({"x": np.zeros(50, np.float32)}, 1.0, comm=ranks, op="sum")
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = sc.Reducer({"x": np.zeros(50, np.float32)}, 1.0, comm=transport, op="sum")
         reducer.accumulate("x", np.arange(50, dtype=np.float32))
         assert reducer.wait().left["x"].to_dense().tolist() == [3 * i for i in range(50)]
 
@@ -207,11 +209,11 @@ def test_a_tensor_of_which_parts_came_but_not_the_last_takes_part() -> None:
 def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], nonfinite: bool) -> None:
     """Without its sum being written; what it is made of may be changed at once."""
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        whole, parted = (sc.Reducer(gradients(0), 0.1, comm=ranks, **options) for _ in range(2))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        whole, parted = (sc.Reducer(gradients(0), 0.1, comm=transport, **options) for _ in range(2))
         for step in range(3):
-            after, before = (gradients(seed, normal=True) for seed in (10 * step + ranks.rank, 10 * step + 5))
-            if nonfinite and step == 1 and ranks.rank == 1:
+            after, before = (gradients(seed, normal=True) for seed in (10 * step + transport.rank, 10 * step + 5))
+            if nonfinite and step == 1 and transport.rank == 1:
                 after["a"][3, 5] = np.inf
             pushed = {name: np.asarray(before[name] - after[name]) for name in after}
             wanted = whole.reduce(pushed)
@@ -237,8 +239,8 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
 def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -> None:
     """But buckets, after the first; so they are filled once and for all here."""
     options = {"density": 0.05, "scope": scope, "bucket_bytes": 1500, "reorder": False}
-    shuffled = run(P, lambda ranks: train(ranks, options, shuffle=True))
-    straight = run(P, lambda ranks: train(ranks, options))
+    shuffled = run(P, lambda transport: train(transport, options, shuffle=True))
+    straight = run(P, lambda transport: train(transport, options))
     for ours, theirs in zip(shuffled, straight, strict=True):
         assert ours[3] == theirs[3]
         assert bits(ours[2]) == bits(theirs[2])
@@ -248,14 +250,14 @@ def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -
 def test_buckets_are_filled_in_the_order_of_rank_0(P: int) -> None:
     first = ["c", "f", "b", "a", "e"]  # d has no elements
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[list[list[str]], Any]:
-        reducer = sc.Reducer(gradients(0), 0.1, comm=ranks, bucket_bytes=1500, dense_below=0)
+    def program(transport: simulated.SimulatedTransport) -> tuple[list[list[str]], Any]:
+        reducer = sc.Reducer(gradients(0), 0.1, comm=transport, bucket_bytes=1500, dense_below=0)
         before, kept = reducer.groups, {}
         for step in range(3):
-            names = list(first) if step == 0 and ranks.rank == 0 else random.Random(ranks.rank).sample(first, 5)
-            if step == 0 and ranks.rank == 0:
+            names = list(first) if step == 0 and transport.rank == 0 else random.Random(transport.rank).sample(first, 5)
+            if step == 0 and transport.rank == 0:
                 names.remove("e")  # what has none comes last
-            given_ = gradients(ranks.rank + 10 * step)
+            given_ = gradients(transport.rank + 10 * step)
             for name in names:
                 reducer.push(name, given_[name])
             reducer.wait()
@@ -283,9 +285,9 @@ def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
 
     for scope, groups in (("tensor", [[name] for name in names]), ("model", [names])):
 
-        def program(ranks: simulated.SimulatedTransport, scope: str = scope) -> Any:
-            mine = copies(each[ranks.rank])
-            reducer = sc.Reducer(mine, 0.02, comm=ranks, scope=scope, algorithm=algorithm, op="sum", dense_below=0)
+        def program(transport: simulated.SimulatedTransport, scope: str = scope) -> Any:
+            mine = copies(each[transport.rank])
+            reducer = sc.Reducer(mine, 0.02, comm=transport, scope=scope, algorithm=algorithm, op="sum", dense_below=0)
             reducer.reduce(mine)
             return mine, reducer.groups
 
@@ -300,9 +302,9 @@ def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
 
 
 def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        mine, whole = gradients(ranks.rank), total(gradients(rank) for rank in range(3))
-        reducer = reducer_of(ranks, scope="tensor", dense_below=300)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine, whole = gradients(transport.rank), total(gradients(rank) for rank in range(3))
+        reducer = reducer_of(transport, scope="tensor", dense_below=300)
         assert reducer.groups == [["c"], ["a"], ["f", "e", "b"]]
         reducer.reduce(mine)
         same({name: mine[name] for name in "bef"}, {name: whole[name] for name in "bef"})
@@ -311,13 +313,13 @@ def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
 
 
 def test_types_and_tensors_without_elements_share_no_call() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         mine = gradients(0, MIXED_SHAPES, MIXED)
-        reducer = sc.Reducer(mine, 0.1, comm=ranks, scope="model", dense_below=0)
+        reducer = sc.Reducer(mine, 0.1, comm=transport, scope="model", dense_below=0)
         assert sorted(map(sorted, reducer.groups)) == [["a", "b", "c", "g"], ["e", "f"]]
         assert reducer.residual("e").shape == ()
         assert reducer.residual("d").shape == (0, 3)
-        nothing = sc.Reducer({"empty": np.zeros((0, 3), np.float32)}, comm=ranks)
+        nothing = sc.Reducer({"empty": np.zeros((0, 3), np.float32)}, comm=transport)
         nothing.push("empty", np.zeros((0, 3), np.float32))
         assert nothing.wait().left == {}
         assert nothing.wait().number == 1
@@ -328,15 +330,15 @@ def test_types_and_tensors_without_elements_share_no_call() -> None:
 
 @pytest.mark.parametrize("P", [2, 3])
 def test_several_reducers_share_a_communicator(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        mine = [gradients(ranks.rank + 10 * i) for i in range(2)]
-        both = [sc.Reducer(gradients(0), 1.0, comm=ranks, op="sum") for _ in range(2)]
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = [gradients(transport.rank + 10 * i) for i in range(2)]
+        both = [sc.Reducer(gradients(0), 1.0, comm=transport, op="sum") for _ in range(2)]
         for step in range(3):
             for i, reducer in enumerate(both):
-                mine = gradients(ranks.rank + 10 * i + 100 * step)
+                mine = gradients(transport.rank + 10 * i + 100 * step)
                 for name, gradient in mine.items():
                     reducer.push(name, gradient)
-                    sc.sparse_allreduce(np.ones(5, np.float32), 1, comm=ranks)  # between its calls
+                    sc.sparse_allreduce(np.ones(5, np.float32), 1, comm=transport)  # between its calls
                 reducer.wait()
                 same(mine, total(gradients(rank + 10 * i + 100 * step) for rank in range(P)))
 
@@ -348,11 +350,16 @@ def test_several_reducers_share_a_communicator(P: int) -> None:
 def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) -> None:
     """More of it than a step sends, on one rank: the next step is finite, and what else waits is as it was."""
 
-    def program(ranks: simulated.SimulatedTransport) -> list[bool]:
+    def program(transport: simulated.SimulatedTransport) -> list[bool]:
         reducer = sc.Reducer(
-            {"x": np.zeros(2000, np.float32)}, 0.01, comm=ranks, algorithm=algorithm, momentum=momentum, dense_below=0
+            {"x": np.zeros(2000, np.float32)},
+            0.01,
+            comm=transport,
+            algorithm=algorithm,
+            momentum=momentum,
+            dense_below=0,
         )
-        bad, found = ranks.rank == 1, []
+        bad, found = transport.rank == 1, []
         for step in range(3):
             x = np.ones(2000, np.float32)
             if step == 1 and bad:

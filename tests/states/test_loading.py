@@ -20,8 +20,8 @@ ERRORS = [OSError, MemoryError, OverflowError, AttributeError, RecursionError, K
 class Thing:
     """Two values, which are loaded together."""
 
-    def __init__(self, ranks: simulated.SimulatedTransport) -> None:
-        self.ranks, self.a, self.b, self.tried = ranks, 0, "old", False
+    def __init__(self, transport: simulated.SimulatedTransport) -> None:
+        self.ranks, self.a, self.b, self.tried = transport, 0, "old", False
 
     def load(self, a: int, b: str, fails: Callable[[], object] = lambda: None) -> None:
         def prepare(undo: Undo) -> Prepared:
@@ -43,8 +43,8 @@ class Thing:
 
 @pytest.mark.parametrize("P", [1, 2, 5])
 def test_all_load(P: int) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        thing = Thing(ranks)
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        thing = Thing(transport)
         thing.load(7, "new")
         return thing.held
 
@@ -53,20 +53,20 @@ def test_all_load(P: int) -> None:
 
 @pytest.mark.parametrize("error", [*ERRORS, sc.InvalidInputError, KeyboardInterrupt, SystemExit])
 def test_whatever_one_rank_raises_no_rank_loads(error: type[BaseException]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         def fails() -> None:
-            if ranks.rank == 1:
+            if transport.rank == 1:
                 raise error("no \ud800 disk")
 
-        thing = Thing(ranks)
-        expected = sc.InvalidInputError if issubclass(error, Exception) or ranks.rank != 1 else error
+        thing = Thing(transport)
+        expected = sc.InvalidInputError if issubclass(error, Exception) or transport.rank != 1 else error
         with pytest.raises(expected) as raised:
             thing.load(7, "new", fails)
         assert thing.held == (0, "old", False)
         if expected is sc.InvalidInputError:
-            assert f"rank {ranks.rank}: " in str(raised.value)
+            assert f"rank {transport.rank}: " in str(raised.value)
             assert error.__name__ in str(raised.value) or error is sc.InvalidInputError
-            assert ("rank 1 cannot load a state" in str(raised.value)) == (ranks.rank != 1)
+            assert ("rank 1 cannot load a state" in str(raised.value)) == (transport.rank != 1)
         thing.load(8, "next")
         return thing.a
 
@@ -78,26 +78,26 @@ def test_an_error_without_a_text_is_told() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         def fails() -> None:
-            if ranks.rank == 0:
+            if transport.rank == 0:
                 raise SilentError
 
         with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its text raised RuntimeError"):
-            Thing(ranks).load(7, "new", fails)
+            Thing(transport).load(7, "new", fails)
 
     run(2, program)
 
 
 def test_what_differs_is_told_with_both_values() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        thing = Thing(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        thing = Thing(transport)
         for a, b, what in (
-            (3 + (ranks.rank == 2), "new", "the state of rank 2 has a 4, but that of rank 0 has 3"),
-            (2**64 - 1 - (ranks.rank > 0), "new", f"rank 1 has a {2**64 - 2}, but that of rank 0 has {2**64 - 1}"),
-            (3, "new" * (1 + ranks.rank % 2), "the state of rank 1 differs from that of rank 0 in b"),
+            (3 + (transport.rank == 2), "new", "the state of rank 2 has a 4, but that of rank 0 has 3"),
+            (2**64 - 1 - (transport.rank > 0), "new", f"rank 1 has a {2**64 - 2}, but that of rank 0 has {2**64 - 1}"),
+            (3, "new" * (1 + transport.rank % 2), "the state of rank 1 differs from that of rank 0 in b"),
         ):
-            match = f"^rank {ranks.rank}: .*{what}; expected .* saved together"
+            match = f"^rank {transport.rank}: .*{what}; expected .* saved together"
             with pytest.raises(sc.InvalidInputError, match=match):
                 thing.load(a, b)
             assert thing.held == (0, "old", False)
@@ -106,11 +106,11 @@ def test_what_differs_is_told_with_both_values() -> None:
 
 
 def test_another_call_is_told_and_undone() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        thing = Thing(ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        thing = Thing(transport)
         x = np.ones(3, np.float32)
         with pytest.raises(sc.CollectiveMismatchError):
-            _ = thing.load(7, "new") if ranks.rank else sc.sparse_allreduce(x, 1, comm=ranks)
+            _ = thing.load(7, "new") if transport.rank else sc.sparse_allreduce(x, 1, comm=transport)
         assert thing.held == (0, "old", False)
 
     run(3, program)
@@ -120,10 +120,10 @@ def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
     """On one rank: on several, see `tests/mpi/cases/test_states.py`."""
     outcomes = set()
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         number, points = 0, 1
         while number < points:
-            thing = Thing(ranks)
+            thing = Thing(transport)
             raised = None
             with interrupted(number) as at:
                 try:

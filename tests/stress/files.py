@@ -140,19 +140,19 @@ class Case:
                 return torch.from_numpy(array)
 
             def save(steps: list[int], keep: int) -> None:
-                def program(ranks: simulated.SimulatedTransport) -> None:
+                def program(transport: simulated.SimulatedTransport) -> None:
                     for step in steps:
-                        objects = {"x": value(step, ranks.rank), "step": step}
-                        module.save(folder(ranks.rank), step, objects, comm=ranks, keep=keep)
+                        objects = {"x": value(step, transport.rank), "step": step}
+                        module.save(folder(transport.rank), step, objects, comm=transport, keep=keep)
 
                 simulated.run(self.P, program)
 
             def load() -> list[Any]:
-                def program(ranks: simulated.SimulatedTransport) -> Any:
-                    found = module.load(folder(ranks.rank), {"x": None, "step": None}, comm=ranks)
+                def program(transport: simulated.SimulatedTransport) -> Any:
+                    found = module.load(folder(transport.rank), {"x": None, "step": None}, comm=transport)
                     assert found is not None
                     assert found.step == found.values["step"]
-                    np.testing.assert_array_equal(found.values["x"], value(found.step, ranks.rank))
+                    np.testing.assert_array_equal(found.values["x"], value(found.step, transport.rank))
                     return found.step
 
                 return simulated.run(self.P, program, catch=True)

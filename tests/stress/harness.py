@@ -201,15 +201,15 @@ class Attack:
     def be_rank(self, over: str, store: str) -> None:
         """Be one of the ranks, and tell what was found."""
         os.environ["SPARSECOMM_TIMEOUT"] = str(self.timeout)
-        ranks = SideChannel(over, store)
-        self._said = math.inf if ranks.rank else self._said
-        self.on_rank(ranks)
+        transport = SideChannel(over, store)
+        self._said = math.inf if transport.rank else self._said
+        self.on_rank(transport)
         sys.stdout.write(f"{_MARK}{json.dumps(self.report.as_json())}\n")
         sys.stdout.flush()
-        if any(ranks.gather(bool(self.report.failures))):
+        if any(transport.gather(bool(self.report.failures))):
             time.sleep(1)  # all have heard of it
             os._exit(0)  # they may be apart for good
-        ranks.close()
+        transport.close()
 
 
 # -- cases by their numbers -------------------------------------------------------------------------------------------

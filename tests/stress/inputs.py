@@ -62,7 +62,7 @@ def _capsule(rng: np.random.Generator) -> None:
         lambda: sc.threshold(made, 0.0),
         lambda: sc.SparseVector(np.arange(2), np.ones(2), 5).to_dense(out=made),
         lambda: sc.topk(np.ones(5, np.float32), 2, residual=made),
-        lambda: simulated.run(1, lambda ranks: sc.sparse_allreduce(made, 1.0, comm=ranks)),
+        lambda: simulated.run(1, lambda transport: sc.sparse_allreduce(made, 1.0, comm=transport)),
     )
     which = rng.integers(len(calls))
     try:
@@ -90,7 +90,7 @@ def _argument(rng: np.random.Generator) -> None:
     calls = (
         (
             odd.arguments(sc.sparse_allreduce),
-            lambda ranks, **given: sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": ranks, **given}),
+            lambda transport, **given: sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": transport, **given}),
         ),
         (odd.arguments(sc.Reducer), odd.reducer),
         (odd.arguments(sc.LocalSteps), odd.local_steps),
@@ -99,12 +99,12 @@ def _argument(rng: np.random.Generator) -> None:
     values = [value for value in odd.VALUES.values() if not callable(value)]  # what a function raises is its own
     given = {names[rng.integers(len(names))]: values[rng.integers(len(values))] for _ in range(rng.integers(1, 4))}
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        before = ranks.number
+    def program(transport: simulated.SimulatedTransport) -> None:
+        before = transport.number
         try:
-            call(ranks, **given)
+            call(transport, **given)
         except sc.InvalidInputError:
-            assert ranks.number == before, f"{list(given)}: a call began"
+            assert transport.number == before, f"{list(given)}: a call began"
             raise
 
     simulated.run(1, program)

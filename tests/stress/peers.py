@@ -220,12 +220,12 @@ class _Outcome:
     following: np.ndarray
 
 
-def _realign(ranks: SimulatedTransport) -> None:
+def _realign(transport: SimulatedTransport) -> None:
     """Realign; a rank that has waited in vain for its timeout comes that much later than the others."""
     for _ in range(3):
         with suppress(sc.TimeoutError):
-            return sc.realign(ranks)
-    raise AssertionError(f"rank {ranks.rank} cannot realign")
+            return sc.realign(transport)
+    raise AssertionError(f"rank {transport.rank} cannot realign")
 
 
 def _check_result(case: _Case, result: SparseVector) -> None:
@@ -270,24 +270,24 @@ class PeerMessages(Numbered):
         """Make the calls, and return what every rank has."""
         damage = _Damage(case)
 
-        def program(ranks: SimulatedTransport) -> _Outcome:
+        def program(transport: SimulatedTransport) -> _Outcome:
             residual = np.zeros(case.n, case.dtype) if case.residual else None
             options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual}
 
             def call(step: int) -> SparseVector:
-                return sc.sparse_allreduce(case.gradient(ranks.rank, step), case.k, comm=ranks, **options)
+                return sc.sparse_allreduce(case.gradient(transport.rank, step), case.k, comm=transport, **options)
 
             for step in range(case.calls):
                 call(step)
-            damage.armed.add(ranks.rank)
+            damage.armed.add(transport.rank)
             result, raised = None, None
             try:
                 result = call(case.calls)
             except _REFUSALS as error:
                 raised = error
-            damage.armed.discard(ranks.rank)
-            _realign(ranks)
-            entered = case.gradient(ranks.rank, case.calls + 1)
+            damage.armed.discard(transport.rank)
+            _realign(transport)
+            entered = case.gradient(transport.rank, case.calls + 1)
             if residual is not None:
                 with np.errstate(all="ignore"):
                     entered = entered + residual

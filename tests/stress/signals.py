@@ -77,8 +77,8 @@ class Signals(Attack):
             calls, signals = [call for call, _ in made], made[0][1]
             everyones, began = [call.held for call in calls], time.perf_counter()
 
-            def program(ranks: Any, calls: list[Call] = calls, within: Any = alarm if signals else None) -> None:
-                calls[ranks.rank].make(ranks, within)
+            def program(transport: Any, calls: list[Call] = calls, within: Any = alarm if signals else None) -> None:
+                calls[transport.rank].make(transport, within)
 
             alarm.set(float(rng.uniform(0, 1.2 * usual)) if signals else 0)
             simulated.run(P, program)

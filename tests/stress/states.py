@@ -125,18 +125,18 @@ class Case:
         """Play it on simulated ranks, and check what became of it."""
         boards: list[dict[int, Any]] = []
 
-        def program(ranks: simulated.SimulatedTransport) -> tuple[list[Outcome], str]:
+        def program(transport: simulated.SimulatedTransport) -> tuple[list[Outcome], str]:
             met = 0
 
             def gather(mine: Any) -> list[Any]:
                 nonlocal met
                 boards.extend([{}] * (met == len(boards)))
-                boards[met][ranks.rank] = mine
-                sc.check_weights({"a": np.zeros(1)}, comm=ranks)  # a barrier
+                boards[met][transport.rank] = mine
+                sc.check_weights({"a": np.zeros(1)}, comm=transport)  # a barrier
                 met += 1
                 return [boards[met - 1][rank] for rank in range(self.P)]
 
-            return self.play(ranks, ranks.rank, gather)
+            return self.play(transport, transport.rank, gather)
 
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")

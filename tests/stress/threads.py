@@ -75,13 +75,13 @@ class Threads(Attack):
     def _python_threads(self, calls: int) -> None:
         """Make calls from four threads, on communicators of one rank each and on one that all share."""
         gradients = np.random.default_rng(self.report.seed).standard_normal((4, 300_000)).astype(np.float32)
-        (shared,) = [result.value for result in simulated.run(1, lambda ranks: ranks)]
+        (shared,) = [result.value for result in simulated.run(1, lambda transport: transport)]
         expected = [sc.topk(x, 100) for x in gradients]
         wrong: list[str] = []
 
         def work(number: int) -> None:
             x, residual = gradients[number], np.zeros(gradients.shape[1], np.float32)
-            (own,) = [result.value for result in simulated.run(1, lambda ranks: ranks)]
+            (own,) = [result.value for result in simulated.run(1, lambda transport: transport)]
             for call in range(calls):
                 residual[:] = 0
                 result = sc.sparse_allreduce(x, 100, comm=own if call % 2 else shared, residual=residual)

@@ -62,14 +62,14 @@ def train(model: Any, optimizer: Any, rank: int, steps: range, dtype: Any = torc
 def test_it_is_the_same_as_with_arrays(P: int, overlap: bool) -> None:
     rule = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, Any]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
         model = Model()
         weights = arrays(model)
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, **rule, density=0.2, comm=ranks, overlap=overlap)
-        train(model, optimizer, ranks.rank, range(6))
-        plain = sc.SparseAdamW(weights, 0.01, **rule, density=0.2, comm=ranks)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, **rule, density=0.2, comm=transport, overlap=overlap)
+        train(model, optimizer, transport.rank, range(6))
+        plain = sc.SparseAdamW(weights, 0.01, **rule, density=0.2, comm=transport)
         for step in range(6):
-            plain.step({name: g.numpy() for name, g in gradients(step, ranks.rank).items()})
+            plain.step({name: g.numpy() for name, g in gradients(step, transport.rank).items()})
         return arrays(model), weights
 
     results = run(P, program)
@@ -84,7 +84,7 @@ def test_it_is_the_same_as_with_arrays(P: int, overlap: bool) -> None:
 def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> None:
     """Each group has its own settings, and the scheduler's rate is taken: as by arrays with the same."""
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, Any]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
         model = Model()
         weights = arrays(model)
         named = list(model.named_parameters())
@@ -93,12 +93,12 @@ def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> 
             {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
         ]
         rate = torch.tensor(0.02, dtype=torch.float64) if tensor else 0.02
-        optimizer = SparseAdamW(groups, rate, density=0.2, comm=ranks, overlap=overlap)
+        optimizer = SparseAdamW(groups, rate, density=0.2, comm=transport, overlap=overlap)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         decay = {name: 0.5 for name, w in weights.items() if w.ndim > 1}
-        plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=ranks)
+        plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=transport)
         for step in range(5):
-            given = gradients(step, ranks.rank)
+            given = gradients(step, transport.rank)
 
             def closure(given: Any = given) -> Any:
                 optimizer.zero_grad()
@@ -119,14 +119,14 @@ def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> 
 
 
 def test_passes_that_add_up_and_clipping() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
         made = []
         for several in (False, True):
             model = Model()
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
             for step in range(4):
                 optimizer.zero_grad()
-                one, other = gradients(step, ranks.rank), gradients(step + 50, ranks.rank)
+                one, other = gradients(step, transport.rank), gradients(step + 50, transport.rank)
                 if several:
                     model(one).backward()
                     model(other).backward()
@@ -145,18 +145,18 @@ def test_passes_that_add_up_and_clipping() -> None:
 
 
 def test_passes_that_add_up_while_exchange_goes_on() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
         made = []
         for overlap in (False, True):
             model = Model()
             passes = {"overlap": True, "backward_passes_per_step": 2} if overlap else {}
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, **passes)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport, **passes)
             for step in range(4):
                 optimizer.zero_grad()
                 with optimizer.no_sync():
-                    model(gradients(step + 20, ranks.rank)).backward()
-                model(gradients(step, ranks.rank)).backward()
-                model(gradients(step + 50, ranks.rank)).backward()
+                    model(gradients(step + 20, transport.rank)).backward()
+                model(gradients(step, transport.rank)).backward()
+                model(gradients(step + 50, transport.rank)).backward()
                 optimizer.step()
             made.append(arrays(model))
         return made
@@ -167,9 +167,9 @@ def test_passes_that_add_up_while_exchange_goes_on() -> None:
 
 
 def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=ranks, overlap=True)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=transport, overlap=True)
         for step in range(2):
             model(gradients(step, 0)).backward()
             optimizer.step()
@@ -186,15 +186,15 @@ def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
 def test_loss_scaling() -> None:
     """What overflows on one rank is left out: its part in that step."""
 
-    def program(ranks: simulated.SimulatedTransport) -> tuple[Any, list[float], int]:
+    def program(transport: simulated.SimulatedTransport) -> tuple[Any, list[float], int]:
         model = Model()
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
         scales = []
         for step in range(8):
             optimizer.zero_grad()
-            given = gradients(step, ranks.rank)
-            if step in (0, 4) and ranks.rank == 1:
+            given = gradients(step, transport.rank)
+            if step in (0, 4) and transport.rank == 1:
                 given["second.weight"][2, 3] = torch.inf
             scaler.scale(model(given)).backward()
             scaler.step(optimizer)
@@ -214,15 +214,15 @@ def test_loss_scaling() -> None:
 def test_gradients_that_were_divided_by_the_scale_before() -> None:
     """`unscale_`, clipping, `step`: as without a scaler."""
 
-    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
         made = []
         for scaled in (False, True):
             model = Model()
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
             for step in range(4):
                 optimizer.zero_grad()
-                scaler.scale(model(gradients(step, ranks.rank))).backward()
+                scaler.scale(model(gradients(step, transport.rank))).backward()
                 if step % 2:
                     scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
@@ -238,13 +238,13 @@ def test_gradients_that_were_divided_by_the_scale_before() -> None:
 
 @every_way
 def test_a_gradient_that_is_not_finite_leaves_all_as_it_is(P: int, overlap: bool) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, overlap=overlap)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport, overlap=overlap)
         for step in range(5):
             optimizer.zero_grad()
-            given, before = gradients(step, ranks.rank), arrays(model)
-            if step in (0, 2) and ranks.rank == P - 1:
+            given, before = gradients(step, transport.rank), arrays(model)
+            if step in (0, 2) and transport.rank == P - 1:
                 given["first.bias"][7] = torch.nan
             model(given).backward()
             optimizer.step()
@@ -259,20 +259,20 @@ def test_a_gradient_that_is_not_finite_leaves_all_as_it_is(P: int, overlap: bool
 def test_parameters_without_a_gradient(P: int, overlap: bool) -> None:
     """On one rank, or on all; what waits of them goes on."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks, overlap=overlap)
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport, overlap=overlap)
         before = arrays(model)
         for step in range(4):
             optimizer.zero_grad()
-            given = gradients(step, ranks.rank)
+            given = gradients(step, transport.rank)
             del given["second.bias"]
-            if ranks.rank and step % 2:
+            if transport.rank and step % 2:
                 del given["first.weight"]
             model(given).backward()
             optimizer.step()
         np.testing.assert_array_equal(arrays(model)["second.bias"], before["second.bias"])
-        model(gradients(9, ranks.rank)).backward()
+        model(gradients(9, transport.rank)).backward()
         optimizer.step()
         return arrays(model)
 
@@ -280,15 +280,15 @@ def test_parameters_without_a_gradient(P: int, overlap: bool) -> None:
 
 
 def test_parameters_of_any_strides_and_types() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[Any]:
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
         made = []
         for transposed in (False, True):
             model = Model(torch.bfloat16)
             if transposed:
                 model.first.weight.data = model.first.weight.data.t().contiguous().t()
                 assert not model.first.weight.is_contiguous()
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-            train(model, optimizer, ranks.rank, range(5), torch.bfloat16)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+            train(model, optimizer, transport.rank, range(5), torch.bfloat16)
             state = optimizer.state[model.first.weight]
             assert {key: t.dtype for key, t in state.items() if key != "step"} == {
                 "exp_avg": torch.float32,
@@ -318,19 +318,19 @@ def saved_and_read(state: Any) -> Any:
 def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(P: int, dtype: Any, overlap: bool) -> None:
     options: dict[str, Any] = {"density": 0.2, "overlap": overlap}
 
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         whole, half, rest = Model(dtype), Model(dtype), Model(dtype)
-        train(whole, SparseAdamW(whole.named_parameters(), comm=ranks, **options), ranks.rank, range(8), dtype)
-        first = SparseAdamW(half.named_parameters(), comm=ranks, **options)
-        train(half, first, ranks.rank, range(5), dtype)
+        train(whole, SparseAdamW(whole.named_parameters(), comm=transport, **options), transport.rank, range(8), dtype)
+        first = SparseAdamW(half.named_parameters(), comm=transport, **options)
+        train(half, first, transport.rank, range(5), dtype)
         state = saved_and_read(first.state_dict())
         rest.load_state_dict(half.state_dict())
-        second = SparseAdamW(rest.named_parameters(), comm=ranks, **options)
-        train(rest, second, ranks.rank, range(1), dtype)
+        second = SparseAdamW(rest.named_parameters(), comm=transport, **options)
+        train(rest, second, transport.rank, range(1), dtype)
         rest.load_state_dict(half.state_dict())
         second.load_state_dict(state)
         assert second.state[rest.first.bias]["exp_avg"].dtype is torch.float32
-        train(rest, second, ranks.rank, range(5, 8), dtype)
+        train(rest, second, transport.rank, range(5, 8), dtype)
         for name, array in arrays(whole).items():
             np.testing.assert_array_equal(arrays(rest)[name], array)
 
@@ -338,53 +338,53 @@ def test_a_state_that_was_saved_goes_on_as_if_nothing_had_happened(P: int, dtype
 
 
 def test_another_number_of_ranks() -> None:
-    def begin(ranks: simulated.SimulatedTransport) -> Any:
+    def begin(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        train(model, optimizer, ranks.rank, range(4))
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        train(model, optimizer, transport.rank, range(4))
         return model.state_dict(), optimizer.state_dict()
 
     before = run(3, begin)
     kept = [state["sparsecomm"] for _, state in before]
 
-    def go_on(ranks: simulated.SimulatedTransport) -> Any:
+    def go_on(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
         model.load_state_dict(before[0][0])
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        optimizer.load_state_dict({**before[0][1], "sparsecomm": sc.reshard(kept, ranks.rank, 2)})
-        train(model, optimizer, ranks.rank, range(4, 8))
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        optimizer.load_state_dict({**before[0][1], "sparsecomm": sc.reshard(kept, transport.rank, 2)})
+        train(model, optimizer, transport.rank, range(4, 8))
         return arrays(model)
 
     check_same(run(2, go_on))
 
 
 def test_ranks_that_join_take_moments_from_those_that_stay() -> None:
-    def begin(ranks: simulated.SimulatedTransport) -> Any:
+    def begin(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        train(model, optimizer, ranks.rank, range(4))
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        train(model, optimizer, transport.rank, range(4))
         return model, optimizer
 
     old = run(2, begin)
     weights = copy.deepcopy(old[0][0].state_dict())
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
-        if ranks.rank < 2:
-            model, optimizer = old[ranks.rank]
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        if transport.rank < 2:
+            model, optimizer = old[transport.rank]
         else:
             model = Model()
             model.load_state_dict(weights)
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        optimizer.rebuild(ranks, joining=ranks.rank == 2)
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        optimizer.rebuild(transport, joining=transport.rank == 2)
         assert optimizer.state[model.first.bias]["step"] == 4
-        train(model, optimizer, ranks.rank, range(4, 7))
+        train(model, optimizer, transport.rank, range(4, 7))
         return arrays(model)
 
     check_same(run(3, program))
 
 
 def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         dense, mine = Model(), Model()
         theirs = torch.optim.AdamW(dense.parameters(), 0.01)
         for step in range(4):
@@ -392,7 +392,7 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
             dense(gradients(step, 0)).backward()
             theirs.step()
         mine.load_state_dict(dense.state_dict())
-        optimizer = SparseAdamW(mine.named_parameters(), 0.01, density=1.0, comm=ranks)
+        optimizer = SparseAdamW(mine.named_parameters(), 0.01, density=1.0, comm=transport)
         optimizer.residuals_apart()
         optimizer.load_state_dict(saved_and_read(theirs.state_dict()))
         for step in range(4, 8):
@@ -409,12 +409,12 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
 
 
 def a_state(damage: Any) -> Any:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        train(model, optimizer, ranks.rank, range(3))
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        train(model, optimizer, transport.rank, range(3))
         state = copy.deepcopy(optimizer.state_dict())
-        if ranks.rank == 1:
+        if transport.rank == 1:
             damage(state)
         return state
 
@@ -444,16 +444,16 @@ def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
     change, seen = DAMAGE[damage]
     states = a_state(change)
 
-    def program(ranks: simulated.SimulatedTransport) -> str:
+    def program(transport: simulated.SimulatedTransport) -> str:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=ranks)
-        train(model, optimizer, ranks.rank, range(1))
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+        train(model, optimizer, transport.rank, range(1))
         before = copy.deepcopy(optimizer.state[model.first.weight])
         with pytest.raises(sc.InvalidInputError) as error:
-            optimizer.load_state_dict(states[ranks.rank])
+            optimizer.load_state_dict(states[transport.rank])
         for key, value in optimizer.state[model.first.weight].items():
             assert value == before[key] if key == "step" else torch.equal(value, before[key])
-        train(model, optimizer, ranks.rank, range(1, 3))
+        train(model, optimizer, transport.rank, range(1, 3))
         return str(error.value)
 
     assert all(seen in said for said in run(2, program)), run(2, program)
@@ -464,14 +464,14 @@ def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
 
 @pytest.mark.parametrize("what", ["weights", "moments"])
 def test_what_is_not_alike_is_found(what: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=ranks, check_weights_every=2)
-        train(model, optimizer, ranks.rank, range(1))
-        if ranks.rank:
+        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=transport, check_weights_every=2)
+        train(model, optimizer, transport.rank, range(1))
+        if transport.rank:
             with torch.no_grad():
                 (model.first.bias if what == "weights" else optimizer.state[model.first.bias]["exp_avg_sq"])[0] += 1
-        train(model, optimizer, ranks.rank, range(1, 3))
+        train(model, optimizer, transport.rank, range(1, 3))
 
     raised = errors(2, program)
     assert {type(error) for error in raised} == {sc.WeightMismatchError}
@@ -479,19 +479,19 @@ def test_what_is_not_alike_is_found(what: str) -> None:
 
 
 def test_ranks_with_other_rates_are_told() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
-        train(model, SparseAdamW(model.named_parameters(), 0.01 * (1 + ranks.rank), comm=ranks), 0, range(1))
+        train(model, SparseAdamW(model.named_parameters(), 0.01 * (1 + transport.rank), comm=transport), 0, range(1))
 
     assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
 
 
 def test_after_its_end() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), comm=ranks)
+        optimizer = SparseAdamW(model.named_parameters(), comm=transport)
         with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
-            SparseAdamW(model.named_parameters(), comm=ranks)
+            SparseAdamW(model.named_parameters(), comm=transport)
         with pytest.raises(sc.InvalidInputError, match="make a new SparseAdamW"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
         with pytest.raises(sc.InvalidInputError, match="cannot be copied"):
@@ -499,7 +499,7 @@ def test_after_its_end() -> None:
         optimizer.remove()
         with pytest.raises(sc.InvalidInputError, match="after remove"):
             optimizer.step()
-        train(model, SparseAdamW(model.named_parameters(), comm=ranks), 0, range(2))
+        train(model, SparseAdamW(model.named_parameters(), comm=transport), 0, range(2))
 
     run(1, program)
 
@@ -532,8 +532,8 @@ def test_after_its_end() -> None:
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        SparseAdamW(**{"named_parameters": Model().named_parameters(), "comm": ranks, **wrong})
+    def program(transport: simulated.SimulatedTransport) -> None:
+        SparseAdamW(**{"named_parameters": Model().named_parameters(), "comm": transport, **wrong})
 
     with pytest.raises(sc.InvalidInputError, match=why):
         run(1, program)
@@ -544,21 +544,21 @@ def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"])
 def test_sparse_means_for_optimizers_that_divide_by_second_moments_are_warned_of(kind: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
         with pytest.warns(UserWarning, match=f"{kind}.*SparseAdamW"):
-            DistributedOptimizer(optimizer, model.named_parameters(), 0.01, comm=ranks)
+            DistributedOptimizer(optimizer, model.named_parameters(), 0.01, comm=transport)
 
     run(1, program)
 
 
 @pytest.mark.parametrize(("kind", "density"), [("SGD", 0.01), ("AdamW", 1.0)])
 def test_others_are_not(kind: str, density: float, recwarn: pytest.WarningsRecorder) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-        DistributedOptimizer(optimizer, model.named_parameters(), density, comm=ranks)
+        DistributedOptimizer(optimizer, model.named_parameters(), density, comm=transport)
 
     run(1, program)
     assert not recwarn.list

@@ -36,25 +36,25 @@ def _network() -> nn.Module:
 class Training:
     """Any of the objects that are saved, with a step that differs between ranks."""
 
-    def __init__(self, way: str, ranks: simulated.SimulatedTransport) -> None:
-        self.way, self.ranks, self.model = way, ranks, network()
+    def __init__(self, way: str, transport: simulated.SimulatedTransport) -> None:
+        self.way, self.ranks, self.model = way, transport, network()
         self.arrays = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
         self.objects: dict[str, Any] = {"model": self.model}
         named = list(self.model.named_parameters())
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
-        options: dict[str, Any] = {"comm": ranks, "check_weights_every": None}
+        options: dict[str, Any] = {"comm": transport, "check_weights_every": None}
         if way == "SparseAdamW":
             self.optimizer = SparseAdamW(named, lr=1e-2, **options)
         elif way == "DistributedOptimizer":
             self.optimizer = DistributedOptimizer(self.optimizer, named, 0.05, **options)
         elif way == "DiLoCo":
-            self.objects["sparse"] = DiLoCo(self.model, self.optimizer, sync_every=3, comm=ranks)
+            self.objects["sparse"] = DiLoCo(self.model, self.optimizer, sync_every=3, comm=transport)
         elif way == "Reducer":
-            self.objects["sparse"] = sc.Reducer(self.arrays, 0.05, comm=ranks, momentum=0.9)
+            self.objects["sparse"] = sc.Reducer(self.arrays, 0.05, comm=transport, momentum=0.9)
         elif way == "LocalSteps":
-            self.objects["sparse"] = sc.LocalSteps(self.arrays, comm=ranks, sync_every=2)
+            self.objects["sparse"] = sc.LocalSteps(self.arrays, comm=transport, sync_every=2)
         else:
-            self.objects["sparse"] = sc.SparseAdamW(self.arrays, lr=1e-2, comm=ranks)
+            self.objects["sparse"] = sc.SparseAdamW(self.arrays, lr=1e-2, comm=transport)
         self.objects["optimizer"] = self.optimizer
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
         self.objects["scheduler"] = self.scheduler
@@ -95,18 +95,18 @@ class Training:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_a_training_goes_on_as_if_it_had_not_stopped(way: str, P: int, tmp_path: Path) -> None:
-    def whole(ranks: simulated.SimulatedTransport) -> list[bytes]:
-        training = Training(way, ranks)
-        assert load(tmp_path, {**training.objects, "note": None}, comm=ranks) is None
+    def whole(transport: simulated.SimulatedTransport) -> list[bytes]:
+        training = Training(way, transport)
+        assert load(tmp_path, {**training.objects, "note": None}, comm=transport) is None
         for step in range(8):
             training.step(step)
             if step == 3:
-                save(tmp_path, step + 1, {**training.objects, "note": [step, "text", torch.ones(2)]}, comm=ranks)
+                save(tmp_path, step + 1, {**training.objects, "note": [step, "text", torch.ones(2)]}, comm=transport)
         return training.bits()
 
-    def resumed(ranks: simulated.SimulatedTransport) -> list[bytes]:
-        training = Training(way, ranks)
-        found = load(tmp_path, {**training.objects, "note": None}, comm=ranks)
+    def resumed(transport: simulated.SimulatedTransport) -> list[bytes]:
+        training = Training(way, transport)
+        found = load(tmp_path, {**training.objects, "note": None}, comm=transport)
         assert found is not None
         assert (found.step, found.ranks) == (4, P)
         assert found.values["note"][:2] == [3, "text"]
@@ -123,16 +123,16 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(way: str, P: int, tmp_path:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
 def test_residuals_are_shared_out_among_other_ranks(way: str, P: int, new: int, tmp_path: Path) -> None:
-    def before(ranks: simulated.SimulatedTransport) -> tuple[list[bytes], np.ndarray]:
-        training = Training(way, ranks)
+    def before(transport: simulated.SimulatedTransport) -> tuple[list[bytes], np.ndarray]:
+        training = Training(way, transport)
         for step in range(4):
             training.step(step)
-        save(tmp_path, 4, training.objects, comm=ranks)
+        save(tmp_path, 4, training.objects, comm=transport)
         return training.bits(), training.waiting()
 
-    def after(ranks: simulated.SimulatedTransport) -> tuple[list[bytes], np.ndarray]:
-        training = Training(way, ranks)
-        found = load(tmp_path, training.objects, comm=ranks)
+    def after(transport: simulated.SimulatedTransport) -> tuple[list[bytes], np.ndarray]:
+        training = Training(way, transport)
+        found = load(tmp_path, training.objects, comm=transport)
         assert found == Checkpoint(4, {}, P)
         kept = training.bits(), training.waiting()
         for step in range(4, 7):

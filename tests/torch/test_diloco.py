@@ -125,29 +125,34 @@ def plain_loop(dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: 
     return [[p.detach() for p in model.parameters()] for model in models]
 
 
-def made(ranks: Any, outer: Any = None, dtype: Any = torch.float32, way: str = "one", **options: Any) -> Any:
+def made(transport: Any, outer: Any = None, dtype: Any = torch.float32, way: str = "one", **options: Any) -> Any:
     """A model, its inner and its outer optimizer, and the exchange."""
     model = network(dtype)
     inner, over = inner_of(model), None if outer is None else outer(model.parameters())
-    return model, inner, over, DiLoCo(model, inner, over, fragments=fragments_of(model, way)[0], comm=ranks, **options)
+    return (
+        model,
+        inner,
+        over,
+        DiLoCo(model, inner, over, fragments=fragments_of(model, way)[0], comm=transport, **options),
+    )
 
 
 def train(
-    ranks: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, first: int, stop: int
+    transport: Any, dtype: Any, way: str, outer: Any, every: int, delay: int, alpha: float, first: int, stop: int
 ) -> list[Any]:
     """The weights of one rank, with a stop and a checkpoint after ``stop`` steps."""
     schedule = {"sync_every": every, "fragment_sync_delay": delay, "fragment_update_alpha": alpha}
-    model, inner, _, diloco = made(ranks, outer, dtype, way, **schedule, **DENSE)
+    model, inner, _, diloco = made(transport, outer, dtype, way, **schedule, **DENSE)
     for step in range(1, STEPS + 1):
-        freeze(model, step, first, ranks.rank)
-        local_step(model, inner, step, ranks.rank)
+        freeze(model, step, first, transport.rank)
+        local_step(model, inner, step, transport.rank)
         if step == stop:
             saved = io.BytesIO()
             torch.save((model.state_dict(), inner.state_dict(), diloco.state_dict()), saved)
             saved.seek(0)
             of_model, of_inner, of_diloco = torch.load(saved, weights_only=True)
             diloco.remove()
-            model, inner, _, diloco = made(ranks, outer, dtype, way, **schedule, **DENSE)
+            model, inner, _, diloco = made(transport, outer, dtype, way, **schedule, **DENSE)
             model.load_state_dict(of_model)
             inner.load_state_dict(of_inner)
             diloco.load_state_dict(of_diloco)
@@ -180,7 +185,7 @@ def test_at_density_1_it_is_the_plain_loop(
     """Bit for bit, and over a checkpoint anywhere in a round, or while an exchange is under way."""
     chosen = dtype, way, OUTER[outer], every, delay, alpha, first
     expected = plain_loop(*chosen)
-    found = simulated.run(P, lambda ranks: train(ranks, *chosen, stop))
+    found = simulated.run(P, lambda transport: train(transport, *chosen, stop))
     for rank in range(P):
         for theirs, mine in zip(expected[rank], found[rank].value, strict=True):
             assert torch.equal(theirs, mine)
@@ -200,10 +205,10 @@ def test_with_one_local_step_in_a_round_and_density_1_weights_are_the_mean_of_al
                 for p in each:
                     p.copy_(mean)
 
-    def program(ranks: Any) -> list[Any]:
-        model, inner, _, _ = made(ranks, OUTER["plain"], sync_every=1, **DENSE)
+    def program(transport: Any) -> list[Any]:
+        model, inner, _, _ = made(transport, OUTER["plain"], sync_every=1, **DENSE)
         for step in range(4):
-            local_step(model, inner, step, ranks.rank)
+            local_step(model, inner, step, transport.rank)
         return list(model.parameters())
 
     for result in simulated.run(ranks_of_mean, program):
@@ -214,11 +219,11 @@ def test_with_one_local_step_in_a_round_and_density_1_weights_are_the_mean_of_al
 def test_a_block_ends_with_the_global_parameters() -> None:
     """With the defaults, which are sparse, and an exchange under way; the optimizers are then plain ones again."""
 
-    def program(ranks: Any) -> list[Any]:
-        model, inner, outer, diloco = made(ranks, OUTER["sgd"], sync_every=4, fragment_sync_delay=3)
+    def program(transport: Any) -> list[Any]:
+        model, inner, outer, diloco = made(transport, OUTER["sgd"], sync_every=4, fragment_sync_delay=3)
         with diloco:
             for step in range(1, 6):
-                local_step(model, inner, step, ranks.rank)
+                local_step(model, inner, step, transport.rank)
             (reducer,) = diloco.reducers
             assert reducer.counters.steps == 1
         assert reducer.counters.steps == 2
@@ -228,7 +233,7 @@ def test_a_block_ends_with_the_global_parameters() -> None:
         assert all(torch.equal(p, held[name]) for name, p in model.named_parameters() if name in held)
         diloco.discard("0.weight")
         assert not reducer.residual("0.weight").any()
-        local_step(model, inner, 7, ranks.rank)
+        local_step(model, inner, 7, transport.rank)
         assert reducer.counters.steps == 2
         return list(held.values())
 
@@ -237,8 +242,8 @@ def test_a_block_ends_with_the_global_parameters() -> None:
 
 
 def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
-    def program(ranks: Any) -> list[int]:
-        model, inner, outer, diloco = made(ranks, OUTER["sgd"], way="modules", sync_every=3)
+    def program(transport: Any) -> list[int]:
+        model, inner, outer, diloco = made(transport, OUTER["sgd"], way="modules", sync_every=3)
         gradients: list[int] = []
 
         def look(optimizer: Any, *_: Any) -> None:
@@ -247,7 +252,7 @@ def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
         outer.register_step_pre_hook(look)
         with diloco:
             for step in range(1, 7):
-                local_step(model, inner, step, ranks.rank)
+                local_step(model, inner, step, transport.rank)
         return gradients
 
     for result in simulated.run(P, program):
@@ -258,50 +263,52 @@ def test_one_that_is_lost_and_one_that_joins() -> None:
     """Two go on without the third; a new one joins with other weights, and without an outer state."""
     of_rank: dict[int, Any] = {}
 
-    def begin(ranks: Any) -> None:
-        of_rank[ranks.rank] = made(ranks, OUTER["sgd"], sync_every=2, scope="tensor", decay=1.0)
+    def begin(transport: Any) -> None:
+        of_rank[transport.rank] = made(transport, OUTER["sgd"], sync_every=2, scope="tensor", decay=1.0)
 
-    def train(ranks: Any, first: int, last: int) -> None:
-        model, inner, *_ = of_rank[ranks.rank]
+    def train(transport: Any, first: int, last: int) -> None:
+        model, inner, *_ = of_rank[transport.rank]
         for step in range(first, last):
-            local_step(model, inner, step, ranks.rank)
+            local_step(model, inner, step, transport.rank)
 
     def residuals(diloco: DiLoCo) -> dict[str, Any]:
         return diloco.state_dict()["reducers"][0]["residuals"]
 
-    def go_on_without(ranks: Any) -> None:
-        diloco = of_rank[ranks.rank][3]
+    def go_on_without(transport: Any) -> None:
+        diloco = of_rank[transport.rank][3]
         kept = residuals(diloco)
-        assert diloco.rebuild(ranks).ranks_lost == (2,)
+        assert diloco.rebuild(transport).ranks_lost == (2,)
         assert all(torch.equal(mine, kept[name]) for name, mine in residuals(diloco).items())
-        train(ranks, 3, 5)
+        train(transport, 3, 5)
 
-    def go_on_with(ranks: Any) -> Any:
-        if ranks.rank == 2:
-            begin(ranks)
-        model, _, _, diloco = of_rank[ranks.rank]
-        assert diloco.rebuild(ranks, joining=ranks.rank == 2).ranks_joined == (2,)
+    def go_on_with(transport: Any) -> Any:
+        if transport.rank == 2:
+            begin(transport)
+        model, _, _, diloco = of_rank[transport.rank]
+        assert diloco.rebuild(transport, joining=transport.rank == 2).ranks_joined == (2,)
         assert (diloco.round, diloco.local_step) == (2, 1)
         held = diloco.global_parameters()
-        assert ranks.rank < 2 or all(torch.equal(p, held[n]) for n, p in model.named_parameters() if p.requires_grad)
-        train(ranks, 5, 8)
+        assert transport.rank < 2 or all(
+            torch.equal(p, held[n]) for n, p in model.named_parameters() if p.requires_grad
+        )
+        train(transport, 5, 8)
         outer = diloco.state_dict()["outer"]["state"]
         return [*held.values(), *(state["momentum_buffer"] for state in outer.values())]
 
-    simulated.run(3, lambda ranks: (begin(ranks), train(ranks, 0, 3)))
+    simulated.run(3, lambda transport: (begin(transport), train(transport, 0, 3)))
     simulated.run(2, go_on_without)
     first, *others = (result.value for result in simulated.run(3, go_on_with))
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_by_speed_rounds_are_counted_and_global_parameters_are_alike() -> None:
-    def program(ranks: Any) -> Any:
-        model, inner, _, diloco = made(ranks, sync_every=4, by_speed=True, **DENSE)
+    def program(transport: Any) -> Any:
+        model, inner, _, diloco = made(transport, sync_every=4, by_speed=True, **DENSE)
         step = 0
         while diloco.round < 3:
             step += 1
-            ranks.compute(1.0 + 2 * ranks.rank)
-            local_step(model, inner, step, ranks.rank)
+            transport.compute(1.0 + 2 * transport.rank)
+            local_step(model, inner, step, transport.rank)
         diloco.rest()
         return step, diloco.steps, diloco.left_out, [p.tolist() for p in diloco.global_parameters().values()]
 
@@ -312,31 +319,31 @@ def test_by_speed_rounds_are_counted_and_global_parameters_are_alike() -> None:
 
 
 def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
         model = network(torch.float32)
         inner = inner_of(model)
-        with DiLoCo(model, inner, sync_every=3, comm=ranks) as diloco:
+        with DiLoCo(model, inner, sync_every=3, comm=transport) as diloco:
             get_optimizer_state_dict(model, inner)
             assert inner.state  # zeros
             assert diloco.local_step == 0
-            local_step(model, inner, 0, ranks.rank)
+            local_step(model, inner, 0, transport.rank)
             assert diloco.local_step == 1
             for group in inner.param_groups:  # as in a warm-up
                 group["lr"] = 0.0
-            local_step(model, inner, 1, ranks.rank)
+            local_step(model, inner, 1, transport.rank)
             assert diloco.local_step == 2
 
     simulated.run(P, program)
 
 
 def test_weights_that_differ() -> None:
-    def program(ranks: Any) -> None:
+    def program(transport: Any) -> None:
         model = network(torch.float32)
         with torch.no_grad():
-            model[1].bias += ranks.rank  # which is frozen
+            model[1].bias += transport.rank  # which is frozen
         inner = inner_of(model)
-        DiLoCo(model, inner, comm=ranks)
-        local_step(model, inner, 0, ranks.rank)
+        DiLoCo(model, inner, comm=transport)
+        local_step(model, inner, 0, transport.rank)
 
     with pytest.raises(sc.WeightMismatchError, match=r"1\.bias.* rank 1 are not those of rank 0"):
         simulated.run(P, program)

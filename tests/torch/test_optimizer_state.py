@@ -85,20 +85,20 @@ def change(what: str, state: Any) -> Any:
     ],
 )
 def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, said: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = module()
         plain = OPTIMIZERS[kind](model.parameters())
-        optimizer: Any = DistributedOptimizer(plain, model.named_parameters(), 0.5, comm=ranks, dense_below=0)
-        stepped(optimizer, model.parameters(), 2, ranks.rank)
+        optimizer: Any = DistributedOptimizer(plain, model.named_parameters(), 0.5, comm=transport, dense_below=0)
+        stepped(optimizer, model.parameters(), 2, transport.rank)
         state = copy.deepcopy(optimizer.state_dict())
-        stepped(optimizer, model.parameters(), 1, ranks.rank)
+        stepped(optimizer, model.parameters(), 1, transport.rank)
         before = bits(optimizer.state_dict())
-        with pytest.raises(sc.InvalidInputError, match=said if ranks.rank == 1 else "rank 1"):
-            optimizer.load_state_dict(change(what, copy.deepcopy(state)) if ranks.rank == 1 else state)
+        with pytest.raises(sc.InvalidInputError, match=said if transport.rank == 1 else "rank 1"):
+            optimizer.load_state_dict(change(what, copy.deepcopy(state)) if transport.rank == 1 else state)
         assert bits(optimizer.state_dict()) == before
         optimizer.load_state_dict(state)
         assert bits(optimizer.state_dict()) == bits(state)
-        stepped(optimizer, model.parameters(), 2, ranks.rank)
+        stepped(optimizer, model.parameters(), 2, transport.rank)
         return bits(list(model.parameters())), bits(plain.state_dict()["state"])
 
     results = run(2, program)
@@ -109,15 +109,15 @@ def test_a_distributed_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: 
 @pytest.mark.parametrize("what", ["group", "rate", "value", "text", "shape"])
 @pytest.mark.parametrize("whom", [(1,), (0, 1)])
 def test_an_outer_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, whom: tuple[int, ...]) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = module()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        diloco = DiLoCo(model, inner, OPTIMIZERS[kind](model.parameters()), 0.5, sync_every=2, comm=ranks)
-        stepped(inner, model.parameters(), 4, ranks.rank)
+        diloco = DiLoCo(model, inner, OPTIMIZERS[kind](model.parameters()), 0.5, sync_every=2, comm=transport)
+        stepped(inner, model.parameters(), 4, transport.rank)
         state = copy.deepcopy(diloco.state_dict())
-        stepped(inner, model.parameters(), 2, ranks.rank)
+        stepped(inner, model.parameters(), 2, transport.rank)
         before = bits(diloco.state_dict())
-        mine = state | {"outer": change(what, copy.deepcopy(state["outer"]))} if ranks.rank in whom else state
+        mine = state | {"outer": change(what, copy.deepcopy(state["outer"]))} if transport.rank in whom else state
         if len(whom) == 2 and what in ("rate", "value"):
             diloco.load_state_dict(mine)  # alike on all ranks, and nothing that cannot be
         else:
@@ -125,7 +125,7 @@ def test_an_outer_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, 
                 diloco.load_state_dict(mine)
             assert bits(diloco.state_dict()) == before
             diloco.load_state_dict(state)
-        stepped(inner, model.parameters(), 2, ranks.rank)
+        stepped(inner, model.parameters(), 2, transport.rank)
         return bits(diloco.state_dict()["global_parameters"])
 
     results = run(2, program)
@@ -133,11 +133,11 @@ def test_an_outer_optimizer_loads_on_all_ranks_or_on_none(kind: str, what: str, 
 
 
 def test_a_loss_scale_is_compared() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        state = SparseState(module().named_parameters(), comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        state = SparseState(module().named_parameters(), comm=transport)
         good = state.state_dict()
         for scale, match in (
-            (8.0 * (1 + ranks.rank), "has loss_scale 16, but that of rank 0 has 8"),
+            (8.0 * (1 + transport.rank), "has loss_scale 16, but that of rank 0 has 8"),
             ("x", "loss_scale"),
         ):
             with pytest.raises(sc.InvalidInputError, match=match):
@@ -153,19 +153,19 @@ def test_a_loss_scale_is_compared() -> None:
 def test_outer_states_travel_without_pickles(half: bool) -> None:
     """A state in bfloat16 would be cast where it is loaded, so that ranks would differ: all refuse it."""
 
-    def program(ranks: simulated.SimulatedTransport) -> Any:
+    def program(transport: simulated.SimulatedTransport) -> Any:
         model = module()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         outer = OPTIMIZERS["Adam"](model.parameters())
-        diloco = DiLoCo(model, inner, outer, 0.5, sync_every=2, comm=ranks)
-        for p in outer.param_groups[0]["params"] if ranks.rank == 0 else ():
+        diloco = DiLoCo(model, inner, outer, 0.5, sync_every=2, comm=transport)
+        for p in outer.param_groups[0]["params"] if transport.rank == 0 else ():
             outer.state[p] = {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(p), "exp_avg_sq": (p * p).detach()}
             outer.state[p] |= {"exp_avg": torch.ones_like(p).bfloat16()} if half else {}
         if half:
             with pytest.raises(sc.InvalidInputError, match=r"outer|rank 1"):
-                diloco.rebuild(ranks, joining=ranks.rank == 1)
+                diloco.rebuild(transport, joining=transport.rank == 1)
             return len(outer.state)
-        diloco.rebuild(ranks, joining=ranks.rank == 1)
+        diloco.rebuild(transport, joining=transport.rank == 1)
         return bits(diloco.state_dict()["outer"])
 
     results = run(2, program)
@@ -216,7 +216,7 @@ def test_a_step_is_tried_on_a_copy() -> None:
     np.testing.assert_array_equal(parameters[1].grad, torch.full_like(parameters[1], 2.0))
 
 
-def in_order(names: str, grouped: bool, kind: str, ranks: Any) -> tuple[Any, Any]:
+def in_order(names: str, grouped: bool, kind: str, transport: Any) -> tuple[Any, Any]:
     """A model whose parameters of these names come in this order, and its optimizer. "f" is frozen, "x" not named."""
     model = {name: torch.nn.Parameter(torch.zeros(40)) for name in names}
     model["f"].requires_grad_(False)
@@ -224,33 +224,33 @@ def in_order(names: str, grouped: bool, kind: str, ranks: Any) -> tuple[Any, Any
     groups = [{"params": known[:2], "lr": 0.25}, {"params": known[2:]}] if grouped else known
     optimizer = OPTIMIZERS[kind](groups)
     named = [(name, p) for name, p in model.items() if name != "x"]
-    return model, DistributedOptimizer(optimizer, named, 0.5, comm=ranks, dense_below=0)
+    return model, DistributedOptimizer(optimizer, named, 0.5, comm=transport, dense_below=0)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_state_follows_names(kind: str, apart: bool, grouped: bool) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        (model, optimizer), (other, its) = (in_order(names, grouped, kind, ranks) for names in ("abcfx", "bafxc"))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        (model, optimizer), (other, its) = (in_order(names, grouped, kind, transport) for names in ("abcfx", "bafxc"))
         if apart:
             optimizer.residuals_apart(), its.residuals_apart()
         for step in range(3):
             for i, name in enumerate("abcx"):
-                model[name].grad = torch.full((40,), 1.0 + i + step + (ranks.rank if name != "x" else 0))
+                model[name].grad = torch.full((40,), 1.0 + i + step + (transport.rank if name != "x" else 0))
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
         its.load_state_dict(state)
         for name in model:
             assert bits(its.state.get(other[name])) == bits(optimizer.state.get(model[name])), name
         assert its.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-        theirs = in_order("abcdf", grouped, kind, ranks)[1]
+        theirs = in_order("abcdf", grouped, kind, transport)[1]
         if apart:
             theirs.residuals_apart()
         with pytest.raises(sc.InvalidInputError, match=r"lack|lacks"):
             theirs.load_state_dict(state)
         del state["parameter_names"]  # as it was saved before there were names: by position
-        again = in_order("abcfx", grouped, kind, ranks)
+        again = in_order("abcfx", grouped, kind, transport)
         if apart:
             again[1].residuals_apart()
         again[1].load_state_dict(state)
@@ -260,10 +260,10 @@ def test_state_follows_names(kind: str, apart: bool, grouped: bool) -> None:
 
 
 def test_a_parameter_of_another_group_is_refused() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        state = in_order("abcfx", True, "SGD", ranks)[1].state_dict()
+    def program(transport: simulated.SimulatedTransport) -> None:
+        state = in_order("abcfx", True, "SGD", transport)[1].state_dict()
         with pytest.raises(sc.InvalidInputError, match=r"parameter group 0 lacks \['c'\] and has \['b'\]"):
-            in_order("acbfx", True, "SGD", ranks)[1].load_state_dict(state)
+            in_order("acbfx", True, "SGD", transport)[1].load_state_dict(state)
 
     run(2, program)
 

@@ -53,8 +53,8 @@ def wrapped(how: str) -> Any:
 @pytest.mark.parametrize("how", ["compiled", "block", "checkpointed"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_wrappers_leave_names_and_states_alone(maker: str, how: str) -> None:
-    def program(ranks: simulated.SimulatedTransport) -> None:
-        plain, other = (MAKERS[maker](m, ranks) for m in (model(), wrapped(how)))
+    def program(transport: simulated.SimulatedTransport) -> None:
+        plain, other = (MAKERS[maker](m, transport) for m in (model(), wrapped(how)))
         for one, two in ((plain, other), (other, plain)):
             two.load_state_dict(one.state_dict())
         reducers = (each.reducers[0] if maker == "DiLoCo" else each.reducer for each in (plain, other))
@@ -82,26 +82,26 @@ def float64_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def use(ranks: simulated.SimulatedTransport, m: Any) -> None:
-    broadcast_parameters(m.state_dict(), comm=ranks)
+def use(transport: simulated.SimulatedTransport, m: Any) -> None:
+    broadcast_parameters(m.state_dict(), comm=transport)
     for maker in MAKERS.values():
-        maker(m, ranks)
+        maker(m, transport)
         for p in m.parameters():
             p.grad = None
-    optimizer = DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=ranks, wire="packed_int8")
+    optimizer = DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=transport, wire="packed_int8")
     m[0].weight.grad = torch.full_like(m[0].weight, 1.0)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_another_default_dtype(float64_by_default: None) -> None:
-    run(2, lambda ranks: use(ranks, model().float()))
+    run(2, lambda transport: use(transport, model().float()))
 
 
 def test_another_default_device() -> None:
     models = [model() for _ in range(2)]
     with torch.device("meta"):
-        run(2, lambda ranks: use(ranks, models[ranks.rank]))
+        run(2, lambda transport: use(transport, models[transport.rank]))
 
 
 def test_a_wire_that_does_not_fit_the_parameters_is_refused_at_once() -> None:

@@ -76,9 +76,9 @@ def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_broadcast_between_simulated_ranks() -> None:
-    def program(ranks: simulated.SimulatedTransport) -> list[float]:
-        tensor = torch.tensor([1.5, -0.0, torch.inf, -3.0]) * (1 + ranks.rank)
-        broadcast_parameters({"a": tensor}, 2, comm=ranks)
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        tensor = torch.tensor([1.5, -0.0, torch.inf, -3.0]) * (1 + transport.rank)
+        broadcast_parameters({"a": tensor}, 2, comm=transport)
         return tensor.view(torch.int32).tolist()
 
     expected = (torch.tensor([1.5, -0.0, torch.inf, -3.0]) * 3).view(torch.int32).tolist()

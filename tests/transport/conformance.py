@@ -132,8 +132,8 @@ def case(*, ranks: int = 1, real: bool = False) -> Callable[[Case], Case]:
 
 
 @case()
-def bytes_travel(ranks: Ranks) -> None:
-    transport = ranks.new()
+def bytes_travel(comm: Ranks) -> None:
+    transport = comm.new()
     before = transport.counters.bytes_received
     sizes = [0, 1, 2, 63, 64, 65, 1000, 4096, 16_384, 16_385, 65_535, 65_536, 65_537, 131_073, 1_000_000, 5_000_000]
     for size in sizes:
@@ -142,7 +142,7 @@ def bytes_travel(ranks: Ranks) -> None:
     assert transport.counters.messages_sent == transport.counters.messages_received >= len(sizes)
     after, _ = neighbours(transport)
     for peer in transport.peers():  # where it tells; with framing
-        assert peer.rank != ranks.rank
+        assert peer.rank != comm.rank
         sent = sum(sizes) if peer.rank == after else 0
         assert sent <= peer.bytes_sent <= sent + 100_000
         assert peer.seconds >= 0
@@ -150,12 +150,12 @@ def bytes_travel(ranks: Ranks) -> None:
 
 
 @case()
-def messages_keep_their_order(ranks: Ranks) -> None:
-    transport = ranks.new()
+def messages_keep_their_order(comm: Ranks) -> None:
+    transport = comm.new()
     sizes = [0, 20_000, 1, 1_000_000, 0, 16_384, 16_385, 3] + [100 * i for i in range(100)]
     with call(transport):
-        requests = [transport.isend(noise(size, ranks.rank), to) for size in sizes for to in range(ranks.size)]
-        for source in reversed(range(ranks.size)):
+        requests = [transport.isend(noise(size, comm.rank), to) for size in sizes for to in range(comm.size)]
+        for source in reversed(range(comm.size)):
             for size in sizes:
                 got = transport.receive(source)
                 assert np.array_equal(got, noise(size, source))
@@ -166,32 +166,32 @@ def messages_keep_their_order(ranks: Ranks) -> None:
 
 
 @case()
-def fast_ranks_do_not_overtake(ranks: Ranks) -> None:
-    transport = ranks.new()
+def fast_ranks_do_not_overtake(comm: Ranks) -> None:
+    transport = comm.new()
     after, before = neighbours(transport)
     for i in range(200):
         with call(transport):
-            got = transport.exchange(noise(8, 1000 * i + ranks.rank), after, before)
+            got = transport.exchange(noise(8, 1000 * i + comm.rank), after, before)
             assert np.array_equal(got, noise(8, 1000 * i + before))
 
 
 @case()
-def a_slow_rank_is_waited_for(ranks: Ranks) -> None:
-    transport = ranks.new()
+def a_slow_rank_is_waited_for(comm: Ranks) -> None:
+    transport = comm.new()
     after, before = neighbours(transport)
     with call(transport):
-        if ranks.rank == ranks.size - 1:
-            ranks.sleep(0.6)  # through all stages of waiting, and some pings
-        assert transport.exchange(noise(100_000, ranks.rank), after, before).size == 100_000
+        if comm.rank == comm.size - 1:
+            comm.sleep(0.6)  # through all stages of waiting, and some pings
+        assert transport.exchange(noise(100_000, comm.rank), after, before).size == 100_000
     ring(transport)
 
 
 @case(real=True)
-def messages_in_pieces(ranks: Ranks) -> None:
+def messages_in_pieces(comm: Ranks) -> None:
     """The ranks' limits differ: a message as long as one's own must not seem the first piece of a longer one."""
     for limit in (64, 1000):
-        with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit if ranks.rank == 0 else 3 * limit):
-            transport = ranks.new()
+        with setting("SPARSECOMM_MAX_MESSAGE_BYTES", limit if comm.rank == 0 else 3 * limit):
+            transport = comm.new()
         after, before = neighbours(transport)
         sizes = [0, 1, limit - 1, limit, limit + 1, 3 * limit - 1, 3 * limit, 3 * limit + 1, 9 * limit, 100_000]
         for size in sizes:
@@ -199,7 +199,7 @@ def messages_in_pieces(ranks: Ranks) -> None:
         counters = transport.counters
         assert (counters.bytes_sent, counters.messages_sent) == (sum(sizes), len(sizes))
         assert (counters.bytes_received, counters.messages_received) == (sum(sizes), len(sizes))
-        frozen = noise(5000, ranks.rank)
+        frozen = noise(5000, comm.rank)
         frozen.flags.writeable = False
         with call(transport):
             assert np.array_equal(transport.exchange(frozen, after, before), noise(5000, before))
@@ -210,9 +210,9 @@ def messages_in_pieces(ranks: Ranks) -> None:
 
 
 @case()
-def to_all_and_from_all_at_once(ranks: Ranks) -> None:
+def to_all_and_from_all_at_once(comm: Ranks) -> None:
     """Each rank gets something else, of another length, in one piece or in several; some get the same bytes."""
-    transport = ranks.new()
+    transport = comm.new()
     rank, size = transport.rank, transport.size
     others = [other for other in range(size) if other != rank]
     for lengths in ([0, 3], [65_535, 65_536, 70_000], [200_000, 10]):
@@ -229,19 +229,19 @@ def to_all_and_from_all_at_once(ranks: Ranks) -> None:
 
 
 @case()
-def a_broadcast_gives_all_the_bytes_of_one(ranks: Ranks) -> None:
-    transport = ranks.new()
+def a_broadcast_gives_all_the_bytes_of_one(comm: Ranks) -> None:
+    transport = comm.new()
     ring(transport)
-    for root in range(ranks.size):
+    for root in range(comm.size):
         for size in (0, 1, 100_000):
-            data = noise(size, ranks.rank)
+            data = noise(size, comm.rank)
             transport.broadcast(data, root)
             assert np.array_equal(data, noise(size, root))
 
 
 @case()
-def what_is_refused_begins_nothing(ranks: Ranks) -> None:
-    transport = ranks.new()
+def what_is_refused_begins_nothing(comm: Ranks) -> None:
+    transport = comm.new()
     number = transport.number
     with pytest.raises(InvalidInputError, match="257 bytes"):
         transport.begin(bytes(257), lambda theirs, rank: CollectiveMismatchError())
@@ -250,7 +250,7 @@ def what_is_refused_begins_nothing(ranks: Ranks) -> None:
     transport.abort(KeyError())  # there is none
     assert transport.number == number
     with call(transport, bytes(256)):
-        for refused in (lambda: transport.isend(noise(1, 0), ranks.size), lambda: transport.receive(ranks.size)):
+        for refused in (lambda: transport.isend(noise(1, 0), comm.size), lambda: transport.receive(comm.size)):
             with pytest.raises(TransportError):
                 refused()
     ring(transport)
@@ -260,78 +260,78 @@ def what_is_refused_begins_nothing(ranks: Ranks) -> None:
 
 
 @case(ranks=2)
-def a_rank_that_leaves_its_call(ranks: Ranks) -> None:
+def a_rank_that_leaves_its_call(comm: Ranks) -> None:
     """The others leave it at once, and take what is left of it for nothing else."""
-    transport = ranks.new()
+    transport = comm.new()
     after, _ = neighbours(transport)
     for kind in (KeyError, KeyboardInterrupt, ZeroDivisionError):
         number = transport.number + 1
         with soon(), pytest.raises((kind, TransportError)) as caught, call(transport):
             requests = [transport.isend(noise(size, 77), after) for size in (100, 3_000_000)]
-            if ranks.rank == ODD:
+            if comm.rank == ODD:
                 raise kind("on purpose")
             for request in requests:
                 request.wait()
             while True:
                 transport.receive(ODD)
-        if ranks.rank != ODD:
+        if comm.rank != ODD:
             assert type(caught.value) is TransportError
             said = str(caught.value)
-            assert f"rank {ODD} left call {number}, which rank {ranks.rank} is in. {kind.__name__}: " in said
+            assert f"rank {ODD} left call {number}, which rank {comm.rank} is in. {kind.__name__}: " in said
             assert "on purpose" in said
         ring(transport, 100)
 
 
 @case(ranks=2)
-def a_mismatch_found_by_one_is_a_mismatch_for_all(ranks: Ranks) -> None:
-    transport = ranks.new()
+def a_mismatch_found_by_one_is_a_mismatch_for_all(comm: Ranks) -> None:
+    transport = comm.new()
     with soon(), pytest.raises(CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
-        if ranks.rank == 0:
+        if comm.rank == 0:
             raise CollectiveMismatchError("k = 1 here, k = 2 there")
         transport.receive(neighbours(transport)[1])
     ring(transport)
 
 
 @case(ranks=2)
-def ranks_that_wait_in_a_cycle(ranks: Ranks) -> None:
+def ranks_that_wait_in_a_cycle(comm: Ranks) -> None:
     """In different calls they find out; in the same call they time out, since that is no mismatch."""
-    transport = ranks.new()
+    transport = comm.new()
     after, _ = neighbours(transport)
-    with soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport, b"one" if ranks.rank else b"other"):
+    with soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport, b"one" if comm.rank else b"other"):
         transport.receive(after)
     assert "'one'" in str(caught.value)
     assert "'other'" in str(caught.value)
     ring(transport)
-    with ranks.timeout(0.6), soon(), pytest.raises(TransportError, match=r"waited \S+ s for rank"), call(transport):
+    with comm.timeout(0.6), soon(), pytest.raises(TransportError, match=r"waited \S+ s for rank"), call(transport):
         transport.receive(after)  # some pings are sent
     ring(transport)
 
 
 @case(ranks=2)
-def a_rank_that_never_calls_is_named(ranks: Ranks) -> None:
-    transport = ranks.new()
+def a_rank_that_never_calls_is_named(comm: Ranks) -> None:
+    transport = comm.new()
     number = transport.number + 1
-    if ranks.rank != ODD:
+    if comm.rank != ODD:
         named = pytest.raises(TransportError, match=rf"waited \S+ s for rank {ODD} in call {number}")
-        with ranks.timeout(0.3), soon(), named, call(transport):
+        with comm.timeout(0.3), soon(), named, call(transport):
             transport.receive(ODD)
-    ranks.barrier()
-    if ranks.rank == ODD:  # its call comes when the others have given up
+    comm.barrier()
+    if comm.rank == ODD:  # its call comes when the others have given up
         with soon(), pytest.raises(TransportError, match=rf"rank \d+ left call {number}"), call(transport):
             transport.receive(0)
     ring(transport)
 
 
 @case(ranks=2)
-def a_rank_behind_by_one_call_catches_up(ranks: Ranks) -> None:
+def a_rank_behind_by_one_call_catches_up(comm: Ranks) -> None:
     """What the others have sent of the call before is not taken for the next one's."""
-    transport = ranks.new()
-    if ranks.rank:
-        with ranks.timeout(0.3), pytest.raises(TransportError), call(transport):
+    transport = comm.new()
+    if comm.rank:
+        with comm.timeout(0.3), pytest.raises(TransportError), call(transport):
             transport.isend(noise(9, 9), 0)
             transport.receive(0)
-    ranks.barrier()
-    if ranks.rank == 0:
+    comm.barrier()
+    if comm.rank == 0:
         with soon(), pytest.raises(TransportError, match="left call"), call(transport):
             while True:
                 transport.receive(1)
@@ -339,15 +339,15 @@ def a_rank_behind_by_one_call_catches_up(ranks: Ranks) -> None:
 
 
 @case(ranks=2, real=True)
-def large_sends_that_nobody_takes(ranks: Ranks) -> None:
+def large_sends_that_nobody_takes(comm: Ranks) -> None:
     """They wait for the receiver, and are taken up by it when the next call begins."""
-    transport = ranks.new()
+    transport = comm.new()
     after, _ = neighbours(transport)
-    with ranks.timeout(0.2), pytest.raises(TransportError), call(transport):
+    with comm.timeout(0.2), pytest.raises(TransportError), call(transport):
         transport.isend(noise(3_000_000, 0), after).wait()
         while True:  # only where the sender need not wait
             transport.receive(after)
-    ranks.barrier()
+    comm.barrier()
     for _ in range(20):
         ring(transport)
         time.sleep(0.005)
@@ -356,15 +356,15 @@ def large_sends_that_nobody_takes(ranks: Ranks) -> None:
 
 
 @case(real=True)
-def ctrl_c_in_a_wait(ranks: Ranks) -> None:
+def ctrl_c_in_a_wait(comm: Ranks) -> None:
     """On one rank it ends the wait, and with that the others'."""
-    transport = ranks.new()
+    transport = comm.new()
     ring(transport)
     with soon(), pytest.raises((KeyboardInterrupt, TransportError)) as caught, call(transport):
-        if ranks.rank == 0:
+        if comm.rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         transport.receive(neighbours(transport)[0])
-    if ranks.rank == 0:
+    if comm.rank == 0:
         assert caught.type is KeyboardInterrupt
     else:
         assert "rank 0 left call 2" in str(caught.value)
@@ -373,16 +373,16 @@ def ctrl_c_in_a_wait(ranks: Ranks) -> None:
 
 
 @case(ranks=2, real=True)
-def ctrl_c_divides_no_message(ranks: Ranks) -> None:
+def ctrl_c_divides_no_message(comm: Ranks) -> None:
     """Wherever it comes in a call, the next one works."""
     with setting("SPARSECOMM_MAX_MESSAGE_BYTES", 64):
-        transport = ranks.new()
+        transport = comm.new()
     after, before = neighbours(transport)
-    mine, theirs = noise(2000, ranks.rank), noise(2000, before)
+    mine, theirs = noise(2000, comm.rank), noise(2000, before)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     for i in range(25):
         with soon(), pytest.raises((KeyboardInterrupt, TransportError)), call(transport):
-            if ranks.rank == ODD:
+            if comm.rank == ODD:
                 signal.setitimer(signal.ITIMER_REAL, 5e-4 * (i + 1))
             while True:
                 assert np.array_equal(transport.exchange(mine, after, before), theirs)
@@ -394,24 +394,24 @@ def ctrl_c_divides_no_message(ranks: Ranks) -> None:
 
 
 @case(ranks=2, real=True)
-def a_rank_that_does_not_come_at_first(ranks: Ranks) -> None:
-    comm = ranks.comm()
+def a_rank_that_does_not_come_at_first(transport: Ranks) -> None:
+    comm = transport.comm()
     for _ in range(2):
-        if ranks.rank != ODD:
-            with ranks.timeout(0.3), pytest.raises(TimeoutError) as caught:
+        if transport.rank != ODD:
+            with transport.timeout(0.3), pytest.raises(TimeoutError) as caught:
                 of(comm)
-            assert f"rank {ranks.rank} waited 0.3 s" in str(caught.value)
+            assert f"rank {transport.rank} waited 0.3 s" in str(caught.value)
             assert str(ODD) in str(caught.value).partition("make: ")[2]
-            assert f"rank {ODD} has not called" in str(caught.value) or ranks.size > 2
-        ranks.barrier()
+            assert f"rank {ODD} has not called" in str(caught.value) or transport.size > 2
+        transport.barrier()
     ring(of(comm))  # the attempt that timed out is taken up
 
 
 @case(real=True)
-def parts_of_the_world(ranks: Ranks) -> None:
-    world, half = ranks.new(), of(ranks.half())
+def parts_of_the_world(transport: Ranks) -> None:
+    world, half = transport.new(), of(transport.half())
     assert half is not world
-    assert (half.rank, half.size) == (ranks.rank // 2, len(range(ranks.rank % 2, ranks.size, 2)))
+    assert (half.rank, half.size) == (transport.rank // 2, len(range(transport.rank % 2, transport.size, 2)))
     for size in (10, 300_000):
         ring(half, size)
         ring(world, size)
@@ -454,10 +454,10 @@ def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
 
 
 @case(real=True)
-def threads_on_communicators_of_their_own(ranks: Ranks) -> None:
+def threads_on_communicators_of_their_own(transport: Ranks) -> None:
     """From the first call on, which makes the transport."""
-    comms = [ranks.comm() for _ in range(3)]
-    if ranks.new().threaded:
-        works = [partial(threads.calls, comm, ranks.rank, seed) for seed, comm in enumerate(comms)]
+    comms = [transport.comm() for _ in range(3)]
+    if transport.new().threaded:
+        works = [partial(threads.calls, comm, transport.rank, seed) for seed, comm in enumerate(comms)]
         together = threads.at_once(works)
         assert together == [work() for work in works]

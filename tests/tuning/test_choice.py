@@ -27,7 +27,7 @@ ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN = [0, 1, 2, 3], [0] * 4, [0, 0, 1, 1], [0
 
 def explained(n: Any, k: Any, *, nodes: Sequence[int] = ONE_EACH, **options: Any) -> choice.Explanation:
     """What all ranks are told, which is the same."""
-    told = run(len(nodes), lambda ranks: sc.explain(n, k, comm=ranks, **options), nodes, **NETWORK)
+    told = run(len(nodes), lambda transport: sc.explain(n, k, comm=transport, **options), nodes, **NETWORK)
     assert all(str(other) == str(told[0]) for other in told)
     return told[0]
 
@@ -218,7 +218,7 @@ def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int],
     monkeypatch.setattr(choice, "candidates", noting)
     run(
         len(nodes),
-        lambda ranks: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=ranks),
+        lambda transport: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=transport),
         nodes,
         **NETWORK,
     )

@@ -211,14 +211,14 @@ def on_ranks_with_profiles(
 ) -> list[simulated.Result[sc.SparseVector]]:
     """A call on a rank for each profile; None stands for none."""
 
-    def program(ranks: simulated.SimulatedTransport) -> sc.SparseVector:
+    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         x = np.arange(1, 1001, dtype=np.float32)
-        its = costs[ranks.rank]
-        file = tmp_path / f"{ranks.rank}.json"
+        its = costs[transport.rank]
+        file = tmp_path / f"{transport.rank}.json"
         if its is not None:
-            file.write_text(Profile("simulated", len(costs), ranks.num_nodes, its).as_json())
+            file.write_text(Profile("simulated", len(costs), transport.num_nodes, its).as_json())
         monkeypatch.setenv("SPARSECOMM_PROFILE", "" if its is None else str(file))  # read before the rank first waits
-        return sc.sparse_allreduce(x, 10, comm=ranks, **options)
+        return sc.sparse_allreduce(x, 10, comm=transport, **options)
 
     return simulated.run(len(costs), program, node_of_rank=nodes or range(len(costs)), catch=True)
 

@@ -43,11 +43,11 @@ class Clock:
         return timed
 
 
-def clock_of(ranks: Transport, wait: Callable[[], None]) -> Clock:
+def clock_of(transport: Transport, wait: Callable[[], None]) -> Clock:
     """Return the clock of the calls on a transport: one for all who ask."""
-    queue = queue_of(ranks)
+    queue = queue_of(transport)
     found = next((observer for observer in queue.observers if isinstance(observer, Clock)), None)
     if found is None:
         found = Clock(wait)
-        queue.observe(ranks, found)
+        queue.observe(transport, found)
     return found

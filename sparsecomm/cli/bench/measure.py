@@ -85,7 +85,7 @@ class Bench:
         if comm.Get_rank() == 0:
             everyones = (inputs(self.n, self._dtype, self._accumulator, r) for r in range(comm.Get_size()))
             whole = [x.astype(self._accumulator) + residual for x, residual in everyones]
-            total = oracle(name)(whole, runner.k, runner.ranks.node_of_rank)
+            total = oracle(name)(whole, runner.k, runner.transport.node_of_rank)
             indices = np.flatnonzero(total)
             entries = indices, total[indices]
         indices, values = comm.bcast(entries)

@@ -73,10 +73,10 @@ class Ours(Runner):
         self.vectors, self.k = vectors, k
         self._asked: dict[str, Any] = {"algorithm": name, "wire": wire}
         asked: dict[str, Any] = {"dtype": dtype, **self._asked}
-        self.ranks = transport.of(comm_of(vectors.comm))
-        self.explained = sc.explain(vectors.n, k, comm=self.ranks, **asked)
+        self.transport = transport.of(comm_of(vectors.comm))
+        self.explained = sc.explain(vectors.n, k, comm=self.transport, **asked)
         self.taken = self.explained.candidates[0]
-        self.clock = clock_of(self.ranks, vectors.memory.wait) if breakdown else None
+        self.clock = clock_of(self.transport, vectors.memory.wait) if breakdown else None
 
     def before(self, action: str) -> None:
         self.vectors.reset()
@@ -85,13 +85,13 @@ class Ours(Runner):
 
     def step(self) -> sc.SparseVector:
         v = self.vectors
-        return sc.sparse_allreduce(v.x, self.k, comm=self.ranks, residual=v.residual, out=v.out, **self._asked)
+        return sc.sparse_allreduce(v.x, self.k, comm=self.transport, residual=v.residual, out=v.out, **self._asked)
 
     def wait(self) -> None:
         self.vectors.memory.wait()
 
     def traffic(self) -> Sequence[float]:
-        return self.ranks.counters.bytes_sent, self.ranks.counters.bytes_received
+        return self.transport.counters.bytes_sent, self.transport.counters.bytes_received
 
     def parts(self) -> dict[str, float]:
         return {} if self.clock is None else dict(self.clock.seconds)

@@ -53,12 +53,12 @@ class CommonStart:
     Over a long link, ranks leave a barrier up to some trips apart. On short links a barrier is precise enough.
     """
 
-    def __init__(self, comm: World, ranks: Transport) -> None:
+    def __init__(self, comm: World, transport: Transport) -> None:
         """Measure links, and by how much the clocks of the ranks differ."""
-        self._comm, self._clock, links = comm, ranks.clock, measured_links(ranks, _SECONDS)
-        self._ahead = clocks.offsets(range(ranks.size), links.fastest)[ranks.rank].seconds
+        self._comm, self._clock, links = comm, transport.clock, measured_links(transport, _SECONDS)
+        self._ahead = clocks.offsets(range(transport.size), links.fastest)[transport.rank].seconds
         alpha = links.slowest.alpha
-        self._pause = 4 * log2_ceil(ranks.size) * alpha + _MARGIN if ranks.size > 1 and alpha > _LONG else 0.0
+        self._pause = 4 * log2_ceil(transport.size) * alpha + _MARGIN if transport.size > 1 and alpha > _LONG else 0.0
 
     def wait(self) -> None:
         """Return at the time chosen by rank 0, far enough ahead that every rank knows it by then."""

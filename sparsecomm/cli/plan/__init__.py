@@ -119,31 +119,31 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
     options.costs(arguments.profile)
 
 
-def _measure(ranks: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
+def _measure(transport: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
     """Measure the links, print the results, and fill in the options that were not passed. Collective."""
 
     def say(label: str, text: str) -> None:
-        if ranks.rank == 0:
+        if transport.rank == 0:
             print(f"{label:<14} {text}", flush=True)
 
-    say("ranks", launch.placement(ranks, comm.allgather(socket.gethostname())))
-    nodes, P = list(ranks.node_of_rank), ranks.size
-    members = [nodes.index(node) for node in range(ranks.num_nodes)] if ranks.num_nodes > 1 else list(range(P))
-    found = links.measure(ranks, comm, members, arguments.seconds)
+    say("ranks", launch.placement(transport, comm.allgather(socket.gethostname())))
+    nodes, P = list(transport.node_of_rank), transport.size
+    members = [nodes.index(node) for node in range(transport.num_nodes)] if transport.num_nodes > 1 else list(range(P))
+    found = links.measure(transport, comm, members, arguments.seconds)
     assert found.links.farthest is not None
     first, second = found.links.farthest
-    say("library", ranks.library)
+    say("library", transport.library)
     say("interfaces", ", ".join(found.interfaces) or found.streams.unseen)
     say("round trip", f"{time_text(found.rtt)}, the longest, between rank {first} and rank {second}")
     say("rates", found.rates_text)
     say("losses", "unknown" if found.loss is None else f"{percent_text(found.loss)} of the packets")
     say("TCP", found.streams.control or "congestion control unknown")
-    for warning in [*found.wrong, *launch.warnings(ranks)]:
+    for warning in [*found.wrong, *launch.warnings(transport)]:
         say("! warning", warning)
     say("", "")
     arguments.ranks = arguments.ranks or P
-    if arguments.ranks_per_site is None and P % ranks.num_nodes == 0 and ranks.num_nodes > 1:
-        arguments.ranks_per_site = P // ranks.num_nodes
+    if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
+        arguments.ranks_per_site = P // transport.num_nodes
     for name in ("rate", "rtt", "loss", "congestion"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, getattr(found, name))

@@ -59,31 +59,31 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
                 )
 
 
-def check_several(ranks: transport.Transport) -> None:
+def check_several(transport: transport.Transport) -> None:
     """Check that there is a link to measure.
 
     Raises:
         InvalidInputError: there is one rank.
     """
-    if ranks.size == 1:
+    if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun on the "
             "machines that train, or pass --rate and --rtt instead of --measure"
         )
 
 
-def placement(ranks: transport.Transport, hosts: Sequence[str]) -> str:
+def placement(transport: transport.Transport, hosts: Sequence[str]) -> str:
     """Describe which ranks run on which machines. ``hosts``: by rank."""
-    nodes = list(ranks.node_of_rank)
-    names = ", ".join(f"{hosts[nodes.index(node)]} ({nodes.count(node)})" for node in range(ranks.num_nodes))
-    return f"{ranks.size} on {ranks.num_nodes} machine{'s' * (ranks.num_nodes > 1)}: {names}"
+    nodes = list(transport.node_of_rank)
+    names = ", ".join(f"{hosts[nodes.index(node)]} ({nodes.count(node)})" for node in range(transport.num_nodes))
+    return f"{transport.size} on {transport.num_nodes} machine{'s' * (transport.num_nodes > 1)}: {names}"
 
 
-def warnings(ranks: transport.Transport) -> list[str]:
+def warnings(transport: transport.Transport) -> list[str]:
     """Return warnings about the placement of the ranks."""
-    counts = Counter(ranks.node_of_rank)
+    counts = Counter(transport.node_of_rank)
     found = []
-    if ranks.num_nodes == 1:
+    if transport.num_nodes == 1:
         found.append("all ranks are on one machine: these are not measurements of a network")
     elif len(set(counts.values())) > 1:
         text = ", ".join(str(counts[node]) for node in sorted(counts))

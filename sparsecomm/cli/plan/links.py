@@ -62,12 +62,12 @@ class Found:
         return ", ".join(texts)
 
 
-def measure(ranks: Transport, comm: World, members: Sequence[int], seconds: float) -> Found:
+def measure(transport: Transport, comm: World, members: Sequence[int], seconds: float) -> Found:
     """Return what the links between ``members`` are like, the same on all ranks. Collective over all ranks.
 
     Args:
         seconds: about how long messages are timed, and each of six groups of streams.
     """
-    found = measured_links(ranks, seconds)
+    found = measured_links(transport, seconds)
     addresses, interfaces, wrong = launch.paths(comm, members)
     return Found(found, streams.measure(comm, members, addresses, seconds), interfaces, wrong)

@@ -55,18 +55,20 @@ def test_real_ranks_do_what_simulated_ones_do(
     if dtype == "float64" and wire not in ("auto", "plain", "packed"):
         wire = "packed"
 
-    def program(ranks: Any, rank: int) -> tuple[Any, ...]:
+    def program(comm: Any, rank: int) -> tuple[Any, ...]:
         residual, found = data.gradient("normal", 3000, dtype, P + rank), []
         for step in range(2):
             x = data.gradient(kind, 3000, dtype, 2 * P * step + rank)
             out = np.empty_like(x)
             options = {"algorithm": algorithm, "wire": wire, "op": op, "residual": residual, "out": out}
-            result = sc.sparse_allreduce(x, 0.03, comm=ranks, **options)
+            result = sc.sparse_allreduce(x, 0.03, comm=comm, **options)
             found += [*bits(result), residual.tobytes(), out.tobytes()]
-        return found, transport.of(ranks).counters
+        return found, transport.of(comm).counters
 
     ours = program(comm, RANK)
-    assert ours == simulated.run(P, lambda ranks: program(ranks, ranks.rank), node_of_rank=[0] * P)[RANK].value
+    assert (
+        ours == simulated.run(P, lambda transport: program(transport, transport.rank), node_of_rank=[0] * P)[RANK].value
+    )
     results = [found[:4] for found, _ in everyones(ours)]
     assert results == [results[0]] * P
 
@@ -99,7 +101,7 @@ def test_parts_of_the_world_in_another_order(algorithm: str) -> None:
         result = sc.sparse_allreduce(xs[half.rank], 30, comm=half, algorithm=algorithm)
         theirs = simulated.run(
             half.size,
-            lambda ranks: sc.sparse_allreduce(xs[ranks.rank], 30, comm=ranks, algorithm=algorithm),
+            lambda transport: sc.sparse_allreduce(xs[transport.rank], 30, comm=transport, algorithm=algorithm),
             node_of_rank=[0] * half.size,
         )
         assert bits(result) == bits(theirs[half.rank].value)

@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
-            simulated.run(2, lambda ranks, a=algorithm: step(ranks, a, runtime))
+            simulated.run(2, lambda transport, a=algorithm: step(transport, a, runtime))
     barrier()
     return runtime
 
@@ -134,12 +134,12 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
     """A piece is asked for before it is sent, and each of several is told of when it has come."""
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "100000")
     comm, memory = WORLD.Dup(), Addresses()
-    ranks = of(comm)
-    ranks.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
+    transport = of(comm)
+    transport.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
     mine = DeviceBytes(np.full(nbytes, RANK + 1, np.uint8))
-    made = ranks.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, memory, expected)
+    made = transport.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, memory, expected)
     np.testing.assert_array_equal(made.array, np.full(nbytes, (RANK - 1) % P + 1, np.uint8))
-    ranks.end()
+    transport.end()
     comm.Free()
     ends = [nbytes] if nbytes < FIRST else [*range(FIRST, nbytes + 1, 100_000), nbytes]
     assert [asked[1] for asked in memory.asked if asked[0] == "ready"] == ends
