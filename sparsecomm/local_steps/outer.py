@@ -185,7 +185,7 @@ class SharedState:
             why = f": {error_text(self._error)}" if transport.rank == root and self._error else ""
             raise InvalidInputError(
                 f"rank {transport.rank}: the state of rank {root}'s outer optimizer cannot be sent{why}. Expected "
-                f"numbers, texts, arrays, and lists and dictionaries of such, of {limit:,} bytes at most; got {nbytes:,}"
+                f"numbers, texts, arrays, and lists and dictionaries of these, at most {limit:,} bytes; got {nbytes:,}"
             )
         data = self._data if transport.rank == root else np.empty(nbytes, np.uint8)
         transport.broadcast(data, root)
