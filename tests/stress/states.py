@@ -25,13 +25,13 @@ from tests.stress.harness import Numbered, numbered
 from tests.stress.side_channel import SideChannel
 from tests.stress.subjects import KINDS, ON_HOST, Subject
 
-__all__ = ["ON_HOST", "Case", "States"]
+__all__ = ["ON_HOST", "Case", "States", "digest"]
 
 _TIMEOUT = 30  # seconds: SPARSECOMM_TIMEOUT, on real ranks
 _REFUSED = ("InvalidInputError", "KeyboardInterrupt")
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """Return a digest of nested values, bit for bit."""
     found = hashlib.sha1()
 
@@ -102,7 +102,7 @@ class Case:
         for _ in range(self.steps[1]):
             subject.step()
         subject.finish()
-        before, error, raised = _digest(subject.own()), "", "loaded"
+        before, error, raised = digest(subject.own()), "", "loaded"
         mine = [self._damaged(each, r if self.resharded else rank, subject.part) for r, each in enumerate(states)]
         began = time.monotonic()
         try:
@@ -111,7 +111,7 @@ class Case:
             error = type(e).__name__
             raised = f"{error}: {e!s:.300}".encode(errors="replace").decode()
         late = time.monotonic() - began > _TIMEOUT / 2
-        each = gather(Outcome(error, raised, _digest(subject.own()) != before, late))
+        each = gather(Outcome(error, raised, digest(subject.own()) != before, late))
         return each, "" if any(one.error for one in each) else _go_on(subject)
 
     def _damaged(self, state: Any, rank: int, part: str | None) -> Any:
@@ -166,7 +166,7 @@ def _go_on(subject: Subject) -> str:
     try:
         common = [subject.common(), *(subject.step() for _ in range(5))]
         subject.finish()
-        return _digest([*common, subject.common()])
+        return digest([*common, subject.common()])
     except BaseException as e:
         return f"went on with {type(e).__name__}: {e!s:.500}"
 
