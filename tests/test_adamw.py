@@ -418,7 +418,7 @@ DAMAGE = {
     "floats": (lambda state: state["moments"]["bias"].update(last=np.zeros(11)), "whole numbers of shape"),
     "of one rank": (
         lambda state: state["moments"]["bias"]["mean"].__setitem__(0, 0.5),
-        "differs from that of rank 0 in moments",
+        "rank 0 and rank 1 differ in moments",
     ),
 }
 

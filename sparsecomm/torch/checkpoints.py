@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
-from sparsecomm.checkpoints.formats import Folder, Format
+from sparsecomm.checkpoints.files import Folder, Format
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
@@ -95,7 +95,7 @@ class TorchFormat(Format):
         with _checksums():
             torch.save(value, file)
 
-    def parse(self, file: BinaryIO, path: Path, *, verify: bool) -> Any:
+    def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # files are never written to
 
     def state_of(self, one: Any) -> Any:

@@ -172,7 +172,7 @@ def test_older_ones_go_and_the_last_but_one_stays(tmp_path: Path, saving: Saving
         saving.save(tmp_path, 31, {"x": 31}, comm=transport, keep=2)
         assert saving.load(tmp_path, {"x": None}, comm=transport) == Checkpoint(31, {"x": 31}, 2)
         assert saving.load(tmp_path, {"x": None}, comm=transport, step=4) == Checkpoint(4, {"x": 4}, 2)
-        with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 5 .* sees: steps 31, 4, 30"):
+        with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 5 .* sees: \[\[31, 4, 30\]"):
             saving.load(tmp_path, {"x": None}, comm=transport, step=5)
 
     run(2, program)

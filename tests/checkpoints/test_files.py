@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.checkpoints.claims import claim
+from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.transport import simulated
 from tests.ranks import errors, run
 from tests.stress.files import DAMAGES, Case
@@ -115,7 +115,7 @@ def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, modul
         for rank in range(2):
             import_module("torch").save({"x": 1}, tmp_path / f"{rank}/step1-rank{rank}-of2.pt")
     said = {
-        "folder": r"complete on all ranks. Rank 0 sees: steps 1, and rank 1: none. Restore",
+        "folder": r"complete on all ranks. Steps that each rank sees: \[\[1\], \[\]\]. Restore",
         "all damaged": "step1-rank1-of2.* cannot be read: BadZipFile",
         "of an earlier version": "earlier version",
     }
@@ -163,9 +163,9 @@ def test_where_a_checkpoint_may_be_that_cannot_be_seen_all_ranks_raise(other: st
 JOB = """
 import sys, time
 from pathlib import Path
-from sparsecomm.checkpoints import claims
-claims._PATIENCE = 0.1
-claims.claim(Path(sys.argv[1]), "%s")
+from sparsecomm.checkpoints import lock
+lock._TIMEOUT = 0.1
+lock.acquire(Path(sys.argv[1]), "%s")
 print("claimed", flush=True)
 time.sleep(600)
 """
@@ -174,7 +174,7 @@ time.sleep(600)
 def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsecomm.checkpoints.claims._PATIENCE", 0.1)
+    monkeypatch.setattr("sparsecomm.checkpoints.lock._TIMEOUT", 0.1)
     job = subprocess.Popen([sys.executable, "-c", JOB % "another", str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert job.stdout is not None
@@ -186,7 +186,7 @@ def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_li
         job.send_signal(signal.SIGKILL)
         job.wait()
         assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
-        claim(tmp_path, "another name")  # of the job that has it
+        acquire(tmp_path, "another name")  # of the job that has it
         assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
     finally:
         job.kill()

@@ -81,8 +81,8 @@ WRONG = {
     "no state": (lambda s: [1, 2], "got list; expected the dictionary that Reducer.state_dict"),
     "keys": (lambda s: {"step": 3}, "expected the dictionary that Reducer.state_dict"),
     "format": (lambda s: s | {"format": 9}, "format 9"),
-    "world size": (lambda s: s | {"world_size": 7}, "world size 7, .*reshard"),
-    "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "the state of rank"),
+    "world size": (lambda s: s | {"world_size": 7}, r"world_size'. is 7, .*reshard"),
+    "rank": (lambda s: s | {"rank": 1 - s["rank"]}, "pass the state of rank"),
     "lacking": (lambda s: s | {"residuals": {n: a for n, a in s["residuals"].items() if n != "c"}}, "lacks 'c'"),
     "others": (lambda s: s | {"residuals": s["residuals"] | {"z": np.zeros(3)}}, "unexpected: 'z'"),
     "shape": (lambda s: s | {"residuals": s["residuals"] | {"c": np.zeros(3)}}, r"residuals\['c'\] has shape \(3,\)"),
@@ -93,7 +93,7 @@ WRONG = {
     "no costs": (lambda s: s | {"costs": {"link": [1.0, 0.0, 1.0], "node": None}}, "'costs'. is "),
     "costs of others": (
         lambda s: s | {"costs": {"link": [1.0 + s["rank"], 1.0, 1.0], "node": None}},
-        "differs from that of rank 0 in costs",
+        "the states of rank 0 and rank 1 differ in costs",
     ),
     "another's velocities": (
         lambda s: s | {"velocities": s["velocities"] | {"z": np.zeros(3)}},

@@ -83,7 +83,7 @@ def test_an_error_without_a_text_is_told() -> None:
             if transport.rank == 0:
                 raise SilentError
 
-        with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its text raised RuntimeError"):
+        with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its message raised RuntimeError"):
             Thing(transport).load(7, "new", fails)
 
     run(2, program)
@@ -93,11 +93,19 @@ def test_what_differs_is_told_with_both_values() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         thing = Thing(transport)
         for a, b, what in (
-            (3 + (transport.rank == 2), "new", "the state of rank 2 has a 4, but that of rank 0 has 3"),
-            (2**64 - 1 - (transport.rank > 0), "new", f"rank 1 has a {2**64 - 2}, but that of rank 0 has {2**64 - 1}"),
-            (3, "new" * (1 + transport.rank % 2), "the state of rank 1 differs from that of rank 0 in b"),
+            (3 + (transport.rank == 2), "new", r"the states of rank 0 and rank 2 differ in a \(3 and 4\)"),
+            (
+                2**64 - 1 - (transport.rank > 0),
+                "new",
+                rf"rank 0 and rank 1 differ in a \({2**64 - 1} and {2**64 - 2}\)",
+            ),
+            (
+                3,
+                "new" * (1 + transport.rank % 2),
+                r"the states of rank 0 and rank 1 differ in b \(checksum \w{16} and checksum \w{16}\)",
+            ),
         ):
-            match = f"^rank {transport.rank}: .*{what}; expected .* saved together"
+            match = f"^rank {transport.rank}: .*{what}; load states .* saved together"
             with pytest.raises(sc.InvalidInputError, match=match):
                 thing.load(a, b)
             assert thing.held == (0, "old", False)

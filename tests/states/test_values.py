@@ -67,10 +67,16 @@ def test_bfloat16_needs_its_numpy_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.tolist() == value.tolist()
     assert checksum(value) == checksum(found)
 
-    def unknown(name: Any) -> Any:
-        raise TypeError(name)
+    class NumPyWithoutBfloat16:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
 
-    monkeypatch.setattr(sys.modules["sparsecomm.states.values"], "_named_dtype", unknown)
+        def dtype(self, name: str) -> Any:
+            if name == "bfloat16":
+                raise TypeError(name)
+            return np.dtype(name)
+
+    monkeypatch.setattr(sys.modules["sparsecomm.states.values"], "np", NumPyWithoutBfloat16())
     with pytest.raises(sc.InvalidInputError, match=r"bfloat16 at \['x'\].* ml_dtypes"):
         to_bytes({"x": value})
 

@@ -434,7 +434,7 @@ DAMAGE = {
     "the future": (lambda s: s["state"][0]["last_step"].fill_(99), "numbers from 0 to 3"),
     "a step": (lambda s: s["state"][0].update(step=torch.tensor(3.5)), "step of first.weight is 3.5"),
     "none of one": (lambda s: s["state"].pop(2), "second.weight has no moments"),
-    "another moment": (lambda s: s["state"][0]["exp_avg"][0].fill_(0.5), "differs from that of rank 0 in optimizer"),
+    "another moment": (lambda s: s["state"][0]["exp_avg"][0].fill_(0.5), "rank 0 and rank 1 differ in optimizer"),
     "no residuals": (lambda s: s.pop("sparsecomm"), "it is of a plain optimizer"),
 }
 

@@ -79,8 +79,8 @@ def change(what: str, state: Any) -> Any:
     ("what", "said"),
     [
         ("plain", "there are no residuals"),
-        ("world_size", "the state has world size 7"),
-        ("step", "the state of rank 1 has step 7, but that of rank 0 has 2"),
+        ("world_size", r"world_size'. is 7"),
+        ("step", r"the states of rank 0 and rank 1 differ in step \(2 and 7\)"),
         *((what, "rank 1") for what in ("group", "rate", "value", "foreign", "text")),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_loss_scale_is_compared() -> None:
         state = SparseState(module().named_parameters(), comm=transport)
         good = state.state_dict()
         for scale, match in (
-            (8.0 * (1 + transport.rank), "has loss_scale 16, but that of rank 0 has 8"),
+            (8.0 * (1 + transport.rank), r"the states of rank 0 and rank 1 differ in loss_scale \(8.0 and 16.0\)"),
             ("x", "loss_scale"),
         ):
             with pytest.raises(sc.InvalidInputError, match=match):
