@@ -199,8 +199,8 @@ def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
     for rank, text in enumerate(texts):
         if text != texts[0]:
             return InvalidInputError(
-                f"the states of rank 0 and rank {rank} differ in {key} ({texts[0]} and {text}); load states that all ranks "
-                "saved together"
+                f"the states of rank 0 and rank {rank} differ in {key} ({texts[0]} and {text}); load states that all "
+                "ranks saved together"
             )
     return None
 

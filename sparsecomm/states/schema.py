@@ -221,21 +221,15 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     Raises:
         InvalidInputError: states are missing, appear twice, are damaged, or were not saved together.
     """
-    with reading("states", "the value of state_dict() on each rank"):
+    with reading("states", "the values that state_dict() returned on all old ranks"):
         each = list(states)
-        if not each:
-            raise InvalidInputError("states: got none; pass the states of all old ranks")
-        schemas = [_schema_of(state) for state in each]
-        if None in schemas:
-            state: Any = each[schemas.index(None)]
-            got = state.get("format", "a dictionary") if isinstance(state, Mapping) else type(state)
+        schema = _schema_of(each[0]) if each else None
+        if schema is None:
+            got = shown(each[0]) if each else "none"
             raise InvalidInputError(
-                f"states: got {shown(got)}; expected what state_dict() of this version of sparsecomm returned"
+                f"states: got {got}; expected the values that state_dict() returned on all old ranks"
             )
-        names = sorted({schema.name for schema in schemas if schema is not None})
-        if len(names) > 1:
-            raise InvalidInputError(f"states: they belong to {' and '.join(names)}; expected one class")
-        return Schema._by_name[names[0]].reshard(each, rank, size)
+        return schema.reshard(each, rank, size)
 
 
 def _schema_of(state: object) -> Schema | None:
