@@ -43,6 +43,11 @@ class Saving:
         module: Any = import_module(self.module)
         self.save, self.load = module.save, module.load
 
+    def to_plain(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return arrays as values that can be saved."""
+        from_numpy = np.asarray if self.suffix == ".npz" else import_module("torch").from_numpy
+        return {name: from_numpy(array) for name, array in arrays.items()}
+
 
 @pytest.fixture(params=[("sparsecomm", ".npz"), ("sparsecomm.torch", ".pt")], ids=lambda param: param[0])
 def saving(request: pytest.FixtureRequest) -> Saving:
@@ -61,12 +66,10 @@ class Training:
 
     KINDS = ("Reducer", "LocalSteps", "SparseAdamW")
 
-    def __init__(self, kind: str, transport: simulated.SimulatedTransport) -> None:
+    def __init__(self, kind: str, transport: simulated.SimulatedTransport, saving: Saving) -> None:
         random = np.random.default_rng(0)
-        self.transport, self.weights = (
-            transport,
-            {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)},
-        )
+        self.transport, self.saving = transport, saving
+        self.weights = {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)}
         self.sparse: Any = {
             "Reducer": partial(sc.Reducer, self.weights, 0.05, momentum=0.9, comm=transport),
             "LocalSteps": partial(sc.LocalSteps, self.weights, sync_every=3, comm=transport),
@@ -75,13 +78,16 @@ class Training:
 
     @property
     def objects(self) -> dict[str, Any]:
-        return {"sparse": self.sparse, "weights": self.weights}
+        return {"sparse": self.sparse, "weights": self.saving.to_plain(self.weights)}
+
+    def save(self, folder: Path, step: int) -> None:
+        self.saving.save(folder, step, self.objects, comm=self.transport)
 
     def begin(self, folder: Path) -> int:
-        """Go on from a checkpoint, if there is one."""
-        found = sc.load(folder, self.objects, comm=self.transport)
+        """Resume from a checkpoint if there is one, and return its step."""
+        found = self.saving.load(folder, self.objects, comm=self.transport)
         for name, values in found.values["weights"].items() if found else ():
-            self.weights[name][:] = values
+            self.weights[name][:] = np.asarray(values)
         if found and found.ranks != self.transport.size and isinstance(self.sparse, sc.LocalSteps):
             for name, values in self.sparse.global_parameters().items():
                 self.weights[name][:] = values
@@ -111,13 +117,13 @@ class Training:
 
 @pytest.mark.parametrize("kind", Training.KINDS)
 @pytest.mark.parametrize("P", [1, 3])
-def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path: Path) -> None:
+def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path: Path, saving: Saving) -> None:
     def program(transport: simulated.SimulatedTransport, last: int) -> list[bytes]:
-        training = Training(kind, transport)
+        training = Training(kind, transport, saving)
         for step in range(training.begin(tmp_path), last):
             training.step(step)
             if step == 3:
-                sc.save(tmp_path, step + 1, training.objects, comm=transport)
+                training.save(tmp_path, step + 1)
         return training.bits()
 
     expected = run(P, partial(program, last=8))
@@ -127,14 +133,16 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(kind: str, P: int, tmp_path
 
 @pytest.mark.parametrize("kind", Training.KINDS)
 @pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
-def test_residuals_are_shared_out_among_other_ranks(kind: str, P: int, new: int, tmp_path: Path) -> None:
+def test_residuals_are_shared_out_among_other_ranks(
+    kind: str, P: int, new: int, tmp_path: Path, saving: Saving
+) -> None:
     def program(transport: simulated.SimulatedTransport, last: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        training = Training(kind, transport)
+        training = Training(kind, transport, saving)
         begin = training.begin(tmp_path)
         for step in range(begin, last):
             training.step(step)
         if not begin:
-            sc.save(tmp_path, last, training.objects, comm=transport)
+            training.save(tmp_path, last)
         return training.waiting(), list(training.weights.values())
 
     old, now = run(P, partial(program, last=6)), run(new, partial(program, last=0))
