@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sparsecomm.checkpoints import lock
-from sparsecomm.checkpoints.files import SUFFIXES, Folder, Format, Saved, find, part_of, remove, sync
+from sparsecomm.checkpoints.files import SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, of
 
-__all__ = ["Checkpoint", "Files", "load", "save"]
+__all__ = ["Checkpoint", "CheckpointFolder", "load", "save"]
 
 T = TypeVar("T")
 _log = logging.getLogger("sparsecomm")
@@ -79,7 +79,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
-    Files(Format(), folder, comm).save(step, objects, keep)
+    CheckpointFolder(Format(), folder, comm).save(step, objects, keep)
 
 
 def load(
@@ -104,11 +104,11 @@ def load(
             object refuses its state. The objects before it, in the order of ``objects``, have then been loaded.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
-    return Files(Format(), folder, comm).load(objects, step)
+    return CheckpointFolder(Format(), folder, comm).load(objects, step)
 
 
-class Files:
-    """The checkpoints in a folder, in one format, as the ranks of a communicator see them."""
+class CheckpointFolder:
+    """A folder of checkpoints of one format, as the ranks of a communicator see it."""
 
     def __init__(self, form: Format, folder: Folder, comm: Comm, exclusive: bool = True) -> None:
         """Check the arguments.
@@ -135,8 +135,8 @@ class Files:
         step, objects = None if step is None else _integer("step", step, 0), _checked(objects)
         return self._finish(lambda: self._load(objects, step))
 
-    def any_on_all(self) -> bool:
-        """Return whether all ranks see all their files of some checkpoint. Collective."""
+    def exists_on_all_ranks(self) -> bool:
+        """Return whether each rank sees all files that it loads of some checkpoint. Collective."""
         return self._finish(lambda: bool(self._survey("look").complete))
 
     def _finish(self, operation: Callable[[], T]) -> T:
@@ -156,18 +156,18 @@ class Files:
     def _save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
         folder, rank = self._folder, self._transport.rank
         survey = self._survey("save")
-        saved = Saved(max(1, survey.last.run + (step <= survey.last.step)), step, self._transport.size)
-        path = saved.path(folder, rank, self._form.suffix)
+        checkpoint = CheckpointId(max(1, survey.last.run + (step <= survey.last.step)), step, self._transport.size)
+        path = checkpoint.path(folder, rank, self._form.suffix)
         part = part_of(path)
 
         def write(undo: Undo) -> Prepared:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._exclusive:
-                    lock.acquire(folder, survey.job)
+                    lock.acquire(folder, survey.job_id)
                 undo.append(lambda: remove(part))
                 remove(part)
-                self._form.write(part, saved, rank, survey.job, survey.attempt, objects)
+                self._form.write(part, checkpoint, rank, survey.job_id, survey.save_id, objects)
                 sync(folder)
                 return Prepared()
             except InvalidInputError as error:
@@ -191,23 +191,25 @@ class Files:
         Checkpoints of later steps stay, because they may belong to another training.
         """
         good = 0
-        for saved in survey.complete:
-            good += self._is_good(saved)
+        for checkpoint in survey.complete:
+            good += self._is_good(checkpoint)
             if good == keep:
                 for older, ranks in find(self._folder, self._form.suffix).items():
-                    if older < saved and older.step <= step:
+                    if older < checkpoint and older.step <= step:
                         for rank in ranks.keys() & set(older.ranks_for(self._transport)):
                             path = older.path(self._folder, rank, self._form.suffix)
                             remove(path)
                             remove(part_of(path))
                 return
 
-    def _is_good(self, saved: Saved) -> bool:
+    def _is_good(self, checkpoint: CheckpointId) -> bool:
         """Return whether a checkpoint can be read on all ranks. Collective."""
         try:
-            self._read_all(saved, self._form.verify)
+            self._read_all(checkpoint, self._form.verify)
         except InvalidInputError as error:
-            _log.warning("the checkpoint of step %s (world size %s) cannot be read: %s", saved.step, saved.size, error)
+            _log.warning(
+                "the checkpoint of step %s (world size %s) cannot be read: %s", checkpoint.step, checkpoint.size, error
+            )
             return False
         except SparseCommError:
             raise
@@ -221,16 +223,18 @@ class Files:
     def _load(self, objects: Mapping[str, object], step: int | None) -> Checkpoint | None:
         survey = self._survey("load the newest" if step is None else f"load {step}")
         refused: InvalidInputError | None = None
-        for saved in survey.complete:
-            if step is not None and saved.step != step:
+        for checkpoint in survey.complete:
+            if step is not None and checkpoint.step != step:
                 continue
             try:
-                states = self._read(saved, objects)
+                states = self._read(checkpoint, objects)
             except InvalidInputError as error:
-                _log.warning("the checkpoint of step %s (world size %s) is skipped: %s", saved.step, saved.size, error)
+                _log.warning(
+                    "the checkpoint of step %s (world size %s) is skipped: %s", checkpoint.step, checkpoint.size, error
+                )
                 refused = refused or error
                 continue
-            return Checkpoint(saved.step, self._adopt(saved, objects, states), saved.size)
+            return Checkpoint(checkpoint.step, self._adopt(checkpoint, objects, states), checkpoint.size)
         if refused is not None:
             raise refused
         if any(survey.steps_by_rank):
@@ -248,14 +252,16 @@ class Files:
             )
         return None
 
-    def _adopt(self, saved: Saved, objects: Mapping[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    def _adopt(
+        self, checkpoint: CheckpointId, objects: Mapping[str, Any], states: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """Load objects from states, and return the values of the others. If an object refuses, all ranks raise."""
         transport, values = self._transport, {}
         for name, obj in objects.items():
 
             def adopt(undo: Undo, name: str = name, obj: Any = obj) -> Prepared:
                 state = states[0][name]
-                if saved.size != transport.size:
+                if checkpoint.size != transport.size:
                     state = self._form.for_world([each[name] for each in states], transport.rank, transport.size)
                 if hasattr(obj, "load_state_dict"):
                     obj.load_state_dict(state)
@@ -266,7 +272,7 @@ class Files:
             self._decide(f"object {name!r}", adopt, f"load {name!r}")
         return values
 
-    def _read(self, saved: Saved, objects: Mapping[str, object]) -> list[dict[str, Any]]:
+    def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
         """Return this rank's states by name, or those of all ranks of another world size. Collective.
 
         Raises:
@@ -274,39 +280,39 @@ class Files:
         """
         states: list[dict[str, Any]] = []
 
-        def read(path: Path, saved: Saved, rank: int) -> str:
-            attempt, found = self._form.read(path, saved, rank)
+        def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:
+            save_id, found = self._form.read(path, checkpoint, rank)
             if missing := [name for name in objects if name not in found]:
                 raise InvalidInputError(f"the checkpoint has no {missing[0]!r}; it has {', '.join(map(repr, found))}")
             states.append(found)
-            return attempt
+            return save_id
 
-        self._read_all(saved, read)
+        self._read_all(checkpoint, read)
         return states
 
-    def _read_all(self, saved: Saved, read: Callable[[Path, Saved, int], str]) -> None:
-        """Read the files that this rank loads by ``read``, which returns the attempt of a file. Collective.
+    def _read_all(self, checkpoint: CheckpointId, read: Callable[[Path, CheckpointId, int], str]) -> None:
+        """Read the files that this rank loads by ``read``, which returns the save ID of a file. Collective.
 
         Raises:
             InvalidInputError: a rank cannot read a file, or the files were not saved together.
         """
 
         def prepare(undo: Undo) -> Prepared:
-            attempts: list[str] = []
-            for rank in saved.ranks_for(self._transport):
+            save_ids: list[str] = []
+            for rank in checkpoint.ranks_for(self._transport):
                 try:
-                    attempts.append(read(self._path(saved, rank), saved, rank))
+                    save_ids.append(read(self._path(checkpoint, rank), checkpoint, rank))
                 except FileNotFoundError:  # another rank may have renamed it meanwhile
-                    attempts.append(read(self._path(saved, rank), saved, rank))
-                if attempts[-1] != attempts[0]:
+                    save_ids.append(read(self._path(checkpoint, rank), checkpoint, rank))
+                if save_ids[-1] != save_ids[0]:
                     raise InvalidInputError(f"the file of rank {rank} was not saved together with that of rank 0")
-            return Prepared({"save": attempts[0]})
+            return Prepared({"save": save_ids[0]})
 
         self._decide("a checkpoint", prepare, "read a checkpoint", ["save"])
 
-    def _path(self, saved: Saved, rank: int) -> Path:
+    def _path(self, checkpoint: CheckpointId, rank: int) -> Path:
         """Return the path of a rank's file: the final one, if it exists."""
-        path = saved.path(self._folder, rank, self._form.suffix)
+        path = checkpoint.path(self._folder, rank, self._form.suffix)
         return path if os.path.lexists(path) else part_of(path)
 
     # -- survey -------------------------------------------------------------------------------------------------------
@@ -317,23 +323,25 @@ class Files:
         def look() -> dict[str, Any]:
             return {
                 "seen": [
-                    [*saved, any(ranks.values()), ranks.keys() >= set(saved.ranks_for(self._transport))]
-                    for saved, ranks in find(self._folder, self._form.suffix).items()
+                    [*checkpoint, any(ranks.values()), ranks.keys() >= set(checkpoint.ranks_for(self._transport))]
+                    for checkpoint, ranks in find(self._folder, self._form.suffix).items()
                 ],
                 "foreign": any(find(self._folder, suffix) for suffix in SUFFIXES if suffix != self._form.suffix),
-                "job": lock.job_of(self._folder),
+                "job": lock.job_id_of(self._folder),
                 "random": os.urandom(16).hex(),
             }
 
         does = f"look for checkpoints in {self._folder}"
         by_rank = loading.gather_values(self._transport, f"checkpoints to {why}", look, does, self._interrupts)
-        seen = [{Saved(*row[:3]): row[3:] for row in rank["seen"]} for rank in by_rank]
+        seen = [{CheckpointId(*row[:3]): row[3:] for row in rank["seen"]} for rank in by_rank]
         # If any rank has renamed its file, all ranks have written theirs.
-        written = sorted({saved for rank in seen for saved, (renamed, _) in rank.items() if renamed}, reverse=True)
+        written = sorted(
+            {checkpoint for rank in seen for checkpoint, (renamed, _) in rank.items() if renamed}, reverse=True
+        )
         return _Survey(
-            [saved for saved in written if all(saved in rank and rank[saved][1] for rank in seen)],
-            written[0] if written else Saved(0, 0, 0),
-            [[saved.step for saved, (renamed, _) in rank.items() if renamed] for rank in seen],
+            [checkpoint for checkpoint in written if all(checkpoint in rank and rank[checkpoint][1] for rank in seen)],
+            written[0] if written else CheckpointId(0, 0, 0),
+            [[checkpoint.step for checkpoint, (renamed, _) in rank.items() if renamed] for rank in seen],
             any(rank["foreign"] for rank in by_rank),
             next((rank["job"] for rank in by_rank if rank["job"]), by_rank[0]["random"][:16]),
             by_rank[0]["random"],
@@ -348,16 +356,16 @@ class _Survey(NamedTuple):
         last: the newest checkpoint that any rank sees.
         steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
         foreign: whether a rank sees checkpoints of another format.
-        job: the token of this job.
-        attempt: a new random token for a save.
+        job_id: the ID of this job.
+        save_id: a new random ID for a save.
     """
 
-    complete: list[Saved]
-    last: Saved
+    complete: list[CheckpointId]
+    last: CheckpointId
     steps_by_rank: list[list[int]]
     foreign: bool
-    job: str
-    attempt: str
+    job_id: str
+    save_id: str
 
 
 def _integer(name: str, value: int, min_value: int) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoint files: their names (`Saved`, `find`) and their format (`Format`)."""
+"""Checkpoint files: their names (`CheckpointId`, `find`) and their format (`Format`)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sparsecomm.states import values
 from sparsecomm.states.schema import check, is_state, reshard
 from sparsecomm.transport import Transport
 
-__all__ = ["SUFFIXES", "Folder", "Format", "Saved", "find", "part_of", "remove", "sync"]
+__all__ = ["SUFFIXES", "CheckpointId", "Folder", "Format", "find", "part_of", "remove", "sync"]
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
 SUFFIXES = (".npz", ".pt", ".arrays")  # .arrays: files of earlier development versions
 _NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,18}))?(\.[a-z]+)(\.part)?")
 _VERSION = 1
-_MAX_VERIFIED = 1000
-_verified: dict[tuple[int, ...], str] = {}  # attempts, by checkpoint, rank, device, inode, size and time of change
+_MAX_SAVE_IDS = 1000
+_save_ids: dict[tuple[int, ...], str] = {}  # of files that were read; a file that changes has another key
 
 
-class Saved(NamedTuple):
-    """The identity of a checkpoint of all ranks. The one that was saved last is the largest.
+class CheckpointId(NamedTuple):
+    """The identity of a checkpoint. IDs order as the checkpoints were saved.
 
     Attributes:
         run: a number that increases when training goes back to an earlier step, or starts again in the same folder.
@@ -52,17 +52,17 @@ class Saved(NamedTuple):
         return [transport.rank] if self.size == transport.size else range(self.size)
 
     def identity(self, rank: int) -> dict[str, int]:
-        """Return what a rank's file records about itself."""
+        """Return the numbers that a rank's file records about itself."""
         return {"version": _VERSION, "step": self.step, "rank": rank, "world_size": self.size, "run": self.run}
 
 
-def find(folder: Path, suffix: str) -> dict[Saved, dict[int, bool]]:
+def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
     """Return the checkpoints in a folder, newest first: the ranks whose files exist, and whether each is renamed.
 
     Raises:
         OSError: the folder exists, and cannot be listed.
     """
-    found: dict[Saved, dict[int, bool]] = {}
+    found: dict[CheckpointId, dict[int, bool]] = {}
     files: list[str] = []
     with suppress(FileNotFoundError):
         files = os.listdir(folder)
@@ -70,7 +70,7 @@ def find(folder: Path, suffix: str) -> dict[Saved, dict[int, bool]]:
         if (name := _NAME.fullmatch(file)) and name[5] == suffix:
             step, rank, size, run, renamed = int(name[1]), int(name[2]), int(name[3]), int(name[4] or 1), not name[6]
             if rank < size:
-                ranks = found.setdefault(Saved(run, step, size), {})
+                ranks = found.setdefault(CheckpointId(run, step, size), {})
                 ranks[rank] = ranks.get(rank, False) or renamed
     return dict(sorted(found.items(), reverse=True))
 
@@ -134,44 +134,43 @@ class Format:
             return {key: self.for_world([state[key] for state in states], rank, size) for key in first}
         return first
 
-    def write(self, path: Path, saved: Saved, rank: int, job: str, attempt: str, objects: Mapping[str, Any]) -> None:
+    def write(
+        self, path: Path, checkpoint: CheckpointId, rank: int, job_id: str, save_id: str, objects: Mapping[str, Any]
+    ) -> None:
         """Write the states of objects to a new file, sync it to disk, and verify it.
 
         Args:
             path: the path of the file.
-            saved, rank: the checkpoint and the rank that the file belongs to.
-            job: the token of the job.
-            attempt: a random token, the same in all files that are saved together.
+            checkpoint, rank: the checkpoint and the rank that the file belongs to.
+            job_id: the ID of the job.
+            save_id: the ID of the save, the same in all files that are saved together.
             objects: the objects by name.
 
         Raises:
             InvalidInputError, OSError: the file cannot be written, or could not be loaded.
         """
         states = {name: self.state_of(obj) for name, obj in objects.items()}
-        identity = {**saved.identity(rank), "job": job, "attempt": attempt, "names": list(states)}
+        identity = {**checkpoint.identity(rank), "job": job_id, "attempt": save_id, "names": list(states)}
         with path.open("xb") as file:
             self.dump(file, {"checkpoint": identity, "states": states})
             file.flush()
             os.fsync(file.fileno())
         del states  # free the memory before the file is read
-        self.verify(path, saved, rank)
+        self.verify(path, checkpoint, rank)
 
-    def verify(self, path: Path, saved: Saved, rank: int) -> str:
-        """Check a file, unless it has not changed since this process checked it, and return its attempt. See `read`."""
-        found = os.stat(path)
-        key = *saved, rank, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        if key not in _verified:
-            _verified[key] = self.read(path, saved, rank, arrays=False)[0]
-            for oldest in list(_verified)[:-_MAX_VERIFIED]:
-                del _verified[oldest]
-        return _verified[key]
+    def verify(self, path: Path, checkpoint: CheckpointId, rank: int) -> str:
+        """Return the save ID of a file after the checks of `read`, unless this process has read the file before."""
+        save_id = _save_ids.get(_key(path, checkpoint, rank))
+        return self.read(path, checkpoint, rank, arrays=False)[0] if save_id is None else save_id
 
-    def read(self, path: Path, saved: Saved, rank: int, *, arrays: bool = True) -> tuple[str, dict[str, Any]]:
-        """Return the attempt and the states of a file, after checking that all of it is as it was written.
+    def read(
+        self, path: Path, checkpoint: CheckpointId, rank: int, *, arrays: bool = True
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the save ID and the states of a file, after checking that all of it is as it was written.
 
         Args:
             path: the path of the file.
-            saved, rank: the checkpoint and the rank that the file must belong to.
+            checkpoint, rank: the checkpoint and the rank that the file must belong to.
             arrays: return the arrays; otherwise, they may be missing in the states.
 
         Raises:
@@ -179,15 +178,25 @@ class Format:
             FileNotFoundError: the file does not exist.
         """
         try:
+            key = _key(path, checkpoint, rank)
             with open(path, "rb", opener=_open_without_waiting) as file:
                 _check_archive(file)
-                return _contents(self.parse(file, path, arrays=arrays), saved.identity(rank))
+                save_id, states = _contents(self.parse(file, path, arrays=arrays), checkpoint.identity(rank))
         except FileNotFoundError:
             raise
         except InvalidInputError as error:
             raise InvalidInputError(f"{path} cannot be used: {error}") from error
         except Exception as error:
             raise InvalidInputError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        _save_ids[key] = save_id
+        for oldest in list(_save_ids)[:-_MAX_SAVE_IDS]:
+            del _save_ids[oldest]
+        return save_id, states
+
+
+def _key(path: Path, checkpoint: CheckpointId, rank: int) -> tuple[int, ...]:
+    found = os.stat(path)
+    return *checkpoint, rank, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
@@ -214,7 +223,7 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _contents(value: Any, expected: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-    """Return the attempt and the states of a parsed file, which must have the expected identity."""
+    """Return the save ID and the states of a parsed file, which must have the expected identity."""
     if not (isinstance(value, dict) and isinstance(value.get("checkpoint"), dict)):
         raise InvalidInputError(
             "this is not a checkpoint of this version of sparsecomm; if an earlier version saved it, load it with that "
@@ -227,7 +236,7 @@ def _contents(value: Any, expected: Mapping[str, int]) -> tuple[str, dict[str, A
                 f"it contains {key.replace('_', ' ')} {shown(identity.get(key))}, but its name says {number}: the file "
                 "was renamed, or copied over another one"
             )
-    attempt = identity.get("attempt")
-    if not isinstance(states, dict) or list(states) != identity.get("names") or not isinstance(attempt, str):
+    save_id = identity.get("attempt")
+    if not isinstance(states, dict) or list(states) != identity.get("names") or not isinstance(save_id, str):
         raise InvalidInputError("its description does not match its contents")
-    return attempt, states
+    return save_id, states

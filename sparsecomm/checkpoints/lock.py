@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["acquire", "job_of"]
+__all__ = ["acquire", "job_id_of"]
 
-_FILE = ".sparsecomm-job"  # in the folder; its first line is the job's token
+_FILE = ".sparsecomm-job"  # in the folder; its first line is the job ID
 _TIMEOUT = 5.0  # seconds to wait until the processes of an earlier job have ended
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -29,29 +29,29 @@ _log = logging.getLogger("sparsecomm")
 
 
 class _Lock(NamedTuple):
-    """A lock of this process: the descriptor of the lock file, and the job's token."""
+    """A lock of this process: the descriptor of the lock file, and the job ID."""
 
     file: int
-    job: str
+    job_id: str
 
 
 _mutex = threading.Lock()
 _locks: dict[str, _Lock] = {}  # by the path of the folder
 
 
-def job_of(folder: Path) -> str:
-    """Return the job's token for which this process has locked a folder, or an empty string."""
+def job_id_of(folder: Path) -> str:
+    """Return the job ID for which this process has locked a folder, or an empty string."""
     with _mutex:
         lock = _locks.get(os.path.realpath(folder))
-        return "" if lock is None else lock.job
+        return "" if lock is None else lock.job_id
 
 
-def acquire(folder: Path, job: str) -> None:
+def acquire(folder: Path, job_id: str) -> None:
     """Lock a folder for a job, until this process ends or the folder is removed.
 
     Args:
         folder: an existing folder.
-        job: the job's token, the same on all its ranks: a single word.
+        job_id: a single word, the same on all ranks of the job.
 
     Raises:
         InvalidInputError: another job has locked the folder.
@@ -61,29 +61,29 @@ def acquire(folder: Path, job: str) -> None:
             os.close(_locks.pop(path).file)
         path = os.path.realpath(folder)
         if path in _locks:
-            if _locks[path].job != job:
-                _write(_locks[path].file, job)
-                _locks[path] = _Lock(_locks[path].file, job)
+            if _locks[path].job_id != job_id:
+                _write(_locks[path].file, job_id)
+                _locks[path] = _Lock(_locks[path].file, job_id)
             return
         file = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
-            _lock(file, job, folder)
+            _lock(file, job_id, folder)
         except BaseException:
             os.close(file)
             raise
-        _locks[path] = _Lock(file, job)
+        _locks[path] = _Lock(file, job_id)
 
 
-def _lock(file: int, job: str, folder: Path) -> None:
+def _lock(file: int, job_id: str, folder: Path) -> None:
     deadline = time.monotonic() + _TIMEOUT
     while True:
         try:
             if _try_lock(file, fcntl.LOCK_EX):
-                _write(file, job)
+                _write(file, job_id)
                 fcntl.lockf(file, fcntl.LOCK_SH)  # converts the lock atomically
                 return
             if _try_lock(file, fcntl.LOCK_SH):
-                if _read(file)[:1] == [job]:
+                if _read(file)[:1] == [job_id]:
                     return
                 fcntl.lockf(file, fcntl.LOCK_UN)
         except OSError as error:
@@ -106,7 +106,7 @@ def _is_held(path: str, lock: _Lock) -> bool:
     """Return whether this process still holds a lock: it is lost when code in it opens and closes the lock file."""
     try:
         same_file = os.path.samestat(os.fstat(lock.file), os.stat(os.path.join(path, _FILE)))
-        return same_file and _try_lock(lock.file, fcntl.LOCK_SH) and _read(lock.file)[:1] == [lock.job]
+        return same_file and _try_lock(lock.file, fcntl.LOCK_SH) and _read(lock.file)[:1] == [lock.job_id]
     except OSError as error:
         return error.errno in _UNSUPPORTED
 
@@ -118,9 +118,9 @@ def _try_lock(file: int, kind: int) -> bool:
     return False
 
 
-def _write(file: int, job: str) -> None:
+def _write(file: int, job_id: str) -> None:
     os.ftruncate(file, 0)
-    os.pwrite(file, f"{job}\nprocess {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(file, f"{job_id}\nprocess {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _read(file: int) -> list[str]:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
+from sparsecomm.checkpoints.checkpoints import Checkpoint, CheckpointFolder
 from sparsecomm.checkpoints.files import Folder, Format
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
@@ -46,7 +46,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
     Raises:
         SparseCommError: see `sparsecomm.save`.
     """
-    Files(TorchFormat(), folder, comm).save(step, objects, keep)
+    CheckpointFolder(TorchFormat(), folder, comm).save(step, objects, keep)
 
 
 def load(
@@ -66,7 +66,7 @@ def load(
     Raises:
         SparseCommError: see `sparsecomm.load`.
     """
-    found = Files(TorchFormat(), folder, comm).load(objects, step)
+    found = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
     if found is not None and found.ranks != of(comm).size:
         for obj in objects.values():
             if isinstance(obj, DiLoCo):
