@@ -14,6 +14,7 @@ An exception that a signal handler raises while a rank waits for others is raise
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -148,8 +149,10 @@ class CheckpointFolder:
             if interrupts:
                 raise interrupts[0]
 
-    def _decide(self, what: str, prepare: Callable[[Undo], Prepared], does: str, keys: Sequence[str] = ()) -> None:
-        loading.load(self._transport, what, keys, prepare, does, self._interrupts)
+    def _decide(
+        self, what: str, prepare: Callable[[Undo], Prepared], action: str, keys: Sequence[str] = ()
+    ) -> list[str]:
+        return loading.load(self._transport, what, keys, prepare, action, self._interrupts)
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -320,19 +323,17 @@ class CheckpointFolder:
     def _survey(self, why: str) -> _Survey:
         """Return which checkpoints the ranks see. Collective: ``why`` is the same on all ranks."""
 
-        def look() -> dict[str, Any]:
-            return {
-                "seen": [
-                    [*checkpoint, any(ranks.values()), ranks.keys() >= set(checkpoint.ranks_for(self._transport))]
-                    for checkpoint, ranks in find(self._folder, self._form.suffix).items()
-                ],
-                "foreign": any(find(self._folder, suffix) for suffix in SUFFIXES if suffix != self._form.suffix),
-                "job": lock.job_id_of(self._folder),
-                "random": os.urandom(16).hex(),
-            }
+        def look(undo: Undo) -> Prepared:
+            seen = [
+                [*checkpoint, any(ranks.values()), ranks.keys() >= set(checkpoint.ranks_for(self._transport))]
+                for checkpoint, ranks in find(self._folder, self._form.suffix).items()
+            ]
+            foreign = any(find(self._folder, suffix) for suffix in SUFFIXES if suffix != self._form.suffix)
+            job_id, random = lock.job_id_of(self._folder), os.urandom(16).hex()
+            return Prepared(note=json.dumps({"seen": seen, "foreign": foreign, "job": job_id, "random": random}))
 
-        does = f"look for checkpoints in {self._folder}"
-        by_rank = loading.gather_values(self._transport, f"checkpoints to {why}", look, does, self._interrupts)
+        notes = self._decide(f"checkpoints to {why}", look, f"look for checkpoints in {self._folder}")
+        by_rank = [json.loads(note) for note in notes]
         seen = [{CheckpointId(*row[:3]): row[3:] for row in rank["seen"]} for rank in by_rank]
         # If any rank has renamed its file, all ranks have written theirs.
         written = sorted(

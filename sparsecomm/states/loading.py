@@ -2,8 +2,8 @@
 
 1. **Prepare.** Each rank reads, converts and checks its state in new memory. Any change that this step makes can be
    undone. A rank that raises an exception (or is interrupted by Ctrl-C) still takes part in step 2.
-2. **Compare.** In one collective call, the ranks gather the values that must be equal on all ranks: numbers as text,
-   and checksums of everything else. A rank that failed sends its error instead. An interrupt does not end this step.
+2. **Compare.** The ranks gather the values that must be equal on all ranks: numbers as text, and checksums of
+   everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
 
 This module is compiled, so no signal handler runs between the comparison and the commit.
@@ -22,21 +22,20 @@ import numpy as np
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
-from sparsecomm.states.values import checksum, from_bytes, to_bytes
+from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
     "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "error_text",
-    "gather_values", "load", "reading",
+    "load", "reading",
 ]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
 Undo = list[Callable[[], object]]  # functions that restore what `prepare` changed; each must be idempotent
 Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
-_ERROR_BYTES = 480  # a longer error is truncated for other ranks
-_VALUE_BYTES = 32  # the longest text of `compared_text`, and a line break
+_MAX_ERROR = 1000  # characters that other ranks see of an error
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,37 @@ class Prepared:
         common: the values that must be equal on all ranks, by key.
         commit: adopts the state. It must not fail, and must be idempotent.
         fields: the fields of the state, for classes that extend it.
+        note: a text without line breaks that all ranks receive.
     """
 
     common: dict[str, object] = field(default_factory=dict)
     commit: Callable[[], object] = lambda: None
     fields: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 def load(
     transport: Transport,
-    what: str,
+    label: str,
     keys: Sequence[str],
     prepare: Callable[[Undo], Prepared],
-    does: str = "load a state",
+    action: str = "load a state",
     interrupts: Interrupts | None = None,
-) -> None:
+) -> list[str]:
     """Load a state on all ranks, or on none. Collective.
 
     Args:
         transport: the transport of the ranks that take part.
-        what: identifies the call; the same on all ranks.
+        label: identifies the call; the same on all ranks.
         keys: the keys of ``Prepared.common``; the same on all ranks.
         prepare: reads the state: step 1 above. Before it changes anything, it appends a function that undoes the change
             to its argument.
-        does: the action, for error messages.
+        action: the action in words, for error messages.
         interrupts: receives the exceptions of signal handlers that came during step 2, so that the caller can finish
             other collective calls first. ``None``: the first one is raised when all ranks have loaded, or none has.
+
+    Returns:
+        The notes of all ranks.
 
     Raises:
         InvalidInputError: a rank cannot load its state, or the ranks' states do not belong together. The message names
@@ -86,23 +90,21 @@ def load(
     prepared: Prepared | None = None
     refused: BaseException | None = None
     pending: Interrupts = [] if interrupts is None else interrupts
-    size = _ERROR_BYTES + _VALUE_BYTES * len(keys)
-    gather = _new_gather(transport, size // 8, f"load {what} {[*keys]}", pending)
+    gather = _new_gather(transport, 1, f"load {label} {[*keys]}", pending)  # before anything changes
     try:
         prepared = prepare(undo)
-        lines = ["", *(compared_text(prepared.common[key]) for key in keys)]
+        lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as error:  # other ranks wait for this one
-        refused = _with_rank(error, rank, does)
-        lines = [error_text(refused) or "no message"]
-    gather.words = _to_words(lines, size)
-    failed = _wait(gather, pending)
-    if gather.succeeded:
-        decided = refused or _compare(_from_words(gather.words, size), keys, rank, does)
+        refused = _with_rank(error, rank, action)
+        lines = [error_text(refused)[:_MAX_ERROR] or "no message"]
+    lines_of, failed = _gather_lines(gather, lines, pending)
+    if lines_of:
+        decided = refused or _compare(lines_of, keys, rank, action)
         loads, failed = decided is None, failed or decided
     else:
         loads = False
         if isinstance(failed, CollectiveMismatchError):
-            mismatch = CollectiveMismatchError(f"a rank does not {does}. {failed}")
+            mismatch = CollectiveMismatchError(f"a rank does not {action}. {failed}")
             mismatch.__cause__ = failed
             failed = mismatch
         if refused is not None and not isinstance(refused, Exception):  # Ctrl-C
@@ -116,51 +118,46 @@ def load(
         raise pending[0]
     if failed is not None:
         raise failed
+    return [lines[1] for lines in lines_of]
 
 
-def gather_values(
-    transport: Transport, what: str, make: Callable[[], object], does: str, interrupts: Interrupts
-) -> list[Any]:
-    """Return the values of all ranks, in order of rank. Collective.
+def _gather_lines(
+    first: WordsGather, lines: Sequence[str], interrupts: Interrupts
+) -> tuple[list[list[str]], BaseException | None]:
+    """Return the lines of each rank, or nothing if they could not be gathered; and an error.
 
     Args:
-        transport, what, does, interrupts: see `load`.
-        make: returns this rank's value: a plain value, see `sparsecomm.states.values`.
-
-    Raises:
-        InvalidInputError: ``make`` raised an exception on some rank. All ranks raise.
-        TimeoutError, RankFailedError, TransportError: see `load`.
+        first: the call in which the ranks gather the lengths of their texts. Another one gathers the texts.
+        lines: the lines of this rank.
+        interrupts: see `load`.
     """
-    data = np.empty(0, np.uint8)
-
-    def prepare(undo: Undo) -> Prepared:
-        nonlocal data
-        data = to_bytes(make())
-        return Prepared()
-
-    def gather(words: list[int]) -> list[int]:
-        call = _new_gather(transport, len(words), what, interrupts)
-        call.words = words
-        if (failed := _wait(call, interrupts)) is not None:
-            raise failed
-        return call.words
-
-    load(transport, what, [], prepare, does, interrupts)
-    lengths = gather([len(data)])
-    padded = np.zeros(-(-max(lengths) // 8) * 8, np.uint8)
-    padded[: len(data)] = data
-    rows = np.array(gather(padded.view("<u8").tolist()), "<u8").reshape(transport.size, -1).view(np.uint8)
-    return [from_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    data = "\n".join(printable).encode()
+    first.words = [len(data)]
+    failed = _wait(first, interrupts)
+    if not first.succeeded:
+        return [], failed
+    size = -(-max(first.words) // 8) * 8
+    try:
+        second = _new_gather(first.transport, size // 8, "lines", interrupts)
+    except BaseException as error:
+        return [], error
+    second.words = np.frombuffer(data.ljust(size), "<u8").tolist()
+    failed = _wait(second, interrupts) or failed
+    if not second.succeeded:
+        return [], failed
+    texts = np.array(second.words, "<u8").tobytes()
+    return [texts[size * i : size * i + length].decode().split("\n") for i, length in enumerate(first.words)], failed
 
 
-def _new_gather(transport: Transport, count: int, what: str, interrupts: Interrupts) -> WordsGather:
+def _new_gather(transport: Transport, count: int, label: str, interrupts: Interrupts) -> WordsGather:
     """Return a call that gathers ``count`` words of each rank. If it is interrupted, try again: other ranks wait."""
     for _ in range(2):
         try:
-            return WordsGather(transport, [0] * count, zlib.crc32(what.encode()) or 1)
+            return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
         except BaseException as error:  # noqa: PERF203
             interrupts.append(error)
-    return WordsGather(transport, [0] * count, zlib.crc32(what.encode()) or 1)
+    return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
 
 
 def _wait(call: WordsGather, interrupts: Interrupts) -> BaseException | None:
@@ -176,14 +173,14 @@ def _wait(call: WordsGather, interrupts: Interrupts) -> BaseException | None:
             interrupts.append(error)
 
 
-def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, does: str) -> InvalidInputError | None:
+def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
     """Return the error of the first rank that failed, or of the first difference; ``None`` if the ranks agree."""
     for other, lines in enumerate(lines_of):
         if lines[0]:
             return InvalidInputError(
-                f"rank {rank}: rank {other} cannot {does}, so all ranks raise. Its error: {lines[0]}"
+                f"rank {rank}: rank {other} cannot {action}, so all ranks raise. Its error: {lines[0]}"
             )
-    for i, key in enumerate(keys, 1):
+    for i, key in enumerate(keys, 2):
         if (error := check_equal(key, [lines[i] for lines in lines_of])) is not None:
             return InvalidInputError(f"rank {rank}: {error}. Nothing has changed on any rank")
     return None
@@ -214,19 +211,6 @@ def compared_text(value: object) -> str:
     if type(value) is float or (type(value) is int and abs(value) < 1 << 64):
         return repr(value)
     return f"checksum {checksum(value):016x}"
-
-
-def _to_words(lines: Sequence[str], size: int) -> list[int]:
-    printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
-    data = "\n".join(printable).encode()[:size].ljust(size, b"\n")
-    words: list[int] = np.frombuffer(data, "<u8").tolist()
-    return words
-
-
-def _from_words(words: Sequence[int], size: int) -> list[list[str]]:
-    """Return the lines of each rank, followed by empty ones."""
-    data = np.array(words, "<u8").tobytes()
-    return [data[i : i + size].decode(errors="replace").split("\n") for i in range(0, len(data), size)]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -271,13 +255,13 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: b
             return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 
-def _with_rank(error: BaseException, rank: int, does: str) -> BaseException:
+def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
     """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error
     text = error_text(error)
     if not isinstance(error, InvalidInputError):
-        text = f"trying to {does} raised {type(error).__name__}: {text}"
+        text = f"trying to {action} raised {type(error).__name__}: {text}"
     elif text.startswith(f"rank {rank}: "):
         return error
     named = InvalidInputError(f"rank {rank}: {text}")

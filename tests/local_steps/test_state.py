@@ -1,4 +1,7 @@
-"""States of local steps: going on from any local step, bit for bit; states that do not fit; another number of ranks."""
+"""The state of `LocalSteps`: resume from any local step bit for bit, and reshard.
+
+Refused states: `tests/states/test_refusals.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def nesterov(transport: simulated.SimulatedTransport, parameters: Arrays, **opti
 @pytest.mark.parametrize(
     "options", [{}, {"fragments": 1, "fragment_sync_delay": 3, "scope": "chunk", "chunk": 16, "algorithm": "split"}]
 )
-def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, options: dict[str, Any]) -> None:
+def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options: dict[str, Any]) -> None:
     steps = 13
 
     def program(transport: simulated.SimulatedTransport, stop: int | None) -> Any:
@@ -39,7 +42,7 @@ def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, optio
             train(local, parameters, transport.rank, 1, stop, some_frozen)
             state = pickle.loads(pickle.dumps(local.state_dict()))
             parameters = {name: values.copy() for name, values in parameters.items()}
-            local.finish({name: values.copy() for name, values in parameters.items()})  # which the state must not see
+            local.finish({name: values.copy() for name, values in parameters.items()})  # must not change the state
             transport.queue.users = 0  # as in a new process
             local = nesterov(transport, initial(), **options)
             local.load_state_dict(state)
@@ -54,7 +57,7 @@ def test_going_on_from_any_local_step_is_as_if_one_had_not_stopped(P: int, optio
 
 
 def flat(state: Any, name: str = "") -> Arrays:
-    """All arrays and numbers of a state by their places."""
+    """Return all arrays and numbers of a state, by their places."""
     if isinstance(state, dict):
         return {key: a for part in state for key, a in flat(state[part], f"{name}.{part}").items()}
     if isinstance(state, (list, tuple)):
@@ -78,7 +81,7 @@ def test_the_schedule_may_change_between_rounds() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (3, 2)])
-def test_states_for_another_number_of_ranks(old: int, new: int) -> None:
+def test_reshard_preserves_residuals(old: int, new: int) -> None:
     def save(transport: simulated.SimulatedTransport) -> Any:
         parameters = initial()
         local = nesterov(transport, parameters)

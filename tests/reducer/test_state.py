@@ -1,4 +1,7 @@
-"""A `Reducer`'s state: going on from a checkpoint, on as many ranks or others; scale, clear, counters and loggers."""
+"""The state of a `Reducer`: resume, reshard, scale and discard; counters, loggers and ``repr``.
+
+Refused states: `tests/states/test_refusals.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ MOMENTA = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
-def test_going_on_from_a_state_is_as_if_one_had_not_stopped(P: int) -> None:
+def test_a_run_that_resumes_from_a_state_is_bit_identical(P: int) -> None:
     @CHECK
     @given(data.seeds, st.integers(0, 5), st.fixed_dictionaries(OPTIONS), SUMS, st.sampled_from(MOMENTA))
     def check(seed: int, stop: int, options: dict[str, Any], sums: dict[str, Any], momenta: dict[str, Any]) -> None:
@@ -78,8 +81,8 @@ def trained(transport: simulated.SimulatedTransport, momentum: float = 0.5, step
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_links_that_were_measured_are_in_the_state(load: bool) -> None:
-    """A run that resumes chooses as before, also where its links have changed, unless it is told to measure again."""
+def test_measured_links_are_in_the_state(load: bool) -> None:
+    """A run that resumes chooses as before even if its links have changed, unless "costs" is ``None`` in its state."""
 
     def program(transport: simulated.SimulatedTransport, state: dict[str, Any] | None) -> Any:
         reducer = reducer_of(transport, algorithm="fastest")
@@ -102,7 +105,7 @@ def test_links_that_were_measured_are_in_the_state(load: bool) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 5), (5, 2), (4, 4), (8, 3)])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: int, momentum: float) -> None:
+def test_reshard_preserves_sums(old: int, new: int, momentum: float) -> None:
     states = run(old, lambda transport: trained(transport, momentum).state_dict())
     made = [sc.reshard(reversed(states), rank, new) for rank in range(new)]
     for kind in ("residuals", "velocities"):
@@ -123,7 +126,7 @@ def test_states_for_another_number_of_ranks_have_the_same_sums(old: int, new: in
     same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
 
 
-def test_scale_and_clear() -> None:
+def test_scale_and_discard() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         reducer = trained(transport)
         before = reducer.state_dict()
@@ -143,7 +146,7 @@ def test_scale_and_clear() -> None:
 @pytest.mark.parametrize("P", [1, 2, 5])
 @pytest.mark.parametrize("algorithm", ["split", "dense", "allgather"])
 def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that sums alone are counted
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # counts no messages that measure links
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
@@ -159,7 +162,9 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
             assert all(name.startswith("sparsecomm/") for name in numbers)
             assert all(isinstance(value, (int, float)) for value in numbers.values())
             if algorithm != "dense":
-                small = [mine[name].size - np.count_nonzero(mine[name]) for name in ("b", "e")]  # whole, with zeros
+                small = [
+                    mine[name].size - np.count_nonzero(mine[name]) for name in ("b", "e")
+                ]  # sent dense, with zeros
                 assert numbers["sparsecomm/applied"] - applied_now in (0, sum(small))
             assert numbers["sparsecomm/density"] == numbers["sparsecomm/applied"] / size
             applied += numbers["sparsecomm/applied"]
@@ -186,7 +191,7 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
     assert len(set(run(P, program))) == 1
 
 
-def test_reducers_say_what_they_are() -> None:
+def test_repr() -> None:
     reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, sc.Warmup(0.25, 8), algorithm="split", wire="packed")
     said = (
         "Reducer(1 tensors of 12 elements, density=Warmup(density=0.25, steps=8, start=0.25, stages=4, dense_steps=0), "

@@ -74,7 +74,7 @@ class Training:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("P", [1, 2, 3])
-def test_a_training_goes_on_as_if_it_had_not_stopped(way: str, P: int, tmp_path: Path) -> None:
+def test_a_training_that_resumes_is_bit_identical(way: str, P: int, tmp_path: Path) -> None:
     def whole(transport: simulated.SimulatedTransport) -> list[bytes]:
         training = Training(way, transport)
         assert load(tmp_path, {**training.objects, "note": None}, comm=transport) is None
@@ -102,7 +102,7 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(way: str, P: int, tmp_path:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
-def test_residuals_are_shared_out_among_other_ranks(way: str, P: int, new: int, tmp_path: Path) -> None:
+def test_residuals_are_distributed_over_another_world_size(way: str, P: int, new: int, tmp_path: Path) -> None:
     def before(transport: simulated.SimulatedTransport) -> tuple[list[bytes], np.ndarray]:
         training = Training(way, transport)
         for step in range(4):
