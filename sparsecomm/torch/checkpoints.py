@@ -176,13 +176,13 @@ class Stateful:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object from the tensors that `state_dict` returned and PyTorch has filled. Collective."""
         transport = of(self._comm)
-        keys = {place: key for key in state if (place := self._rank_in(key)) is not None}
+        keys = {source: key for key in state if (source := self._rank_in(key)) is not None}
         own = (transport.rank, transport.size)
         size = transport.size if own in keys else max(size for _, size in keys)
-        places = [own] if own in keys else [(rank, size) for rank in range(size)]
-        if missing := [place for place in places if place not in keys]:
+        sources = [own] if own in keys else [(rank, size) for rank in range(size)]
+        if missing := [source for source in sources if source not in keys]:
             raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0][0]} of {size}")
-        data = [io.BytesIO(state[keys[place]].numpy().tobytes()) for place in places]
+        data = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
         states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
         self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.checkpoints import files, lock
 from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.transport import simulated
 from tests.ranks import errors, run
@@ -191,14 +192,29 @@ def test_a_second_job_in_a_folder_is_refused_on_all_ranks(tmp_path: Path, monkey
         job.communicate()
 
 
-def test_a_lost_lock_is_taken_again(tmp_path: Path) -> None:
+def test_a_lost_lock_is_taken_again_and_all_locks_are_held(tmp_path: Path) -> None:
     """A process loses its POSIX lock when it opens and closes the file, for example to copy the folder."""
     second = JOB.replace("time.sleep(600)", "") % "second"
     save(sc, tmp_path / "c", 1)
     shutil.copytree(tmp_path / "c", tmp_path / "copy")
     save(sc, tmp_path / "c", 2)
-    job = subprocess.run([sys.executable, "-c", second, str(tmp_path / "c")], capture_output=True, text=True)
-    assert "another job saves checkpoints" in job.stderr
+    for i in range(20):
+        (tmp_path / str(i)).mkdir()
+        acquire(tmp_path / str(i), "first")
+    shutil.rmtree(tmp_path / "0")
+    acquire(tmp_path / "1", "first")
+    assert str(tmp_path / "0") not in lock._locks
+    for folder in ("c", "1"):
+        job = subprocess.run([sys.executable, "-c", second, str(tmp_path / folder)], capture_output=True, text=True)
+        assert "another job saves checkpoints" in job.stderr
+
+
+def test_verified_files_take_little_memory(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was forgotten is read again before an older one is removed."""
+    monkeypatch.setattr("sparsecomm.checkpoints.files._MAX_SAVE_IDS", 1)
+    save(module, tmp_path, *range(6), keep=2)
+    assert len(files._save_ids) == 1
+    assert {path.name[:5] for path in tmp_path.glob("step*")} == {"step3", "step4", "step5"}
 
 
 def _save_one(folder: Path, transport: simulated.SimulatedTransport) -> None:
