@@ -150,9 +150,9 @@ class CheckpointFolder:
                 raise interrupts[0]
 
     def _decide(
-        self, what: str, prepare: Callable[[Undo], Prepared], action: str, keys: Sequence[str] = ()
+        self, label: str, prepare: Callable[[Undo], Prepared], action: str, keys: Sequence[str] = ()
     ) -> list[str]:
-        return loading.load(self._transport, what, keys, prepare, action, self._interrupts)
+        return loading.load(self._transport, label, keys, prepare, action, self._interrupts)
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -183,9 +183,9 @@ class CheckpointFolder:
             sync(folder)
             return Prepared()
 
-        what = f"checkpoint {step} of {', '.join(sorted(map(repr, objects)))}, keeping {keep}"
-        self._decide(what, write, "save the same checkpoint")
-        self._decide(f"rename {what}", rename, "give its file the final name")
+        label = f"checkpoint {step} of {', '.join(sorted(map(repr, objects)))}, keeping {keep}"
+        self._decide(label, write, "save the same checkpoint")
+        self._decide(f"rename {label}", rename, "give its file the final name")
         self._remove_older(survey, keep, step)
 
     def _remove_older(self, survey: _Survey, keep: int, step: int) -> None:

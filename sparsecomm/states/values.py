@@ -108,18 +108,14 @@ def _tree(value: Any, arrays: list[_PlacedArray], path: str, depth: int) -> obje
     place = path[:80] or "the top level"
     if depth > _MAX_DEPTH:
         raise InvalidInputError(f"values are nested more than {_MAX_DEPTH} levels deep at {place}")
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__dlpack__"):
         dtype, shape, array = _array(value, place)
         arrays.append((dtype, place, array))
         return {"array": [len(arrays) - 1, dtype, shape]}
-    if isinstance(value, int) and -_INT_LIMIT < value < _INT_LIMIT:
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    if isinstance(value, float) or (isinstance(value, int) and -_INT_LIMIT < value < _INT_LIMIT):
+        return value
     if isinstance(value, Mapping):
         items: list[object] = []
         for key in value:
