@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.checkpoints.checkpoints import Files
+from sparsecomm.checkpoints.checkpoints import CheckpointFolder
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, register
@@ -94,7 +94,7 @@ class Attached:
         """
         known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
         files = _files(folder, str(checkpoint) if known else "none")
-        there = files.any_on_all()
+        there = files.exists_on_all_ranks()
         if there:
             files.load(self.objects, None)
         self.begin_run()
@@ -221,8 +221,8 @@ def _check(ddp: DistributedDataParallel, given: list[object], sparse: list[Spars
             )
 
 
-def _files(folder: Path, checkpoint: str) -> Files:
-    return Files(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
+def _files(folder: Path, checkpoint: str) -> CheckpointFolder:
+    return CheckpointFolder(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
 
 
 def _modified(path: Path) -> int:

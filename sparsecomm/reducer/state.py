@@ -1,4 +1,4 @@
-"""The state of a reducer in checkpoints."""
+"""The state dict of a `Reducer`: its fields, and the checks against the tensors of the reducer that loads it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,47 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any, TypeAlias
 
+from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.hints import listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.states.loading import DAMAGED
-from sparsecomm.states.schema import Schema, StateDict, common, is_count, read_arrays, summed
+from sparsecomm.states.loading import DAMAGED, as_float, reading
+from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
+from sparsecomm.tensors.arrays import Array
 from sparsecomm.tuning.profile import Used, measured
 
-__all__ = ["REDUCER", "costs_dict", "fit", "measured_costs"]
+__all__ = ["REDUCER", "costs_dict", "fit", "measured_costs", "read_arrays"]
 
-CostsDict: TypeAlias = dict[str, "list[float] | None"]  # of each link: alpha, beta and gap
+CostsDict: TypeAlias = dict[str, "list[float] | None"]  # alpha, beta and gap of each link
 
-_LINKS = ("link", "node")  # between nodes, and inside
+_LINKS = ("link", "node")  # between nodes, and inside a node
 _ADVICE = "build the same model with the same settings (velocities require momentum), or rename its entries"
 
 
 def _is_order(value: Any, _: object) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value))
+    return value is None or (is_list(value) and all(isinstance(name, str) for name in value))
 
 
 def _is_costs(value: Any, _: object) -> bool:
-    links = [value[name] for name in _LINKS] if value is not None else []
-    numbers = [[float(each) for each in link] for link in links if link is not None]
-    return value is None or (
-        links[0] is not None and all(len(each) == 3 and 0 < min(each) <= max(each) < 1e9 for each in numbers)
-    )
+    return value is None or (_is_link(value["link"]) and (value["node"] is None or _is_link(value["node"])))
+
+
+def _is_link(value: Any) -> bool:
+    return is_list(value) and len(value) == 3 and all(0 < number(each) < 1e9 for each in value)
 
 
 REDUCER = Schema(
     "Reducer",
     2,
     {
-        "residuals": summed("arrays of floats by name"),
-        "velocities": summed("arrays of floats by name"),
-        "step": common("a number of steps", lambda value, _: is_count(value)),
+        "residuals": summed(),
+        "velocities": summed(),
+        "step": common("a number of steps", is_count),
         "order": common("a list of names, or None", _is_order),
-        "bucket_bytes": common("a number of bytes, at least 1", lambda value, _: is_count(value) and value != 0),
+        "bucket_bytes": common("a number of bytes, at least 1", is_positive),
         "costs": common(
-            "measured links, or None", _is_costs, lambda values, _, size: values[0] if size == len(values) else None
+            "measured links, or None", _is_costs, lambda old, _, size: old[0]["costs"] if size == len(old) else None
         ),
     },
     "begin without it: residuals are then zero",
@@ -51,38 +54,60 @@ REDUCER = Schema(
 
 
 def fit(found: Mapping[str, Any], specs: Mapping[str, TensorSpec], momentum: bool) -> StateDict:
-    """Return the fields of a state for a reducer of these tensors. Arrays are new, flat, and in the accumulator's type.
+    """Check the fields of a state against the tensors of a reducer, and return them with flat arrays.
 
     Args:
-        found: as `REDUCER` has read it.
-        specs: of the reducer's tensors.
+        found: the fields, as `REDUCER` read them.
+        specs: the tensors of the reducer, by name.
         momentum: whether the reducer has velocities.
 
+    Returns:
+        The fields. Arrays have the accumulator dtype, and may be views of the state's arrays.
+
     Raises:
-        InvalidInputError: the state is of other tensors.
+        InvalidInputError: the state belongs to other tensors.
     """
-    made = dict(found)
-    made["residuals"] = read_arrays(found["residuals"], specs, "residuals", _ADVICE)
-    made["velocities"] = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE)
-    if found["order"] is not None:
-        made["order"] = [str(name) for name in found["order"]]
-        if sorted(made["order"]) != sorted(specs):
-            raise InvalidInputError(f"state: its order has other names than its residuals; {DAMAGED}")
-    made["step"], made["bucket_bytes"] = int(found["step"]), int(found["bucket_bytes"])
-    if (costs := found["costs"]) is not None:
-        made["costs"] = {name: None if costs[name] is None else [float(x) for x in costs[name]] for name in _LINKS}
-    return made
+    residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False)
+    velocities = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE, copy=False)
+    if found["order"] is not None and sorted(found["order"]) != sorted(specs):
+        raise InvalidInputError(f"state: its order has other names than its residuals; {DAMAGED}")
+    return {**found, "residuals": residuals, "velocities": velocities}
 
 
 def costs_dict(used: Used | None) -> CostsDict | None:
-    """Return the links that ranks have measured, for a state; ``None``: they have not measured."""
+    """Return the costs of the links that the ranks measured, for a state; ``None`` if they did not measure."""
     if used is None:
         return None
     links = [(name, getattr(used.costs, name)) for name in _LINKS]
     return {name: None if link is None else list(astuple(link)) for name, link in links}
 
 
-def measured_costs(found: CostsDict) -> Used:
-    """Return the costs of which `costs_dict` has returned the links."""
-    link, node = (None if (numbers := found[name]) is None else Link(*numbers) for name in _LINKS)
+def measured_costs(costs: CostsDict) -> Used:
+    """Return the costs that `costs_dict` converted."""
+    link, node = (None if (numbers := costs[name]) is None else Link(*map(float, numbers)) for name in _LINKS)
     return measured(link, node)
+
+
+def read_arrays(
+    arrays: Any, specs: Mapping[str, TensorSpec], key: str, advice: str, copy: bool = True
+) -> dict[str, Array]:
+    """Return the arrays of a state as flat arrays of the accumulator dtype, by name.
+
+    Args:
+        arrays: the arrays by name, as the state contains them.
+        specs: the tensors that they belong to, by name.
+        key: the key of the arrays in the state.
+        advice: tells the user how to get the expected names.
+        copy: see `as_float`.
+
+    Raises:
+        InvalidInputError: they have other names, dtypes or shapes than the tensors.
+    """
+    with reading(key, "arrays by name"):
+        missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
+    if missing or unexpected:
+        raise InvalidInputError(f"state: {key} lacks {listed(missing)}; unexpected: {listed(unexpected)}; {advice}")
+    return {
+        name: as_float(arrays[name], f"{key}[{name!r}]", spec.shape, spec.accumulator, copy)
+        for name, spec in specs.items()
+    }

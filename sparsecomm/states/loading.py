@@ -1,9 +1,9 @@
-"""Load a state on all ranks, or on none. `load` is the only place that does so.
+"""Load a state on all ranks or on none: `load` has three steps.
 
-1. **Prepare.** Each rank reads, converts and checks its state in new memory. Nothing has changed yet, or it can be
-   undone. A rank that raises, also because of Ctrl-C, still takes part in the comparison, so that nobody waits for it.
-2. **Compare.** The ranks gather one 64-bit word for each key that must be alike: the number itself or a checksum. A
-   rank that failed sends the reason instead. This is one collective call. An interrupt does not end it.
+1. **Prepare.** Each rank reads, converts and checks its state in new memory. Any change that this step makes can be
+   undone. A rank that raises an exception (or is interrupted by Ctrl-C) still takes part in step 2.
+2. **Compare.** The ranks gather the values that must be equal on all ranks: numbers as text, and checksums of
+   everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
 
 This module is compiled, so no signal handler runs between the comparison and the commit.
@@ -11,28 +11,31 @@ This module is compiled, so no signal handler runs between the comparison and th
 
 from __future__ import annotations
 
-import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
-from sparsecomm.states.values import checksum, from_bytes, to_bytes
+from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
-__all__ = ["DAMAGED", "Prepared", "Undo", "as_float", "decide", "error_text", "gather_values", "load", "reading"]
+__all__ = [
+    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "error_text",
+    "load", "reading",
+]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
-_REASON = 60  # words for the reason why a rank cannot load its state
-Undo = list[Callable[[], object]]  # restores what `prepare` has changed; each must be idempotent
+Undo = list[Callable[[], object]]  # functions that restore what `prepare` changed; each must be idempotent
+Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
+_MAX_ERROR = 1000  # characters that other ranks see of an error
 
 
 @dataclass(frozen=True)
@@ -40,186 +43,174 @@ class Prepared:
     """A state that was read, converted and checked.
 
     Attributes:
-        common: what all ranks must have alike, by key. Integers of 64 bits and floats are sent as they are; of other
-            values, checksums are compared.
-        commit: adopts the state. It cannot fail, and is idempotent.
-        fields: the fields of the state, for those that extend it.
+        common: the values that must be equal on all ranks, by key.
+        commit: adopts the state. It must not fail, and must be idempotent.
+        fields: the fields of the state, for classes that extend it.
+        note: a text without line breaks that all ranks receive.
     """
 
-    common: dict[str, object]
-    commit: Callable[[], object]
+    common: dict[str, object] = field(default_factory=dict)
+    commit: Callable[[], object] = lambda: None
     fields: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 def load(
     transport: Transport,
-    what: str,
+    label: str,
     keys: Sequence[str],
     prepare: Callable[[Undo], Prepared],
-    does: str = "load a state",
-) -> None:
+    action: str = "load a state",
+    interrupts: Interrupts | None = None,
+) -> list[str]:
     """Load a state on all ranks, or on none. Collective.
 
     Args:
-        transport: of the ranks that take part.
-        what: identifies the call; the same on all ranks.
+        transport: the transport of the ranks that take part.
+        label: identifies the call; the same on all ranks.
         keys: the keys of ``Prepared.common``; the same on all ranks.
-        prepare: see above. Before it changes anything, it appends to its argument a function that undoes the change.
-        does: the action, for error messages.
+        prepare: reads the state: step 1 above. Before it changes anything, it appends a function that undoes the change
+            to its argument.
+        action: the action in words, for error messages.
+        interrupts: receives the exceptions of signal handlers that came during step 2, so that the caller can finish
+            other collective calls first. ``None``: the first one is raised when all ranks have loaded, or none has.
+
+    Returns:
+        The notes of all ranks.
 
     Raises:
-        InvalidInputError: some rank cannot load its state, or the ranks' states do not belong together. The message
-            names the rank, the key, the value and the expected value. Nothing has changed on any rank.
-        CollectiveMismatchError: another rank makes another call. Nothing has changed here.
-        TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+        InvalidInputError: a rank cannot load its state, or the ranks' states do not belong together. The message names
+            the rank, the key, the value and the expected value. Nothing has changed on any rank.
+        CollectiveMismatchError: another rank makes another call. Nothing has changed on this rank.
+        TimeoutError, RankFailedError, TransportError: see `sparse_allreduce`.
     """
-    if (interrupt := decide(transport, what, keys, prepare, does)) is not None:
-        raise interrupt
-
-
-def decide(
-    transport: Transport, what: str, keys: Sequence[str], prepare: Callable[[Undo], Prepared], does: str
-) -> BaseException | None:
-    """Do what `load` does. If an interrupt came while the ranks decided to load, return it instead of raising it."""
     queue, rank = queue_of(transport), transport.rank
     queue.refuse_within_call()
     undo: Undo = []
-    count = 1 + max(_REASON, len(keys))
-    gather, interrupted = _new_gather(transport, count, f"load {what} {[*keys]}")  # before anything changes
     prepared: Prepared | None = None
     refused: BaseException | None = None
+    pending: Interrupts = [] if interrupts is None else interrupts
+    gather = _new_gather(transport, 1, f"load {label} {[*keys]}", pending)  # before anything changes
     try:
-        if interrupted is not None:
-            raise interrupted
         prepared = prepare(undo)
-        words = [1, *(_word(prepared.common[key]) for key in keys)]
-    except BaseException as error:  # other ranks must not wait for this one
-        refused = _refusal(error, rank, does)
-        words = [0, *_words_of_text(error_text(refused))]
-    gather.words = words + [0] * (count - len(words))
-    interrupt, failed = _wait(queue.submit(gather))
-    if not gather.succeeded:
+        lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
+    except BaseException as error:  # other ranks wait for this one
+        refused = _with_rank(error, rank, action)
+        lines = [error_text(refused)[:_MAX_ERROR] or "no message"]
+    lines_of, failed = _gather_lines(gather, lines, pending)
+    if lines_of:
+        decided = refused or _compare(lines_of, keys, rank, action)
+        loads, failed = decided is None, failed or decided
+    else:
         loads = False
         if isinstance(failed, CollectiveMismatchError):
-            mismatch = CollectiveMismatchError(f"a rank does not {does}. {failed}")
+            mismatch = CollectiveMismatchError(f"a rank does not {action}. {failed}")
             mismatch.__cause__ = failed
             failed = mismatch
-        if not isinstance(refused, Exception):
-            failed = refused or failed
-    else:
-        by_rank = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
-        decided = refused or _refused_by(by_rank, rank, does)
-        if decided is None and prepared is not None and (different := _difference(by_rank, keys, prepared.common)):
-            decided = InvalidInputError(f"rank {rank}: {different}")
-        loads, failed = decided is None, failed or decided
+        if refused is not None and not isinstance(refused, Exception):  # Ctrl-C
+            failed = refused
     if loads and prepared is not None:
         prepared.commit()
     else:
-        for put_back in undo:
-            put_back()
+        for restore in undo:
+            restore()
+    if interrupts is None and pending:
+        raise pending[0]
     if failed is not None:
-        raise interrupt or failed
-    return interrupt
+        raise failed
+    return [lines[1] for lines in lines_of]
 
 
-def gather_values(
-    transport: Transport, what: str, make: Callable[[], object], does: str
-) -> tuple[list[Any], BaseException | None]:
-    """Return the values of all ranks, in order of rank. Collective.
-
-    An interrupt of the wait is returned, too: raise it in ``prepare`` of the call that follows, so that the other ranks
-    do not wait for this one.
+def _gather_lines(
+    first: WordsGather, lines: Sequence[str], interrupts: Interrupts
+) -> tuple[list[list[str]], BaseException | None]:
+    """Return the lines of each rank, or nothing if they could not be gathered; and an error.
 
     Args:
-        transport, what, does: as in `load`.
-        make: returns this rank's value: see `sparsecomm.states.values`.
-
-    Raises:
-        InvalidInputError: ``make`` has raised on some rank. All ranks raise.
-        TimeoutError, RankFailedError, TransportError: as `load`.
+        first: the call in which the ranks gather the lengths of their texts. Another one gathers the texts.
+        lines: the lines of this rank.
+        interrupts: see `load`.
     """
-    data = np.empty(0, np.uint8)
-
-    def prepare(undo: Undo) -> Prepared:
-        nonlocal data
-        data = to_bytes(make())
-        return Prepared({}, lambda: None)
-
-    interrupts = [decide(transport, what, [], prepare, does)]
-
-    def gather(words: list[int]) -> list[int]:
-        call, interrupt = _new_gather(transport, len(words), what)
-        call.words = words
-        interrupts.append(interrupt)
-        interrupt, failed = _wait(queue_of(transport).submit(call))
-        interrupts.append(interrupt)
-        if failed is not None:
-            raise failed
-        return call.words
-
-    lengths = gather([len(data)])
-    padded = np.zeros(-(-max(lengths) // 8) * 8, np.uint8)
-    padded[: len(data)] = data
-    rows = np.array(gather(padded.view("<u8").tolist()), "<u8").reshape(transport.size, -1).view(np.uint8)
-    values = [from_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
-    return values, next((each for each in interrupts if each is not None), None)
+    printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    data = "\n".join(printable).encode()
+    first.words = [len(data)]
+    failed = _wait(first, interrupts)
+    if not first.succeeded:
+        return [], failed
+    size = -(-max(first.words) // 8) * 8
+    try:
+        second = _new_gather(first.transport, size // 8, "lines", interrupts)
+    except BaseException as error:
+        return [], error
+    second.words = np.frombuffer(data.ljust(size), "<u8").tolist()
+    failed = _wait(second, interrupts) or failed
+    if not second.succeeded:
+        return [], failed
+    texts = np.array(second.words, "<u8").tobytes()
+    return [texts[size * i : size * i + length].decode().split("\n") for i, length in enumerate(first.words)], failed
 
 
-def _new_gather(transport: Transport, count: int, what: str) -> tuple[WordsGather, BaseException | None]:
-    """Return the call in which ranks compare ``count`` words each, and an interrupt that came meanwhile.
-
-    Other ranks wait for the call, so it is made again after an interrupt.
-    """
-    raised: BaseException | None = None
-    for _ in range(3):
+def _new_gather(transport: Transport, count: int, label: str, interrupts: Interrupts) -> WordsGather:
+    """Return a call that gathers ``count`` words of each rank. If it is interrupted, try again: other ranks wait."""
+    for _ in range(2):
         try:
-            return WordsGather(transport, [0] * count, zlib.crc32(what.encode()) or 1), raised
+            return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
         except BaseException as error:  # noqa: PERF203
-            raised = raised or error
-    assert raised is not None
-    raise raised
+            interrupts.append(error)
+    return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
 
 
-def _wait(handle: Handle) -> tuple[BaseException | None, BaseException | None]:
-    """Wait for a call. Return the first interrupt of the wait, which continues, and the call's error."""
-    interrupt: BaseException | None = None
+def _wait(call: WordsGather, interrupts: Interrupts) -> BaseException | None:
+    """Make a call, and return its error. Append interrupts of the wait, which continues."""
+    handle = queue_of(call.transport).submit(call)
     while True:
         try:
             handle.wait()
-            return interrupt, None
+            return None
         except BaseException as error:  # noqa: PERF203
             if handle.error is error:
-                return interrupt, error
-            interrupt = interrupt or error
+                return error
+            interrupts.append(error)
 
 
-def _refused_by(by_rank: list[list[int]], rank: int, does: str) -> InvalidInputError | None:
-    """Return the error of the first rank that cannot load its state, or ``None``."""
-    for other, (loads, *text) in enumerate(by_rank):
-        if not loads:
+def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
+    """Return the error of the first rank that failed, or of the first difference; ``None`` if the ranks agree."""
+    for other, lines in enumerate(lines_of):
+        if lines[0]:
             return InvalidInputError(
-                f"rank {rank}: rank {other} cannot {does}, so all ranks raise. Its error: {_text_of_words(text)}"
+                f"rank {rank}: rank {other} cannot {action}, so all ranks raise. Its error: {lines[0]}"
+            )
+    for i, key in enumerate(keys, 2):
+        if (error := check_equal(key, [lines[i] for lines in lines_of])) is not None:
+            return InvalidInputError(f"rank {rank}: {error}. Nothing has changed on any rank")
+    return None
+
+
+def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
+    """Return an error that names the first rank whose text is not that of rank 0, or ``None``.
+
+    Args:
+        key: the key of the values.
+        texts: `compared_text` of the value of each rank.
+    """
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            return InvalidInputError(
+                f"the states of rank 0 and rank {rank} differ in {key} ({texts[0]} and {text}); load states that all "
+                "ranks saved together"
             )
     return None
 
 
-def _difference(by_rank: list[list[int]], keys: Sequence[str], common: Mapping[str, object]) -> str:
-    """Describe the first difference between the ranks' states, or return an empty string."""
-    for position, key in enumerate(keys, 1):
-        first = by_rank[0][position]
-        for rank, words in enumerate(by_rank):
-            if words[position] != first:
-                got, expected = (_word_text(word, common[key]) for word in (words[position], first))
-                which = (
-                    f"has {key} {got}, but that of rank 0 has {expected}"
-                    if got
-                    else (f"differs from that of rank 0 in {key}")
-                )
-                return (
-                    f"the state of rank {rank} {which}; expected states that were saved together: load a "
-                    "checkpoint that all ranks have saved. Nothing has changed on any rank"
-                )
-    return ""
+def compared_text(value: object) -> str:
+    """Return a short text that differs if values differ: a number, or the checksum of a plain value.
+
+    Raises:
+        InvalidInputError: the value is not a plain value.
+    """
+    if type(value) is float or (type(value) is int and abs(value) < 1 << 64):
+        return repr(value)
+    return f"checksum {checksum(value):016x}"
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -227,10 +218,10 @@ def _difference(by_rank: list[list[int]], keys: Sequence[str], common: Mapping[s
 
 @contextmanager
 def reading(key: str, expected: str) -> Iterator[None]:
-    """Convert any exception raised while a part of a state is read into an error that names the part.
+    """Convert any exception raised in this context into an error that names the part of a state that is read.
 
     Raises:
-        InvalidInputError: an exception was raised within.
+        InvalidInputError: an exception was raised.
     """
     try:
         yield
@@ -242,11 +233,17 @@ def reading(key: str, expected: str) -> Iterator[None]:
         ) from error
 
 
-def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType) -> Array:
-    """Return a new flat NumPy array of ``dtype``'s accumulator with the elements of a state's array.
+def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: bool = True) -> Array:
+    """Return the elements of a state's array as a flat NumPy array of ``dtype``'s accumulator dtype.
+
+    Args:
+        value: the array.
+        key: its key in the state, for error messages.
+        shape, dtype: the expected shape, and the dtype of the tensor that it belongs to.
+        copy: if ``False``, return a view of ``value`` where it has the accumulator dtype and is contiguous.
 
     Raises:
-        InvalidInputError: it is not an array of floats of that shape, or an element is too large for the type.
+        InvalidInputError: it is not an array of floats of that shape, or an element overflows the dtype.
     """
     with reading(key, f"an array of floats of shape {shape}"):
         array = np.asarray(value)
@@ -255,56 +252,26 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType) -> Arra
         if array.shape != shape:
             raise InvalidInputError(f"state: {key} has shape {array.shape}; expected {shape}")
         with np.errstate(over="raise"):
-            return array.astype(dtype.accumulator, order="C", copy=True).reshape(-1)
+            return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _word(value: object) -> int:
-    if isinstance(value, float):
-        return int(struct.unpack("<Q", struct.pack("<d", value))[0])
-    return value if _is_word(value) else checksum(value)
-
-
-def _is_word(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 1 << 64
-
-
-def _word_text(word: int, like: object) -> str:
-    """Return the value that a word like that of ``like`` stands for; for a checksum an empty string."""
-    if isinstance(like, float):
-        return f"{struct.unpack('<d', struct.pack('<Q', word))[0]:g}"
-    return str(word) if _is_word(like) else ""
-
-
-def _words_of_text(text: str) -> list[int]:
-    raw = text.encode("utf-8", "backslashreplace")[: 8 * _REASON]
-    return [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
-
-
-def _text_of_words(words: Sequence[int]) -> str:
-    text = b"".join(word.to_bytes(8, "little") for word in words).rstrip(b"\0").decode("utf-8", "replace")
-    return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _refusal(error: BaseException, rank: int, does: str) -> BaseException:
-    """Return the error that a rank raises because it failed to do what ``does`` says."""
+def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
+    """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error
     text = error_text(error)
     if not isinstance(error, InvalidInputError):
-        text = f"trying to {does} raised {type(error).__name__}: {text}"
+        text = f"trying to {action} raised {type(error).__name__}: {text}"
     elif text.startswith(f"rank {rank}: "):
         return error
-    made = InvalidInputError(f"rank {rank}: {text}")
-    made.__cause__ = error
-    return made
+    named = InvalidInputError(f"rank {rank}: {text}")
+    named.__cause__ = error
+    return named
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of an error, even if its ``__str__`` fails."""
+    """Return the message of an error, even if its ``__str__`` fails."""
     try:
         return str(error) if isinstance(error, Exception) else type(error).__name__
     except Exception as another:
-        return f"(its text raised {type(another).__name__})"
+        return f"(its message raised {type(another).__name__})"

@@ -1,7 +1,7 @@
-"""Declare what a class saves: the fields of its state dict, and how the ranks' values of each field relate.
+"""Declare the state dict of a class: a `Schema` with a `Field` for each entry.
 
-A class that has ``state_dict`` declares a `Schema` with a `Field` for each entry. The schema then reads and checks a
-state, says what the ranks must compare, and makes states for another world size (`reshard`).
+The schema reads and checks a state dict, lists the fields that the ranks must compare, and makes state dicts for
+another world size (`reshard`).
 """
 
 from __future__ import annotations
@@ -9,103 +9,89 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from sparsecomm.checks import shown
+from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
-from sparsecomm.states.loading import DAMAGED, as_float, reading
-from sparsecomm.states.values import checksum
+from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, reading
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
-    "Field",
-    "Schema",
-    "Spec",
-    "State",
-    "StateDict",
-    "check",
-    "common",
-    "is_arrays",
-    "is_count",
-    "is_state",
-    "per_rank",
-    "read_arrays",
-    "reshard",
-    "summed",
-]
+    "Field", "Schema", "State", "StateDict", "check", "common", "is_count", "is_list", "is_positive", "is_state",
+    "per_rank", "reshard", "summed",
+]  # fmt: skip
 
-StateDict: TypeAlias = dict[str, Any]  # what ``state_dict`` returns
-State: TypeAlias = Mapping[str, Any]  # what ``load_state_dict`` takes
-Valid: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]  # (value, the fields before it) -> whether it can be loaded
-Reshard: TypeAlias = Callable[[list[Any], int, int], Any]  # (values by old rank, new rank, new world size) -> value
-
-_MAX_LISTED = 5
+StateDict: TypeAlias = dict[str, Any]  # the return type of ``state_dict``
+State: TypeAlias = Mapping[str, Any]  # the argument of ``load_state_dict``
+IsValid: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]  # (value, the fields before it) -> whether it is valid
+Reshard: TypeAlias = Callable[[list[StateDict], int, int], Any]  # (states of the old ranks, new rank, new world size)
 
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of a state dict. Made by `common`, `per_rank` and `summed`.
+    """An entry of a state dict. Create one by `common`, `per_rank` or `summed`.
 
     Attributes:
         expected: describes valid values, for error messages.
-        valid: see `Valid`.
-        common: whether all ranks have the same value. It is compared when a state is loaded or resharded.
-        reshard: see `Reshard`; ``None``: the value stays.
+        is_valid: checks a value. Any exception that it raises counts as an invalid value.
+        common: whether all ranks have the same value. Common values are compared when states are loaded or resharded.
+        summed: whether `reshard` preserves the sum of the arrays over all ranks.
+        reshard: returns the value for a new rank; ``None``: the value of the old rank 0.
     """
 
     expected: str
-    valid: Valid
-    common: bool
-    reshard: Reshard | None
+    is_valid: IsValid
+    common: bool = False
+    summed: bool = False
+    reshard: Reshard | None = None
 
 
-def common(expected: str, valid: Valid, reshard: Reshard | None = None) -> Field:
-    """Return a field that is the same on all ranks."""
-    return Field(expected, valid, True, reshard)
+def common(expected: str, is_valid: IsValid, reshard: Reshard | None = None) -> Field:
+    """Return a field whose value is the same on all ranks."""
+    return Field(expected, is_valid, common=True, reshard=reshard)
 
 
-def per_rank(expected: str, valid: Valid, reshard: Reshard) -> Field:
-    """Return a field that differs between ranks."""
-    return Field(expected, valid, False, reshard)
+def per_rank(expected: str, is_valid: IsValid, reshard: Reshard) -> Field:
+    """Return a field whose value belongs to one rank."""
+    return Field(expected, is_valid, reshard=reshard)
 
 
-def summed(expected: str) -> Field:
-    """Return a field of arrays by name whose sum over all ranks is preserved by `reshard`."""
-    return Field(expected, lambda value, _: is_arrays(value), False, _share_out)
+def summed() -> Field:
+    """Return a field of arrays by name, whose sum over all ranks `reshard` preserves."""
+    return Field("arrays of floats by name", _is_arrays, summed=True)
 
 
 class Schema:
-    """The state dict of a class, one per rank.
+    """The layout of a class's state dict, of which each rank has its own.
 
     Attributes:
-        name: of the class.
-        fields: by key, in the order in which they are read.
-        keys: of the fields that all ranks have in common.
+        name: the name of the class.
+        format: the value of the entry "format": the name and the version.
+        fields: the fields by key, in the order in which they are read.
+        keys: the keys of the common fields.
     """
 
     _by_name: ClassVar[dict[str, Schema]] = {}
 
     def __init__(self, name: str, version: int, fields: Mapping[str, Field], advice: str) -> None:
-        """Declare a state dict.
+        """Declare the state dict of a class.
 
         Args:
-            name: of the class.
-            version: of the format. It is raised when a field changes its meaning.
-            fields: by key. "format", "world_size" and "rank" are added.
-            advice: what to do with a state of another version.
+            name: the name of the class.
+            version: the version of the format. Increase it when a field changes its meaning.
+            fields: the fields by key. "format", "world_size" and "rank" are added.
+            advice: tells the user what to do with a state of another version.
         """
-        self.name, self.fields, self._version, self._advice = name, dict(fields), version, advice
+        self.name, self._version, self._advice = name, version, advice
+        self.format, self.fields = f"{name} {version}", dict(fields)
         self.keys = [key for key, field in fields.items() if field.common]
-        self.format = f"{name} {version}"
         Schema._by_name[name] = self
 
     def extended(self, name: str, fields: Mapping[str, Field]) -> Schema:
-        """Return the schema of a class that saves more fields."""
+        """Return the schema of a class whose state dict has more fields."""
         return Schema(name, self._version, {**self.fields, **fields}, self._advice)
 
     def state(self, transport: Transport, fields: Mapping[str, Any]) -> StateDict:
@@ -113,7 +99,7 @@ class Schema:
         return {"format": self.format, "world_size": transport.size, "rank": transport.rank, **fields}
 
     def read(self, state: object) -> StateDict:
-        """Return the entries of a state, each read once and checked.
+        """Return the entries of a state dict, each read once and checked. NumPy scalars become Python numbers.
 
         Raises:
             InvalidInputError: an entry is missing or invalid, or the state has another format.
@@ -127,212 +113,172 @@ class Schema:
                     f"state: got format {shown(state['format'])}; this version of sparsecomm reads {self.format!r}. "
                     f"Load it with the class and the version that saved it, or {self._advice}"
                 )
-            if missing := [key for key in ("world_size", "rank", *self.fields) if key not in state]:
+            if missing := [key for key in (*_HEADER, *self.fields) if key not in state]:
                 raise InvalidInputError(f"state: {missing[0]!r} is missing; expected {expected}; {DAMAGED}")
-            size, rank = state["world_size"], state["rank"]
-        if not (is_count(size) and size > 0):
-            raise InvalidInputError(f"state['world_size'] is {shown(size)}; expected at least 1; {DAMAGED}")
-        if not (is_count(rank) and rank < size):
-            raise InvalidInputError(
-                f"state['rank'] is {shown(rank)}; expected 0 to {size - 1} (world size {size}); {DAMAGED}"
-            )
-        found: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
-        for key, field in self.fields.items():
+        found: StateDict = {"format": self.format}
+        for key, field in (*_HEADER.items(), *self.fields.items()):
             with reading(key, field.expected):
                 value = state[key]
-                found[key] = dict(value) if isinstance(value, Mapping) else value
-                if not field.valid(found[key], found):
+                value = dict(value) if isinstance(value, Mapping) else value
+                found[key] = value.item() if isinstance(value, np.generic) else value
+                if not field.is_valid(found[key], found):
                     raise InvalidInputError(f"state[{key!r}] is {shown(value)}; expected {field.expected}; {DAMAGED}")
         return found
 
     def read_own(self, state: object, transport: Transport) -> StateDict:
-        """Return the entries of a state that must be this rank's.
+        """Return the entries of this rank's state dict.
 
         Raises:
-            InvalidInputError: as `read`, or it is a state of another rank or world size.
+            InvalidInputError: see `read`; or the state belongs to another rank or world size.
         """
         found = self.read(state)
         size, rank = found["world_size"], found["rank"]
         if size != transport.size:
             raise InvalidInputError(
-                f"the state has world size {size}, and this job {transport.size}; "
-                "sparsecomm.reshard(states, rank, size) converts the states of all old ranks"
+                f"state['world_size'] is {size}, but this job has {transport.size} ranks; convert the states of all "
+                "old ranks with sparsecomm.reshard(states, rank, size)"
             )
         if rank != transport.rank:
             raise InvalidInputError(
-                f"this is the state of rank {rank}; pass the state of rank {transport.rank}, or one that "
-                "sparsecomm.reshard made for it"
+                f"state['rank'] is {rank}; pass the state of rank {transport.rank}, or one that sparsecomm.reshard "
+                "made for it"
             )
         return found
 
     def reshard(self, states: Iterable[object], rank: int, size: int) -> StateDict:
-        """Return the state of ``rank`` of ``size`` ranks: see the function `reshard`.
+        """Return the state dict of rank ``rank`` of ``size`` ranks: see the function `reshard`.
 
         Raises:
-            InvalidInputError: states are missing, appear twice, or were not saved together.
+            InvalidInputError: states are missing, appear twice, or were not saved together; or ``rank`` is not below
+                ``size``.
         """
-        by_rank = self._by_rank(states)
+        old = self._in_order_of_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
             raise InvalidInputError(f"rank={shown(rank)}, size={shown(size)}: expected a rank from 0 to size - 1")
-        first = by_rank[0]
         made: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
         for key, field in self.fields.items():
-            values = [state[key] for state in by_rank]
-            for other, value in enumerate(values):
-                if field.common and not _alike(value, first[key]):
-                    raise InvalidInputError(
-                        f"states: those of ranks 0 and {other} differ in {key}: {shown(first[key])} and "
-                        f"{shown(value)}; expected states that were saved together"
-                    )
-            made[key] = first[key] if field.reshard is None else field.reshard(values, rank, size)
+            values = [state[key] for state in old]
+            if field.common and (error := check_equal(key, [compared_text(value) for value in values])) is not None:
+                raise error
+            if field.summed:
+                made[key] = _sums(values, rank, size)
+            else:
+                made[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
         return made
 
-    def _by_rank(self, states: Iterable[object]) -> list[StateDict]:
-        """Return the states of all old ranks, in order of rank."""
-        found: dict[int, StateDict] = {}
+    def _in_order_of_rank(self, states: Iterable[object]) -> list[StateDict]:
+        """Return the entries of the states of all ranks."""
+        by_rank: dict[int, StateDict] = {}
         for state in states:
-            fields = self.read(state)
-            if fields["rank"] in found:
+            found = self.read(state)
+            if found["rank"] in by_rank:
                 raise InvalidInputError(
-                    f"states: rank {fields['rank']} appears twice; pass each rank's state exactly once"
+                    f"states: rank {found['rank']} appears twice; pass each rank's state exactly once"
                 )
-            found[fields["rank"]] = fields
-        size = next(iter(found.values()))["world_size"]
-        missing = [rank for rank in range(min(size, len(found) + _MAX_LISTED)) if rank not in found]
-        if missing or len(found) > size:
+            by_rank[found["rank"]] = found
+        sizes = sorted({found["world_size"] for found in by_rank.values()})
+        if len(sizes) > 1:
             raise InvalidInputError(
-                f"states: got {len(found)} of {size}; rank {missing[0] if missing else size} is missing or of another "
-                "world size; pass the states of all old ranks"
+                f"states: they have world sizes {sizes[0]} and {sizes[1]}; pass states that all ranks saved together"
             )
-        for state in found.values():
-            if state["world_size"] != size:
-                raise InvalidInputError(
-                    f"states: they have world sizes {size} and {state['world_size']}; expected states that were saved "
-                    "together"
-                )
-        return [found[rank] for rank in range(size)]
+        if len(by_rank) < sizes[0]:
+            missing = next(rank for rank in range(sizes[0]) if rank not in by_rank)
+            raise InvalidInputError(
+                f"states: got {len(by_rank)} of {sizes[0]}; rank {missing} is missing; pass the states of all old ranks"
+            )
+        return [by_rank[rank] for rank in range(sizes[0])]
 
 
 def is_state(value: object) -> bool:
-    """Return whether a value is a state dict of a declared schema, of any version."""
-    return isinstance(value, Mapping) and _name_of(value) in Schema._by_name
+    """Return whether a value is a state dict of a declared class, of any version."""
+    return isinstance(value, Mapping) and _schema_of(value) is not None
 
 
 def check(state: State) -> None:
-    """Check a state dict, as loading it would.
+    """Check a state dict of a declared class.
 
     Raises:
         InvalidInputError: an entry is missing or invalid.
     """
-    Schema._by_name[_name_of(state)].read(state)
+    if (schema := _schema_of(state)) is not None:
+        schema.read(state)
 
 
 def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another world size.
 
-    New rank r receives the residuals of the old ranks r, r + size, r + 2 size, ..., added up. If there are more new
-    ranks than old ones, the others start with zeros. So the sum over all ranks, which still has to be applied, does not
-    change. Everything else that is common to all ranks stays. If ranks take local steps by speed, all take the same
-    number of steps until the new ranks have been measured.
+    New rank r receives the sum of the residuals of the old ranks r, r + size, r + 2 size, ...; a new rank without an
+    old one starts with zeros. So the sum over all ranks, which still has to be applied, does not change. Everything
+    that all ranks have in common stays. If ranks take local steps by speed, all take the same number of steps until
+    the new ranks have been measured.
 
     Args:
         states: the values that ``state_dict`` returned on every old rank, in any order: of a `Reducer`, `LocalSteps`,
-            `SparseAdamW`, or an object of `sparsecomm.torch`. Local parameters are not part of them: with `LocalSteps`,
-            set them to the global parameters on the new ranks.
-        rank, size: of the new job.
+            `SparseAdamW`, or an object of `sparsecomm.torch`. They do not contain local parameters: with `LocalSteps`,
+            set the local parameters to the global ones on the new ranks.
+        rank, size: the rank and the world size of the new job.
 
     Raises:
         InvalidInputError: states are missing, appear twice, are damaged, or were not saved together.
     """
-    with reading("states", "what state_dict() returned on each rank"):
+    with reading("states", "the values that state_dict() returned on all old ranks"):
         each = list(states)
-        if not each:
-            raise InvalidInputError("states: got none; pass the states of all old ranks")
-        names = [_name_of(state) for state in each]
-        if unknown := [state for state, name in zip(each, names, strict=True) if name not in Schema._by_name]:
-            got = unknown[0].get("format", "a dictionary") if isinstance(unknown[0], Mapping) else type(unknown[0])
+        schema = _schema_of(each[0]) if each else None
+        if schema is None:
+            got = shown(each[0]) if each else "none"
             raise InvalidInputError(
-                f"states: got {shown(got)}; expected what state_dict() of this version of sparsecomm returned"
+                f"states: got {got}; expected the values that state_dict() returned on all old ranks"
             )
-        if len(set(names)) > 1:
-            raise InvalidInputError(f"states: they are of {' and '.join(sorted(set(names)))}; expected one class")
-        return Schema._by_name[names[0]].reshard(each, rank, size)
+        return schema.reshard(each, rank, size)
 
 
-def _name_of(state: object) -> str:
-    """Return the class that a state says it is of, or an empty string."""
+def _schema_of(state: object) -> Schema | None:
+    """Return the schema of the class that a state belongs to, whatever its version."""
     with suppress(Exception):  # a state may be any object
         name, _, version = str(state["format"]).rpartition(" ")  # type: ignore[index]
-        return name if version.isdecimal() else ""
-    return ""
+        return Schema._by_name.get(name) if version.isdecimal() else None
+    return None
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def is_count(value: object) -> bool:
-    """Return whether a value is a non-negative integer below 2^63."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 1 << 63)
+def is_count(value: object, _: object = None) -> bool:
+    """Return whether a value is an integer from 0 to 2^63 - 1."""
+    return whole(value) is not None
 
 
-def is_arrays(value: Any) -> bool:
-    """Return whether a value is a dictionary from names to arrays of floats."""
+def is_positive(value: object, _: object = None) -> bool:
+    """Return whether a value is an integer from 1 to 2^63 - 1."""
+    return whole(value, 1) is not None
+
+
+def is_list(value: object, _: object = None) -> bool:
+    """Return whether a value is a list or a tuple."""
+    return isinstance(value, (list, tuple))
+
+
+def _is_arrays(value: Any, _: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(name, str) and np.asarray(array).dtype.kind == "f" for name, array in value.items()
     )
 
 
-class Spec(Protocol):
-    """The shape of a tensor, and the type in which it is summed."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def accumulator(self) -> DType: ...
+_HEADER = {
+    "world_size": Field("at least 1", is_positive),
+    "rank": Field("a rank below world_size", lambda value, found: is_count(value) and value < found["world_size"]),
+}
 
 
-def read_arrays(given: Any, specs: Mapping[str, Spec], key: str, advice: str) -> dict[str, Array]:
-    """Return new flat arrays, in the accumulator's type, of the arrays in a state.
-
-    Args:
-        given: arrays by name, as they are in the state.
-        specs: of the tensors, by name.
-        key: of the arrays in the state.
-        advice: how to get the expected names.
-
-    Raises:
-        InvalidInputError: they have other names, types or shapes.
-    """
-    with reading(key, "arrays by name"):
-        lacking, others = sorted(specs.keys() - given.keys()), sorted(given.keys() - specs.keys())
-    if lacking or others:
-        raise InvalidInputError(
-            f"state: {key} lacks {listed(lacking, _MAX_LISTED)}; unexpected: {listed(others, _MAX_LISTED)}; {advice}"
-        )
-    return {
-        name: as_float(given[name], f"{key}[{name!r}]", spec.shape, spec.accumulator) for name, spec in specs.items()
-    }
-
-
-def _share_out(by_rank: list[dict[str, Any]], rank: int, size: int) -> dict[str, Array]:
-    """Return the sums of the arrays of old ranks ``rank``, ``rank + size``, and so on."""
-    arrays = [{name: np.asarray(array) for name, array in its.items()} for its in by_rank]
+def _sums(by_rank: list[dict[str, Any]], rank: int, size: int) -> dict[str, Array]:
+    """Return the sums of the arrays of the old ranks ``rank``, ``rank + size``, and so on, by name."""
+    arrays = [{name: np.asarray(array) for name, array in own.items()} for own in by_rank]
     shapes = {name: array.shape for name, array in arrays[0].items()}
-    for other, its in enumerate(arrays):
-        if {name: array.shape for name, array in its.items()} != shapes:
+    for other, own in enumerate(arrays):
+        if {name: array.shape for name, array in own.items()} != shapes:
             raise InvalidInputError(f"states: names or shapes of arrays differ between ranks 0 and {other}")
-    made = {name: np.zeros(array.shape, array.dtype) for name, array in arrays[0].items()}
-    for its in arrays[rank::size]:
-        for name, array in its.items():
-            made[name] += array
-    return made
-
-
-def _alike(a: object, b: object) -> bool:
-    with suppress(Exception):  # comparing arrays gives no single answer
-        if a == b:
-            return True
-    with suppress(InvalidInputError):
-        return checksum(a) == checksum(b)
-    return False
+    sums = {name: np.zeros(array.shape, array.dtype) for name, array in arrays[0].items()}
+    for own in arrays[rank::size]:
+        for name, array in own.items():
+            sums[name] += array
+    return sums

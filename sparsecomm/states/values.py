@@ -1,7 +1,8 @@
-"""Plain values and arrays, stored as NumPy's .npz archives.
+"""Archives of plain values: `write` and `read` store them as .npz files, and `checksum` compares them between ranks.
 
-A value is ``None``, a bool, a number, a string, an array, or a list, tuple or dictionary of values. An archive holds
-each array as a member, and everything else as one member of JSON. Nothing is pickled, so loading never runs code.
+A plain value is ``None``, a bool, a number, a string, an array, or a list, tuple or dictionary of plain values. An
+archive stores each array as a member, and everything else as one JSON member. It contains no pickles, so reading an
+archive never runs code.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -20,42 +21,45 @@ from sparsecomm.tensors.arrays import Array, Bytes
 
 __all__ = ["checksum", "from_bytes", "read", "to_bytes", "write"]
 
-_TREE = "values"  # the archive's member of JSON
+_JSON = "values"  # the name of the JSON member
 _DTYPES = {np.dtype(code).name for code in ("?", *"bhiqBHIQefdFD")}
 _MAX_DEPTH = 32
-_MAX_INT = 1 << 64
+_INT_LIMIT = 1 << 64
+_PlacedArray: TypeAlias = tuple[str, str, Array]  # the name of its dtype, its place in the value, its elements
 
 
 def write(file: BinaryIO, value: object) -> None:
-    """Write a value to a file. Everything is checked before the first byte is written.
+    """Write a plain value to a file. All of it is checked before the first byte is written.
 
     Args:
-        file: opened for writing in binary mode.
-        value: see above. Arrays are NumPy's or have ``__dlpack__``; keys of dictionaries are strings and integers.
+        file: a file opened for writing in binary mode.
+        value: a plain value. Arrays belong to NumPy or have ``__dlpack__``. Dictionary keys are strings or integers.
 
     Raises:
-        InvalidInputError: the value contains another type, a type that could not be read back, or too many levels.
+        InvalidInputError: the value contains an unsupported type, or is nested more than 32 levels deep.
     """
     tree, arrays = _flatten(value)
-    members: dict[str, Any] = {_TREE: np.frombuffer(tree, np.uint8)}
-    members |= {str(i): array for i, array in enumerate(arrays)}
+    for name, place, _ in arrays:
+        _named_dtype(name, place)
+    members: dict[str, Any] = {_JSON: np.frombuffer(tree, np.uint8)}
+    members |= {str(i): array for i, (_, _, array) in enumerate(arrays)}
     np.savez(file, **members)
 
 
-def read(file: BinaryIO, *, verify: bool = False) -> Any:
-    """Return the value that `write` has written. Arrays are new and in this machine's byte order.
+def read(file: BinaryIO, *, arrays: bool = True) -> Any:
+    """Return the value that `write` stored. Arrays are new and in the native byte order.
 
     Args:
-        file: opened for reading in binary mode.
-        verify: read each array, but return ``None`` in its place, so that all of them need not fit into memory.
+        file: a file opened for reading in binary mode.
+        arrays: read the arrays; if ``False``, each array is returned as ``None``.
 
     Raises:
         InvalidInputError: the file is not such an archive, or is damaged.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
-            return _unflatten(json.loads(bytes(archive[_TREE])), archive, 0, verify)
-    except Exception as error:  # anything that a parser raises for foreign bytes
+            return _unflatten(json.loads(bytes(archive[_JSON])), archive if arrays else None)
+    except Exception as error:  # parsers raise many types for foreign bytes
         raise InvalidInputError(f"cannot read an archive of values: {type(error).__name__}: {error}") from error
 
 
@@ -63,7 +67,7 @@ def to_bytes(value: object) -> Bytes:
     """Return the bytes that `write` would write.
 
     Raises:
-        InvalidInputError: as `write`.
+        InvalidInputError: see `write`.
     """
     buffer = io.BytesIO()
     write(buffer, value)
@@ -71,140 +75,122 @@ def to_bytes(value: object) -> Bytes:
 
 
 def from_bytes(data: Bytes) -> Any:
-    """Return the value of which `to_bytes` has returned the bytes.
+    """Return the value that `to_bytes` converted.
 
     Raises:
-        InvalidInputError: as `read`.
+        InvalidInputError: see `read`.
     """
     return read(io.BytesIO(data.tobytes()))
 
 
 def checksum(value: object) -> int:
-    """Return a 64-bit checksum of a value: CRC-32 and Adler-32. It does not depend on memory layout or byte order.
+    """Return a 64-bit checksum of a plain value. It does not depend on memory layout or byte order.
 
     Raises:
-        InvalidInputError: as `write`.
+        InvalidInputError: see `write`. Arrays may have any dtype.
     """
-    tree, arrays = _flatten(value, load_back=False)
+    tree, arrays = _flatten(value)
     crc, adler = zlib.crc32(tree), zlib.adler32(tree)
-    for array in arrays:
+    for _, _, array in arrays:
         data = array.reshape(-1).view(np.uint8).data
         crc, adler = zlib.crc32(data, crc), zlib.adler32(data, adler)
     return crc << 32 | adler
 
 
-# -- values to JSON and arrays ----------------------------------------------------------------------------------------
+def _flatten(value: object) -> tuple[bytes, list[_PlacedArray]]:
+    """Return the JSON text of a value, and its arrays."""
+    arrays: list[_PlacedArray] = []
+    return json.dumps(_tree(value, arrays, "", 0), separators=(",", ":")).encode(), arrays
 
 
-def _flatten(value: object, *, load_back: bool = True) -> tuple[bytes, list[Array]]:
-    """Return a value as JSON, and its arrays in order: contiguous and little-endian.
-
-    Args:
-        value: the value.
-        load_back: refuse types that NumPy cannot read back.
-    """
-    arrays: list[Array] = []
-    return json.dumps(_tree(value, arrays, "", 0, load_back), separators=(",", ":")).encode(), arrays
-
-
-def _tree(value: Any, arrays: list[Array], path: str, depth: int, load_back: bool) -> object:
-    at = path[:80] or "the top level"
+def _tree(value: Any, arrays: list[_PlacedArray], path: str, depth: int) -> object:
+    """Return a value as JSON can store it. Append its arrays to ``arrays``."""
+    place = path[:80] or "the top level"
     if depth > _MAX_DEPTH:
-        raise InvalidInputError(f"values are nested more than {_MAX_DEPTH} levels deep at {at}")
-    if value is None or isinstance(value, bool):
+        raise InvalidInputError(f"values are nested more than {_MAX_DEPTH} levels deep at {place}")
+    if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__dlpack__"):
-        dtype, shape, array = _array(value, at, load_back)
-        arrays.append(array)
+        dtype, shape, array = _array(value, place)
+        arrays.append((dtype, place, array))
         return {"array": [len(arrays) - 1, dtype, shape]}
-    if isinstance(value, int) and -_MAX_INT < value < _MAX_INT:
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    if isinstance(value, float) or (isinstance(value, int) and -_INT_LIMIT < value < _INT_LIMIT):
+        return value
     if isinstance(value, Mapping):
         items: list[object] = []
         for key in value:
             if isinstance(key, bool) or not isinstance(key, (str, int)):
-                raise InvalidInputError(f"got a key of type {type(key).__name__} at {at}; expected a string")
-            key = int(key) if isinstance(key, int) else str(key)
-            items.append([key, _tree(value[key], arrays, f"{path}[{key!r}]", depth + 1, load_back)])
+                raise InvalidInputError(f"got a key of type {type(key).__name__} at {place}; expected a string")
+            plain_key = int(key) if isinstance(key, int) else str(key)
+            items.append([plain_key, _tree(value[key], arrays, f"{path}[{plain_key!r}]", depth + 1)])
         return {"dict": items}
     if isinstance(value, (list, tuple)):
-        items = [_tree(each, arrays, f"{path}[{i}]", depth + 1, load_back) for i, each in enumerate(value)]
+        items = [_tree(item, arrays, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise InvalidInputError(
-        f"got {type(value).__name__} at {at}; expected None, bools, integers below 2^64, floats, strings, arrays, and "
-        "lists, tuples and dictionaries of them"
+        f"got {type(value).__name__} at {place}; expected None, bools, integers below 2^64, floats, strings, arrays, "
+        "or lists, tuples and dictionaries of them"
     )
 
 
-def _array(value: Any, at: str, load_back: bool) -> tuple[str, list[int], Array]:
-    """Return the name of an array's type, its shape, and its elements: little-endian, or as flat bytes."""
+def _array(value: Any, place: str) -> tuple[str, list[int], Array]:
+    """Return the dtype's name, the shape, and the elements: little-endian, or flat bytes if NumPy lacks the dtype."""
     if isinstance(value, np.ndarray | np.generic):
-        if (
-            value.dtype.hasobject
-            or value.dtype.names
-            or value.dtype.char in "gG"
-            or isinstance(value, np.ma.MaskedArray)
-        ):
+        dtype = value.dtype
+        if dtype.hasobject or dtype.names or dtype.char in "gG" or isinstance(value, np.ma.MaskedArray):
             raise InvalidInputError(
-                f"got a {type(value).__name__} of type {value.dtype} at {at}; expected an array of numbers"
+                f"got a {type(value).__name__} of type {dtype} at {place}; expected an array of numbers"
             )
-        value = np.asarray(value, value.dtype.newbyteorder("<"))
-    value = getattr(value, "to_local", lambda: value)()  # of a DTensor, this rank's shard
-    described, data = interop.content(value, at)
-    name = described.partition(" ")[0]
-    if load_back and name not in _DTYPES:
-        _extension_dtype(name, at)
-    shape = [int(n) for n in value.shape]
+        value = np.asarray(value, dtype.newbyteorder("<"))
+    value = getattr(value, "to_local", lambda: value)()  # this rank's shard of a DTensor
+    described, data = interop.content(value, place)
+    name, shape = described.partition(" ")[0], [int(n) for n in value.shape]
     return name, shape, data.view(np.dtype(name).newbyteorder("<")).reshape(shape) if name in _DTYPES else data
 
 
-def _named_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(name)
+def _named_dtype(name: str, place: str) -> np.dtype[Any]:
+    """Return the little-endian dtype of an array at a place.
 
-
-def _extension_dtype(name: str, at: str) -> np.dtype[Any]:
-    """Return a type that NumPy knows only by an extension: bfloat16."""
+    Raises:
+        InvalidInputError: NumPy has no such dtype of numbers.
+    """
+    if name not in _DTYPES and name != "bfloat16":
+        raise InvalidInputError(f"got an array of type {name} at {place}; expected numbers")
     try:
-        if name == "bfloat16":
-            return _named_dtype(name)
+        dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
+        return dtype
     except TypeError:
         raise InvalidInputError(
-            f"got an array of bfloat16 at {at}, which NumPy cannot hold: install and import ml_dtypes, or convert the "
-            "array to float32"
+            f"got an array of bfloat16 at {place}, which NumPy cannot store: install and import ml_dtypes, or convert "
+            "the array to float32"
         ) from None
-    raise InvalidInputError(f"got an array of type {name} at {at}; expected {', '.join(sorted(_DTYPES))} or bfloat16")
 
 
-# -- and back ---------------------------------------------------------------------------------------------------------
-
-
-def _unflatten(tree: Any, archive: Mapping[str, Array], depth: int, verify: bool) -> Any:
+def _unflatten(tree: Any, archive: Mapping[str, Array] | None, depth: int = 0) -> Any:
+    """Return the value of a JSON tree; without an archive, ``None`` replaces each array."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"more than {_MAX_DEPTH} levels")
     if isinstance(tree, list):
-        return [_unflatten(each, archive, depth + 1, verify) for each in tree]
+        return [_unflatten(item, archive, depth + 1) for item in tree]
     if not isinstance(tree, dict):
-        if isinstance(tree, int) and abs(tree) >= _MAX_INT:
+        if isinstance(tree, int) and abs(tree) >= _INT_LIMIT:
             raise ValueError("an integer of more than 64 bits")
         return tree
-    ((kind, inner),) = tree.items()
+    ((kind, content),) = tree.items()
     if kind == "tuple":
-        return tuple(_unflatten(each, archive, depth + 1, verify) for each in inner)
+        return tuple(_unflatten(item, archive, depth + 1) for item in content)
     if kind == "dict":
-        if not all(type(key) in (str, int) for key, _ in inner):
+        if not all(type(key) in (str, int) for key, _ in content):
             raise ValueError("a key that is neither a string nor an integer")
-        return {key: _unflatten(each, archive, depth + 1, verify) for key, each in inner}
+        return {key: _unflatten(item, archive, depth + 1) for key, item in content}
     if kind != "array":
         raise ValueError(f"an entry of kind {kind[:20]!r}")
-    number, name, shape = inner
-    array = archive[str(number)]
-    dtype = np.dtype(name).newbyteorder("<") if name in _DTYPES else _extension_dtype(name, "an array")
+    number, name, shape = content
+    if archive is None:
+        return None
+    array, dtype = archive[str(number)], _named_dtype(name, f"member {number}")
     if name not in _DTYPES:
         array = array.view(dtype).reshape(shape)
     if array.dtype != dtype or list(array.shape) != shape:
         raise ValueError(f"array {number} is {array.dtype} {array.shape} instead of {name} {tuple(shape)}")
-    return None if verify else array.astype(dtype.newbyteorder("="), copy=False)
+    return array.astype(dtype.newbyteorder("="), copy=False)

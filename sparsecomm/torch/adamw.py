@@ -18,8 +18,8 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
-from sparsecomm.torch.optimizer_state import is_void
 from sparsecomm.torch.parameters import NamedParameters, Parameters, Scaler
+from sparsecomm.torch.trial_steps import is_void
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's objects and of this library's: see `sparsecomm.checkpoints`."""
+"""Checkpoints of PyTorch objects: `save` and `load` write and read .pt files; `Stateful` adapts to PyTorch's own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import numpy as np
 import torch
 
-from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
-from sparsecomm.checkpoints.formats import Folder, Format
+from sparsecomm.checkpoints.checkpoints import Checkpoint, CheckpointFolder
+from sparsecomm.checkpoints.files import Folder, Format
 from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
@@ -24,14 +25,11 @@ from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import is_sharded
 from sparsecomm.transport import Comm, of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 __all__ = ["Checkpoint", "Stateful", "load", "save"]
 
 
 def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm = None, keep: int = 1) -> None:
-    """Save a checkpoint, each rank its part: `sparsecomm.save`, of what PyTorch saves. Collective.
+    """Save a checkpoint, one file per rank, like `sparsecomm.save`. Collective.
 
         state = sparsecomm.torch.register(ddp, 0.01)
         objects = {"model": model, "optimizer": optimizer, "sparse": state}
@@ -41,49 +39,49 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
             sparsecomm.torch.save(folder, epoch + 1, objects)
 
     Args:
-        folder, step, comm, keep: as in `sparsecomm.save`.
-        objects: by name: what has ``state_dict`` and ``load_state_dict``; other values are returned by `load`. They are
-            of the types that ``torch.load(weights_only=True)`` reads.
+        folder, step, comm, keep: see `sparsecomm.save`.
+        objects: by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods; `load` returns
+            all other values. All types must be ones that ``torch.load(weights_only=True)`` reads.
 
     Raises:
-        SparseCommError: as `sparsecomm.save`.
+        SparseCommError: see `sparsecomm.save`.
     """
-    Files(TorchFormat(), folder, comm).save(step, objects, keep)
+    CheckpointFolder(TorchFormat(), folder, comm).save(step, objects, keep)
 
 
 def load(
     folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks can read, into all objects that can load it. Collective.
+    """Load the newest checkpoint that all ranks can read into all objects that can load it. Collective.
 
-    Where the number of ranks has changed, residuals are shared out among the new ones (`sparsecomm.reshard`), and all
-    else is that of the old rank 0. With `DiLoCo` all ranks then begin with the global parameters.
+    If the world size has changed, residuals are distributed over the new ranks (`sparsecomm.reshard`), and everything
+    else comes from the old rank 0. With `DiLoCo`, all ranks then start from the global parameters.
 
     Args:
-        folder, objects, comm, step: as in `sparsecomm.load`.
+        folder, objects, comm, step: see `sparsecomm.load`.
 
     Returns:
-        What was loaded; tensors are in host memory. ``None``: no rank sees a checkpoint.
+        The checkpoint, with tensors in host memory, or ``None`` if no rank sees a checkpoint.
 
     Raises:
-        SparseCommError: as `sparsecomm.load`.
+        SparseCommError: see `sparsecomm.load`.
     """
-    found = Files(TorchFormat(), folder, comm).load(objects, step)
+    found = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
     if found is not None and found.ranks != of(comm).size:
-        for one in objects.values():
-            if isinstance(one, DiLoCo):
-                one.write_global_parameters()
+        for obj in objects.values():
+            if isinstance(obj, DiLoCo):
+                obj.write_global_parameters()
     return found
 
 
 class TorchFormat(Format):
-    """Files as ``torch.save`` writes them (.pt). ``torch.load(weights_only=True)`` reads them, so code never runs."""
+    """The format of ``torch.save`` (.pt). ``torch.load(weights_only=True)`` reads it and runs no code."""
 
     suffix = ".pt"
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
-        try:  # with the tensors' elements left out
+        try:  # without the elements of tensors
             torch.save(mapped(value, torch.Tensor, _without_elements), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -95,24 +93,30 @@ class TorchFormat(Format):
         with _checksums():
             torch.save(value, file)
 
-    def parse(self, file: BinaryIO, path: Path, *, verify: bool) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # files are never written to
+    def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # files are never overwritten
 
-    def state_of(self, one: Any) -> Any:
-        state = super().state_of(one)
+    def state_of(self, obj: Any) -> Any:
+        state = super().state_of(obj)
         return mapped(state, np.ndarray, torch.from_numpy) if is_state(state) else state
 
     def for_world(self, states: list[Any], rank: int, size: int) -> Any:
-        return super().for_world([mapped(state, torch.Tensor, _check_whole) for state in states], rank, size)
+        return super().for_world([mapped(state, torch.Tensor, _not_sharded) for state in states], rank, size)
 
 
 def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0) if type(tensor) is torch.Tensor else tensor
 
 
+def _not_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    if is_sharded(tensor):
+        raise InvalidInputError("tensors are sharded over a mesh of other ranks; start with the saved world size")
+    return tensor
+
+
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Let ``torch.save`` write checksums, also if the program has turned them off."""
+    """Make ``torch.save`` write checksums even if the program has turned them off."""
     get, turn = (getattr(torch.serialization, f"{verb}_crc32_options", lambda *_: True) for verb in ("get", "set"))
     before = get()
     if not before:
@@ -124,34 +128,29 @@ def _checksums() -> Iterator[None]:
             turn(False)
 
 
-def _check_whole(tensor: torch.Tensor) -> torch.Tensor:
-    if is_sharded(tensor):
-        raise InvalidInputError("there are shards of tensors, of a mesh of other ranks; start as many as have saved it")
-    return tensor
-
-
 class Stateful:
-    """An object of this library for `torch.distributed.checkpoint`, beside a model that has shards.
+    """An adapter that saves an object of this library with `torch.distributed.checkpoint`.
 
         dcp.save({"model": model, "sparse": Stateful(state)}, checkpoint_id=folder)
         dcp.load({"model": model, "sparse": Stateful(state, folder)}, checkpoint_id=folder)
 
-    Each rank's state is a tensor of bytes of its own. Another number of ranks may load it.
+    The state of each rank is a tensor of bytes. The world size may change.
 
     Args:
-        one: what has ``state_dict`` and ``load_state_dict``: a `SparseState`, an optimizer, a `DiLoCo`, a `Reducer`.
-        checkpoint: where to load from: a folder, or a ``StorageReader``. ``None``: it is to be saved.
-        name: where several are saved together, each has its own.
-        comm: the ranks; ``None``: all.
+        obj: an object with ``state_dict`` and ``load_state_dict``: a `SparseState`, an optimizer, a `DiLoCo` or a
+            `Reducer`.
+        checkpoint: the folder or the ``StorageReader`` to load from; ``None`` to save.
+        name: a name that differs between the objects of one checkpoint.
+        comm: the ranks; ``None``: all ranks.
     """
 
     _format = TorchFormat()
 
-    def __init__(self, one: Any, checkpoint: Any = None, *, name: str = "state", comm: Comm = None) -> None:
-        self._one, self._name, self._checkpoint, self._comm = one, name, checkpoint, comm
+    def __init__(self, obj: Any, checkpoint: Any = None, *, name: str = "state", comm: Comm = None) -> None:
+        self._obj, self._name, self._checkpoint, self._comm = obj, name, checkpoint, comm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state as bytes; to load, room for what is to be loaded.
+        """Return this rank's state as bytes; to load, return empty tensors for the bytes to load.
 
         Raises:
             InvalidInputError: the checkpoint has no object of this name.
@@ -159,7 +158,7 @@ class Stateful:
         transport = of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()
-            torch.save(self._format.state_of(self._one), data)
+            torch.save(self._format.state_of(self._obj), data)
             return {self._key(transport.rank, transport.size): torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -167,7 +166,7 @@ class Stateful:
         reader: Any = FileSystemReader(self._checkpoint) if is_path else self._checkpoint
         saved = reader.read_metadata().state_dict_metadata
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
-        found = {key: size for key, size in sizes.items() if self._ranks_in(key)}
+        found = {key: size for key, size in sizes.items() if self._rank_in(key)}
         if not found:
             raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
         own = self._key(transport.rank, transport.size)
@@ -175,24 +174,24 @@ class Stateful:
         return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the object, from what `state_dict` has made room for. Collective."""
+        """Load the object from the tensors that `state_dict` returned and PyTorch has filled. Collective."""
         transport = of(self._comm)
-        by_rank = {at: key for key in state if (at := self._ranks_in(key)) is not None}
+        keys = {source: key for key in state if (source := self._rank_in(key)) is not None}
         own = (transport.rank, transport.size)
-        old = transport.size if own in by_rank else max(size for _, size in by_rank)
-        ranks = [own] if own in by_rank else [(rank, old) for rank in range(old)]
-        if missing := [each for each in ranks if each not in by_rank]:
-            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0][0]} of {old}")
-        data = [io.BytesIO(state[by_rank[each]].numpy().tobytes()) for each in ranks]
+        size = transport.size if own in keys else max(size for _, size in keys)
+        sources = [own] if own in keys else [(rank, size) for rank in range(size)]
+        if missing := [source for source in sources if source not in keys]:
+            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0][0]} of {size}")
+        data = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
         states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
-        self._one.load_state_dict(states[0] if own in by_rank else self._format.for_world(states, *own))
+        self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))
 
     def _key(self, rank: int, size: int) -> str:
-        # DCP joins keys by dots.
+        # PyTorch joins keys with dots.
         return f"{quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
-    def _ranks_in(self, key: str) -> tuple[int, int] | None:
-        """Return the rank and the world size in a key of this object; ``None``: it is of another."""
+    def _rank_in(self, key: str) -> tuple[int, int] | None:
+        """Return the rank and the world size in a key of this object, or ``None`` for the key of another object."""
         found = re.fullmatch(r"(.*)-rank(\d+)-of(\d+)", key, re.DOTALL)
         if found is None or key != self._key(int(found[2]), int(found[3])):
             return None

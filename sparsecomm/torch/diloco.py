@@ -23,9 +23,10 @@ from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.optimizer_state import is_void, mapped, snapshot, try_step
+from sparsecomm.torch.optimizer_state import mapped, snapshot
 from sparsecomm.torch.parameters import TrainedParameters, parameters_of
 from sparsecomm.torch.shards import local
+from sparsecomm.torch.trial_steps import is_void, try_step
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:

@@ -19,15 +19,9 @@ from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange
-from sparsecomm.torch.optimizer_state import (
-    comparable,
-    follows_gradient,
-    in_order_of,
-    is_void,
-    names_in_order,
-    snapshot,
-)
+from sparsecomm.torch.optimizer_state import comparable, in_order_of, names_in_order, snapshot
 from sparsecomm.torch.parameters import ExchangeOptions, NamedParameters, Parameters
+from sparsecomm.torch.trial_steps import follows_gradient, is_void
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:

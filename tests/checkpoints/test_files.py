@@ -1,4 +1,4 @@
-"""Checkpoint files that are damaged, foreign, or of another job; and what is never removed or written.
+"""Checkpoint files that are damaged, foreign, or belong to another job.
 
 Random damages on 2 to 4 ranks are an attack: `tests/stress/files.py`.
 """
@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.checkpoints.claims import claim
+from sparsecomm.checkpoints import files, lock
+from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.transport import simulated
 from tests.ranks import errors, run
 from tests.stress.files import DAMAGES, Case
@@ -42,7 +43,7 @@ def suffix(module: Any) -> str:
 
 
 def save(module: Any, folder: Path, *steps: int, P: int = 2, keep: int = 1, own: bool = False) -> None:
-    """Save these steps on P ranks, in one folder or in one for each rank."""
+    """Save checkpoints of these steps on P ranks, in a common folder or in one per rank."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         for step in steps:
@@ -63,7 +64,7 @@ def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[in
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_left_out_and_named(
+def test_a_damaged_file_is_skipped_and_named(
     damage: str, module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(module, tmp_path, 1, 2, keep=2)
@@ -76,14 +77,14 @@ def test_a_damaged_file_is_left_out_and_named(
         DAMAGES[damage](path, others[1:] if damage == "swapped" else others, rng)
         caplog.clear()
         found = load(module, tmp_path)
-        assert found in ([1, 1], [2, 2] if harmless else None)  # some bytes of an archive mean nothing
+        assert found in ([1, 1], [2, 2] if harmless else None)  # an archive ignores some of its bytes
     if found == [1, 1] and damage != "missing":
         assert path.name in caplog.text
     save(module, tmp_path, 3)
     assert load(module, tmp_path) == [3, 3]
     for rank in range(2):
         (tmp_path / f"step3-rank{rank}-of2{suffix(module)}").unlink()
-    assert load(module, tmp_path) == found  # the damaged one did not count as the older one that stays
+    assert load(module, tmp_path) == found  # the damaged one does not count for ``keep``
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -92,7 +93,7 @@ def test_random_damages(number: int, caplog: pytest.LogCaptureFixture) -> None:
     Case(5, number).play()
 
 
-def test_the_newest_that_all_have_is_found_behind_any_number_of_newer_ones(module: Any, tmp_path: Path) -> None:
+def test_the_newest_common_checkpoint_is_found_behind_any_number_of_others(module: Any, tmp_path: Path) -> None:
     save(module, tmp_path, 1, 2, 3, own=True, keep=3)
     shutil.copytree(tmp_path / "1", tmp_path / "backup")
     save(module, tmp_path, *range(4, 44), own=True, keep=50)
@@ -102,7 +103,7 @@ def test_the_newest_that_all_have_is_found_behind_any_number_of_newer_ones(modul
 
 
 @pytest.mark.parametrize("lost", ["folder", "all damaged", "of an earlier version"])
-def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, module: Any, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(lost: str, module: Any, tmp_path: Path) -> None:
     save(module, tmp_path, 1, own=True)
     if lost == "folder":
         shutil.rmtree(tmp_path / "1")
@@ -115,7 +116,7 @@ def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, modul
         for rank in range(2):
             import_module("torch").save({"x": 1}, tmp_path / f"{rank}/step1-rank{rank}-of2.pt")
     said = {
-        "folder": r"complete on all ranks. Rank 0 sees: steps 1, and rank 1: none. Restore",
+        "folder": r"complete on all ranks. Steps that each rank sees: \[\[1\], \[\]\]. Restore",
         "all damaged": "step1-rank1-of2.* cannot be read: BadZipFile",
         "of an earlier version": "earlier version",
     }
@@ -125,10 +126,10 @@ def test_where_files_are_and_none_can_be_loaded_all_ranks_raise(lost: str, modul
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_first_checkpoint_is_there_if_one_rank_has_renamed_its_file(
+def test_a_checkpoint_exists_once_one_rank_has_renamed_its_file(
     own: bool, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then all ranks have written theirs. If none has, there is no checkpoint."""
+    """All ranks have written theirs by then. Before, there is no checkpoint."""
     rename = os.replace
     dead = {1}
 
@@ -149,7 +150,7 @@ def test_the_first_checkpoint_is_there_if_one_rank_has_renamed_its_file(
 
 
 @pytest.mark.parametrize("other", ["format", "file"])
-def test_where_a_checkpoint_may_be_that_cannot_be_seen_all_ranks_raise(other: str, module: Any, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_the_folder_has_only_foreign_files(other: str, module: Any, tmp_path: Path) -> None:
     if other == "format":
         (tmp_path / "c").mkdir()
         (tmp_path / f"c/step1-rank0-of2{'.pt' if module is sc else '.npz'}").touch()
@@ -163,18 +164,16 @@ def test_where_a_checkpoint_may_be_that_cannot_be_seen_all_ranks_raise(other: st
 JOB = """
 import sys, time
 from pathlib import Path
-from sparsecomm.checkpoints import claims
-claims._PATIENCE = 0.1
-claims.claim(Path(sys.argv[1]), "%s")
+from sparsecomm.checkpoints import lock
+lock._TIMEOUT = 0.1
+lock.acquire(Path(sys.argv[1]), "%s")
 print("claimed", flush=True)
 time.sleep(600)
 """
 
 
-def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparsecomm.checkpoints.claims._PATIENCE", 0.1)
+def test_a_second_job_in_a_folder_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsecomm.checkpoints.lock._TIMEOUT", 0.1)
     job = subprocess.Popen([sys.executable, "-c", JOB % "another", str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert job.stdout is not None
@@ -186,21 +185,36 @@ def test_a_second_job_in_a_folder_is_refused_on_all_ranks_while_the_first_one_li
         job.send_signal(signal.SIGKILL)
         job.wait()
         assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
-        claim(tmp_path, "another name")  # of the job that has it
+        acquire(tmp_path, "another name")  # the same process under another ID
         assert errors(3, partial(_save_one, tmp_path)) == [None] * 3
     finally:
         job.kill()
         job.communicate()
 
 
-def test_a_job_whose_lock_was_lost_takes_it_again(tmp_path: Path) -> None:
-    """POSIX drops a process's lock when the process opens and closes the file, as a copy of the folder does."""
+def test_a_lost_lock_is_taken_again_and_all_locks_are_held(tmp_path: Path) -> None:
+    """A process loses its POSIX lock when it opens and closes the file, for example to copy the folder."""
     second = JOB.replace("time.sleep(600)", "") % "second"
     save(sc, tmp_path / "c", 1)
     shutil.copytree(tmp_path / "c", tmp_path / "copy")
     save(sc, tmp_path / "c", 2)
-    job = subprocess.run([sys.executable, "-c", second, str(tmp_path / "c")], capture_output=True, text=True)
-    assert "another job saves checkpoints" in job.stderr
+    for i in range(20):
+        (tmp_path / str(i)).mkdir()
+        acquire(tmp_path / str(i), "first")
+    shutil.rmtree(tmp_path / "0")
+    acquire(tmp_path / "1", "first")
+    assert str(tmp_path / "0") not in lock._locks
+    for folder in ("c", "1"):
+        job = subprocess.run([sys.executable, "-c", second, str(tmp_path / folder)], capture_output=True, text=True)
+        assert "another job saves checkpoints" in job.stderr
+
+
+def test_verified_files_take_little_memory(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was forgotten is read again before an older one is removed."""
+    monkeypatch.setattr("sparsecomm.checkpoints.files._MAX_SAVE_IDS", 1)
+    save(module, tmp_path, *range(6), keep=2)
+    assert len(files._save_ids) == 1
+    assert {path.name[:5] for path in tmp_path.glob("step*")} == {"step3", "step4", "step5"}
 
 
 def _save_one(folder: Path, transport: simulated.SimulatedTransport) -> None:
@@ -225,7 +239,7 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     run(2, program)
 
 
-def test_torch_writes_checksums_also_where_the_program_has_turned_them_off(tmp_path: Path) -> None:
+def test_torch_files_have_checksums_even_if_the_program_turned_them_off(tmp_path: Path) -> None:
     torch, module = pytest.importorskip("torch"), import_module("sparsecomm.torch")
     if not hasattr(torch.serialization, "set_crc32_options"):
         pytest.skip("this PyTorch always writes them")

@@ -1,4 +1,4 @@
-"""The rule by which states are loaded: all ranks load, or none; whatever is raised, nobody waits for the timeout."""
+"""`load` of states: all ranks load or none does, whatever a rank raises, and no rank waits for the timeout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ERRORS = [OSError, MemoryError, OverflowError, AttributeError, RecursionError, K
 
 
 class Thing:
-    """Two values, which are loaded together."""
+    """Two values that are loaded together."""
 
     def __init__(self, transport: simulated.SimulatedTransport) -> None:
-        self.ranks, self.a, self.b, self.tried = transport, 0, "old", False
+        self.transport, self.a, self.b, self.tried = transport, 0, "old", False
 
     def load(self, a: int, b: str, fails: Callable[[], object] = lambda: None) -> None:
         def prepare(undo: Undo) -> Prepared:
@@ -34,10 +34,10 @@ class Thing:
             self.a = a
             self.b = b
 
-        load(self.ranks, "a thing", ["a", "b"], prepare)
+        load(self.transport, "a thing", ["a", "b"], prepare)
 
     @property
-    def held(self) -> Any:
+    def values(self) -> Any:
         return self.a, self.b, self.tried
 
 
@@ -46,13 +46,13 @@ def test_all_load(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         thing = Thing(transport)
         thing.load(7, "new")
-        return thing.held
+        return thing.values
 
     assert run(P, program) == [(7, "new", True)] * P
 
 
 @pytest.mark.parametrize("error", [*ERRORS, sc.InvalidInputError, KeyboardInterrupt, SystemExit])
-def test_whatever_one_rank_raises_no_rank_loads(error: type[BaseException]) -> None:
+def test_no_rank_loads_if_one_raises(error: type[BaseException]) -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         def fails() -> None:
             if transport.rank == 1:
@@ -62,7 +62,7 @@ def test_whatever_one_rank_raises_no_rank_loads(error: type[BaseException]) -> N
         expected = sc.InvalidInputError if issubclass(error, Exception) or transport.rank != 1 else error
         with pytest.raises(expected) as raised:
             thing.load(7, "new", fails)
-        assert thing.held == (0, "old", False)
+        assert thing.values == (0, "old", False)
         if expected is sc.InvalidInputError:
             assert f"rank {transport.rank}: " in str(raised.value)
             assert error.__name__ in str(raised.value) or error is sc.InvalidInputError
@@ -73,7 +73,7 @@ def test_whatever_one_rank_raises_no_rank_loads(error: type[BaseException]) -> N
     assert run(3, program) == [8] * 3
 
 
-def test_an_error_without_a_text_is_told() -> None:
+def test_an_error_whose_message_cannot_be_read_is_named() -> None:
     class SilentError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -83,41 +83,49 @@ def test_an_error_without_a_text_is_told() -> None:
             if transport.rank == 0:
                 raise SilentError
 
-        with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its text raised RuntimeError"):
+        with pytest.raises(sc.InvalidInputError, match=r"raised SilentError: \(its message raised RuntimeError"):
             Thing(transport).load(7, "new", fails)
 
     run(2, program)
 
 
-def test_what_differs_is_told_with_both_values() -> None:
+def test_a_difference_is_named_with_both_values() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         thing = Thing(transport)
         for a, b, what in (
-            (3 + (transport.rank == 2), "new", "the state of rank 2 has a 4, but that of rank 0 has 3"),
-            (2**64 - 1 - (transport.rank > 0), "new", f"rank 1 has a {2**64 - 2}, but that of rank 0 has {2**64 - 1}"),
-            (3, "new" * (1 + transport.rank % 2), "the state of rank 1 differs from that of rank 0 in b"),
+            (3 + (transport.rank == 2), "new", r"the states of rank 0 and rank 2 differ in a \(3 and 4\)"),
+            (
+                2**64 - 1 - (transport.rank > 0),
+                "new",
+                rf"rank 0 and rank 1 differ in a \({2**64 - 1} and {2**64 - 2}\)",
+            ),
+            (
+                3,
+                "new" * (1 + transport.rank % 2),
+                r"the states of rank 0 and rank 1 differ in b \(checksum \w{16} and checksum \w{16}\)",
+            ),
         ):
-            match = f"^rank {transport.rank}: .*{what}; expected .* saved together"
+            match = f"^rank {transport.rank}: .*{what}; load states .* saved together"
             with pytest.raises(sc.InvalidInputError, match=match):
                 thing.load(a, b)
-            assert thing.held == (0, "old", False)
+            assert thing.values == (0, "old", False)
 
     run(3, program)
 
 
-def test_another_call_is_told_and_undone() -> None:
+def test_a_load_that_meets_another_call_is_undone() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         thing = Thing(transport)
         x = np.ones(3, np.float32)
         with pytest.raises(sc.CollectiveMismatchError):
             _ = thing.load(7, "new") if transport.rank else sc.sparse_allreduce(x, 1, comm=transport)
-        assert thing.held == (0, "old", False)
+        assert thing.values == (0, "old", False)
 
     run(3, program)
 
 
 def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
-    """On one rank: on several, see `tests/mpi/cases/test_states.py`."""
+    """On one rank. `tests/mpi/cases/test_states.py` interrupts several ranks."""
     outcomes = set()
 
     def program(transport: simulated.SimulatedTransport) -> None:
@@ -130,7 +138,7 @@ def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
                     thing.load(7, "new")
                 except (InterruptError, sc.SparseCommError) as error:
                     raised = error
-            assert thing.held in ((0, "old", False), (7, "new", True)), number
+            assert thing.values in ((0, "old", False), (7, "new", True)), number
             assert at.interrupts == (raised is not None), number
             points = max(points, at.passed) if raised is None else max(points, number + 2)
             points = number if raised is None else points

@@ -1,10 +1,10 @@
-"""Damaged states, on one rank or on all: either all ranks load alike, or all refuse and nothing has changed.
+"""Damaged states, on one rank or on all: either all ranks load equal states, or all refuse and nothing changes.
 
-In each case ranks train, save their states, train on, and load the states, some of which are damaged: other types and
-shapes, truncations, foreign versions and keys, NaN, deep nesting, mappings and objects that raise. Then either every
-rank has raised `InvalidInputError` (or the `KeyboardInterrupt` that its state raised), and not a bit of it has changed;
-or all have loaded, hold alike what must be alike, and the next steps give all the same results. `reshard` of damaged
-states refuses them, or gives states for which the same holds.
+In each case, ranks train, save their states, train further, and load the states. Some are damaged: other types and
+shapes, truncations, foreign versions and keys, NaN, deep nesting, mappings and objects that raise. There are two valid
+outcomes. Every rank raises `InvalidInputError` (or the `KeyboardInterrupt` that its state raised), and not a bit of it
+changes. Or all ranks load, their common values are equal, and the next steps have the same results on all ranks.
+`reshard` refuses damaged states, or returns states with the same two outcomes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.stress.harness import Numbered, numbered
 from tests.stress.side_channel import SideChannel
 from tests.stress.subjects import KINDS, ON_HOST, Subject
 
-__all__ = ["ON_HOST", "Case", "States"]
+__all__ = ["ON_HOST", "Case", "States", "digest"]
 
 _TIMEOUT = 30  # seconds: SPARSECOMM_TIMEOUT, on real ranks
 _REFUSED = ("InvalidInputError", "KeyboardInterrupt")
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """Return a digest of nested values, bit for bit."""
     found = hashlib.sha1()
 
@@ -55,7 +55,7 @@ def _digest(value: Any) -> str:
 
 
 class Outcome(NamedTuple):
-    """What became of a state on a rank: the kind of what it raised, all of it, and whether it changed or took long."""
+    """The outcome on a rank: the type and the text of its error, whether it changed, and whether it was late."""
 
     error: str
     raised: str
@@ -68,10 +68,11 @@ class Case:
     """A case by its number; the same on all ranks.
 
     Attributes:
-        P: how many ranks there are.
-        kinds: of subjects, by how often they are drawn.
-        whom: whose states are damaged: those of one rank, or of all, alike or not.
-        resharded: the states are made of damaged ones by `reshard`.
+        P: the number of ranks.
+        kinds: the subjects by name, each with its relative frequency.
+        ranks_damaged: the ranks whose states are damaged: "one", "all alike", "all" or "none".
+        victim: the rank whose state is damaged, if it is one.
+        resharded: whether `reshard` makes the states from damaged ones.
     """
 
     seed: int
@@ -83,16 +84,21 @@ class Case:
         rng = np.random.default_rng([self.seed, self.number])
         parts = np.array([part for _, part in self.kinds.values()])
         self.kind = list(self.kinds)[rng.choice(len(parts), p=parts / parts.sum())]
-        self.whom = str(rng.choice(["one", "all alike", "all", "none"], p=[0.6, 0.2, 0.17, 0.03]))
+        self.ranks_damaged = str(rng.choice(["one", "all alike", "all", "none"], p=[0.6, 0.2, 0.17, 0.03]))
         self.victim = int(rng.integers(self.P))
         self.steps = [int(n) for n in rng.integers(0, 6, 2)]
         self.resharded = self.kind in ON_HOST and bool(rng.random() < 0.15)
         self.of_subject = int(rng.integers(2**31))
 
     def play(self, comm: Any, rank: int, gather: Callable[[Any], list[Any]]) -> tuple[list[Outcome], str]:
-        """Play the case on a rank; ``gather`` returns what all ranks give it.
+        """Play the case on a rank.
 
-        Returns: what became of the state on each rank, and what this rank holds after some more steps, if all loaded.
+        Args:
+            comm, rank: the ranks, and this one.
+            gather: returns the arguments of all ranks, in order of rank.
+
+        Returns:
+            The outcome on each rank, and a digest of this rank's common values after further steps, if all loaded.
         """
         subject = self.kinds[self.kind][0](comm, rank, np.random.default_rng(self.of_subject))
         for _ in range(self.steps[0]):
@@ -102,7 +108,7 @@ class Case:
         for _ in range(self.steps[1]):
             subject.step()
         subject.finish()
-        before, error, raised = _digest(subject.own()), "", "loaded"
+        before, error, raised = digest(subject.own()), "", "loaded"
         mine = [self._damaged(each, r if self.resharded else rank, subject.part) for r, each in enumerate(states)]
         began = time.monotonic()
         try:
@@ -111,30 +117,30 @@ class Case:
             error = type(e).__name__
             raised = f"{error}: {e!s:.300}".encode(errors="replace").decode()
         late = time.monotonic() - began > _TIMEOUT / 2
-        each = gather(Outcome(error, raised, _digest(subject.own()) != before, late))
-        return each, "" if any(one.error for one in each) else _go_on(subject)
+        each = gather(Outcome(error, raised, digest(subject.own()) != before, late))
+        return each, "" if any(one.error for one in each) else _train_further(subject)
 
     def _damaged(self, state: Any, rank: int, part: str | None) -> Any:
-        """Return what a rank loads."""
-        if self.whom == "none" or (self.whom == "one" and rank != self.victim):
+        """Return the state that a rank loads."""
+        if self.ranks_damaged == "none" or (self.ranks_damaged == "one" and rank != self.victim):
             return state
-        seed = [self.seed, self.number, 1] + [rank] * (self.whom == "all")
-        return damaged(state, np.random.default_rng(seed), part if self.whom == "all alike" else None)
+        seed = [self.seed, self.number, 1] + [rank] * (self.ranks_damaged == "all")
+        return damaged(state, np.random.default_rng(seed), part if self.ranks_damaged == "all alike" else None)
 
     def simulate(self) -> list[Outcome]:
-        """Play it on simulated ranks, and check what became of it."""
-        boards: list[dict[int, Any]] = []
+        """Play the case on simulated ranks, and judge the outcomes."""
+        gathered: list[dict[int, Any]] = []
 
         def program(transport: simulated.SimulatedTransport) -> tuple[list[Outcome], str]:
-            met = 0
+            count = 0
 
             def gather(mine: Any) -> list[Any]:
-                nonlocal met
-                boards.extend([{}] * (met == len(boards)))
-                boards[met][transport.rank] = mine
+                nonlocal count
+                gathered.extend([{}] * (count == len(gathered)))
+                gathered[count][transport.rank] = mine
                 sc.check_weights({"a": np.zeros(1)}, comm=transport)  # a barrier
-                met += 1
-                return [boards[met - 1][rank] for rank in range(self.P)]
+                count += 1
+                return [gathered[count - 1][rank] for rank in range(self.P)]
 
             return self.play(transport, transport.rank, gather)
 
@@ -145,30 +151,30 @@ class Case:
         return each[0]
 
     def judge(self, each: list[Outcome], after: Sequence[str]) -> None:
-        """Raise what should not be."""
-        told = "; ".join(f"rank {rank}: {one.raised}" for rank, one in enumerate(each))
-        what, errors = f"{self.kind}, {self.whom}: ", [one.error for one in each]
-        assert not any(one.late for one in each), f"{what}took as long as a timeout: {told}"
+        """Raise an AssertionError if the outcomes are not valid."""
+        errors_text = "; ".join(f"rank {rank}: {one.raised}" for rank, one in enumerate(each))
+        what, errors = f"{self.kind}, {self.ranks_damaged}: ", [one.error for one in each]
+        assert not any(one.late for one in each), f"{what}took as long as a timeout: {errors_text}"
         if not any(errors):
-            assert not any(text.startswith("went on with") for text in after), (
-                f"{what}loaded, and cannot go on: {after}"
+            assert not any(text.startswith("further steps raised") for text in after), (
+                f"{what}loaded, and further steps fail: {after}"
             )
-            assert len(set(after)) == 1, f"{what}all have loaded, and differ afterwards: {after}"
+            assert len(set(after)) == 1, f"{what}all loaded, and differ afterwards: {after}"
             return
-        assert all(error in _REFUSED for error in errors), f"{what}not all ranks have loaded, or refused: {told}"
-        assert self.whom != "none", f"{what}a good state was refused: {told}"
+        assert all(error in _REFUSED for error in errors), f"{what}some ranks neither loaded nor refused: {errors_text}"
+        assert self.ranks_damaged != "none", f"{what}a good state was refused: {errors_text}"
         changed = [rank for rank, one in enumerate(each) if one.changed]
-        assert not changed, f"{what}refused, and changed on {changed}: {told}"
+        assert not changed, f"{what}refused, and changed on {changed}: {errors_text}"
 
 
-def _go_on(subject: Subject) -> str:
-    """Train on; return a digest of what is alike, or what was raised."""
+def _train_further(subject: Subject) -> str:
+    """Train further, and return a digest of the common values, or the error as text."""
     try:
         common = [subject.common(), *(subject.step() for _ in range(5))]
         subject.finish()
-        return _digest([*common, subject.common()])
+        return digest([*common, subject.common()])
     except BaseException as e:
-        return f"went on with {type(e).__name__}: {e!s:.500}"
+        return f"further steps raised {type(e).__name__}: {e!s:.500}"
 
 
 class States(Numbered):
@@ -176,7 +182,7 @@ class States(Numbered):
     options = (*numbered(unit, 10_000), ("over", "simulated", "or mpi, or gloo"))
 
     def run(self) -> None:
-        """Load so many damaged states."""
+        """Load damaged states."""
         if self.given.over == "simulated":
             super().run()
         else:
@@ -188,14 +194,14 @@ class States(Numbered):
         self._count(case, case.simulate())
 
     def on_rank(self, ranks: SideChannel) -> None:
-        """Load them on a real rank."""
+        """Load damaged states on a real rank."""
         warnings.simplefilter("ignore")
         np.seterr(all="ignore")
         for number in range(self.given.first, self.given.first + self.given.states):
             case = Case(self.report.seed, number, ranks.size)
             case.resharded = False
-            each, went_on = case.play(ranks.comm, ranks.rank, ranks.gather)
-            after = ranks.gather(went_on)
+            each, further = case.play(ranks.comm, ranks.rank, ranks.gather)
+            after = ranks.gather(further)
             if ranks.rank == 0:
                 self._count(case, each)
                 try:

@@ -1,0 +1,441 @@
+"""Damaged states: a table of objects and damages. All ranks refuse, nothing changes, and the good state still loads.
+
+Random damages of all kinds of objects are an attack: `tests/stress/states.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests.local_steps import programs
+from tests.reducer.programs import gradients, reducer_of, run
+from tests.stress.states import digest
+
+SHAPES = {"weight": (6, 5), "bias": (5,), "scale": (3,)}
+
+
+class Subject(NamedTuple):
+    """An object that has a state, a function that makes a step of a number, and weights that are equal on all ranks."""
+
+    obj: Any
+    step: Callable[[int], object]
+    weights: Any = ()
+
+
+class Damage(NamedTuple):
+    """A change of a state, in place or by a copy, and a regular expression for the error of every rank."""
+
+    change: Callable[[Any], Any]
+    message: str
+    ranks: tuple[int, ...] = (1,)  # whose states are damaged
+
+
+def with_(**entries: Any) -> Callable[[Any], Any]:
+    return lambda state: state | entries
+
+
+def nested(key: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Change an entry of a state."""
+    return lambda state: state | {key: change(state[key])}
+
+
+def small(step: int, rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+def reducer(transport: Any, momentum: float = 0.5) -> Subject:
+    made = reducer_of(transport, momentum=momentum, masking=False)
+    return Subject(made, lambda step: made.reduce(gradients(10 * step + transport.rank)))
+
+
+def local_steps(transport: Any) -> Subject:
+    parameters = programs.initial()
+    fragments = [["f", "a"], ["b", "c"], ["d", "e"]]
+    schedule = {"sync_every": 4, "fragments": fragments, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
+    made = programs.made(transport, parameters, outer=sc.NesterovSGD(), **schedule)
+    return Subject(made, lambda step: programs.train(made, parameters, transport.rank, step, step))
+
+
+def adamw(transport: Any) -> Subject:
+    weights = small(0, 0)
+    made = sc.SparseAdamW(weights, 0.01, density=0.2, comm=transport)
+    return Subject(made, lambda step: made.step(small(step, transport.rank)), weights)
+
+
+def of_torch(make: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Subject]:
+    """Return a function for an object of PyTorch parameters, from (torch, sparsecomm.torch, module, transport)."""
+
+    def build(transport: Any) -> Subject:
+        torch = pytest.importorskip("torch")
+        sct = pytest.importorskip("sparsecomm.torch")
+        module = torch.nn.Module()
+        for name, values in small(0, 0).items():
+            module.register_parameter(name, torch.nn.Parameter(torch.from_numpy(values)))
+        made, optimizer = make(torch, sct, module, transport)
+
+        def step(number: int) -> None:
+            for name, values in small(number, transport.rank).items():
+                module.get_parameter(name).grad = torch.from_numpy(values)
+            optimizer.step()
+
+        return Subject(made, step, dict(module.named_parameters()))
+
+    return build
+
+
+def inner_optimizer(kind: str, torch: Any, module: Any) -> Any:
+    if kind == "SGD":
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, nesterov=True)
+    return torch.optim.Adam(module.parameters(), lr=0.1)
+
+
+def torch_adamw(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+    made = sct.SparseAdamW(module.named_parameters(), 0.01, density=0.2, comm=transport)
+    return made, made
+
+
+def distributed(kind: str) -> Any:
+    def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+        inner = inner_optimizer(kind, torch, module)
+        made = sct.DistributedOptimizer(inner, module.named_parameters(), 0.5, comm=transport, dense_below=0)
+        return made, made
+
+    return of_torch(make)
+
+
+def diloco(kind: str) -> Any:
+    def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        outer = inner_optimizer(kind, torch, module)
+        return sct.DiLoCo(module, inner, outer, 0.5, sync_every=2, comm=transport), inner
+
+    return of_torch(make)
+
+
+def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+    made = sct.SparseState(module.named_parameters(), comm=transport)
+
+    class Scaler:
+        def step(self) -> None:
+            made._bound._scale = 2.0 * (made._bound._scale or 1.0)
+
+    return made, Scaler()
+
+
+# -- damages ----------------------------------------------------------------------------------------------------------
+
+
+def first_tensor(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Change the first tensor in the state of an optimizer's first parameter."""
+
+    def apply(state: Any) -> Any:
+        entries = state["state"][0]
+        key = next(key for key in entries if entries[key].ndim)
+        entries[key] = change(entries[key])
+        return state
+
+    return apply
+
+
+def replaced(values: Any) -> Callable[[Any], Any]:
+    return first_tensor(lambda tensor: values)
+
+
+def moment(name: str, **entries: Any) -> Callable[[Any], Any]:
+    return nested("moments", lambda moments: moments | {name: moments[name] | entries})
+
+
+def filled(*path: Any, value: float, at: Any = ...) -> Callable[[Any], Any]:
+    """Write a value into an array or tensor of a state."""
+
+    def apply(state: Any) -> Any:
+        array = state
+        for key in path:
+            array = array[key]
+        array.reshape(-1)[at] = value
+        return state
+
+    return apply
+
+
+def removed(*path: Any) -> Callable[[Any], Any]:
+    def apply(state: Any) -> Any:
+        inner = state
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        return state
+
+    return apply
+
+
+COSTS = {"link": [1.0, 1.0, 1.0], "node": None}
+ONE = np.zeros(3)
+REDUCER = {
+    "no state": Damage(lambda s: [1, 2], r"got list; expected the dictionary that Reducer\.state_dict"),
+    "keys": Damage(lambda s: {"step": 3}, r"expected the dictionary that Reducer\.state_dict"),
+    "format": Damage(with_(format=9), "format 9.*version that saved it, or begin without it"),
+    "an earlier format": Damage(with_(format="Reducer 1"), "version that saved it, or begin without it"),
+    "another class": Damage(with_(format="LocalSteps 3"), "version that saved it, or begin without it"),
+    "world size": Damage(with_(world_size=7), r"world_size'. is 7, .*reshard"),
+    "rank": Damage(with_(rank=0), "pass the state of rank 1"),
+    "missing name": Damage(nested("residuals", lambda r: {n: a for n, a in r.items() if n != "c"}), "lacks 'c'"),
+    "unexpected name": Damage(nested("residuals", lambda r: r | {"z": ONE}), "unexpected: 'z'"),
+    "shape": Damage(nested("residuals", lambda r: r | {"c": ONE}), r"residuals\['c'\] has shape \(3,\)"),
+    "no velocities": Damage(with_(velocities={}), "velocities lacks"),
+    "shape of a velocity": Damage(nested("velocities", lambda v: v | {"c": ONE}), r"velocities\['c'\] has shape"),
+    "unexpected velocity": Damage(nested("velocities", lambda v: v | {"z": ONE}), "lacks nothing; unexpected"),
+    "order": Damage(with_(order=["a", "b"]), "order has other names"),
+    "no link": Damage(with_(costs={"link": None, "node": None}), "'costs'. is "),
+    "zero costs": Damage(with_(costs={"link": [1.0, 0.0, 1.0], "node": None}), "'costs'. is "),
+    "costs of one rank": Damage(with_(costs=COSTS), "rank 0 and rank 1 differ in costs"),
+}
+# These are also refused by `reshard`.
+FIELDS: list[tuple[str, Any]] = [
+    ("format", np.ones(3)),
+    ("world_size", 1e300),
+    ("rank", []),
+    ("step", "a"),
+    ("step", -1),
+    ("order", 7),
+    ("order", [[1], 2]),
+    ("bucket_bytes", None),
+    ("residuals", 3),
+    ("residuals", {"a": object()}),
+    ("velocities", {3: np.ones(2)}),
+]
+REFUSED_FIELD = r"'{key}'. is |got format|states: got|{key} raised"
+REDUCER |= {f"{key}={value!r}": Damage(with_(**{key: value}), REFUSED_FIELD.format(key=key)) for key, value in FIELDS}
+
+
+def exchanges(**entries: Any) -> Callable[[Any], Any]:
+    return nested("exchanges", lambda each: [exchange | entries for exchange in each])
+
+
+def reducers(**entries: Any) -> Callable[[Any], Any]:
+    return nested("reducers", lambda each: [state | entries for state in each])
+
+
+def plus_one(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array + 1 for name, array in arrays.items()}
+
+
+DIFFER = "rank 0 and rank 1 differ in .*{}.*saved together"
+LOCAL_STEPS = {
+    "no state": Damage(lambda s: [1], r"got list; expected the dictionary that LocalSteps\.state_dict"),
+    "keys": Damage(lambda s: {"round": 1}, r"expected the dictionary that LocalSteps\.state_dict"),
+    "format": Damage(with_(format=9), "format 9"),
+    "round": Damage(with_(round=-1), "'round'. is "),
+    "local step": Damage(with_(local_step=4), "'local_step'. is "),
+    "steps of the schedule": Damage(with_(passed=1), "'passed'. is "),
+    "fragments": Damage(with_(fragments=[["f"], ["a"]]), "'reducers'. is "),
+    "other fragments": Damage(
+        lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"
+    ),
+    "sync_every": Damage(with_(sync_every=5), "in the middle of a round, with sync_every=5"),
+    "shape": Damage(nested("global_parameters", lambda p: p | {"b": ONE}), r"'b'\] has shape \(3,\); expected \(7,\)"),
+    "strings": Damage(
+        nested("global_parameters", lambda p: p | {"b": np.full(7, "x")}), "of type <U1; expected floats"
+    ),
+    "no outer state": Damage(with_(outer=None), "saved without an outer optimizer"),
+    "outer state": Damage(with_(outer={"x": 1}), "outer state"),
+    "outer shape": Damage(with_(outer={"velocities": {"a": ONE}}), r"shape \(3,\); expected \(600,\)"),
+    "outer name": Damage(with_(outer={"velocities": {"z": ONE}}), "a velocity of 'z'"),
+    "outer type": Damage(with_(outer={"velocities": {"a": np.full(600, "x")}}), "outer state"),
+    "reducer": Damage(nested("reducers", lambda r: [r[0], r[1], {}]), r"Reducer\.state_dict"),
+    "world size of reducers": Damage(reducers(world_size=9), r"world_size'. is 9, .*reshard"),
+    "world size": Damage(with_(world_size=5, rank=4), r"world_size'. is 5, .*reshard"),
+    "means": Damage(exchanges(means={}), "means.. lacks"),
+    "not under way": Damage(exchanges(round=77), "not under way here"),
+    "exchange": Damage(with_(exchanges=[{"fragment": 7, "round": 0, "means": None}]), "impossible exchange"),
+    "another local step": Damage(with_(local_step=1, passed=1, exchanges=[]), DIFFER.format("local_step")),
+    "other parameters": Damage(nested("global_parameters", plus_one), DIFFER.format("global_parameters")),
+    "other velocities": Damage(
+        nested("outer", lambda outer: {"velocities": plus_one(outer["velocities"])}), DIFFER.format("outer")
+    ),
+    "fewer exchanges": Damage(nested("exchanges", lambda each: each[1:]), DIFFER.format("exchanges")),
+    "other means": Damage(
+        nested("exchanges", lambda each: [e | {"means": plus_one(e["means"])} for e in each]),
+        DIFFER.format("exchanges"),
+    ),
+    "another step": Damage(
+        nested("reducers", lambda r: [s | {"step": s["step"] + 1} for s in r]), DIFFER.format("step")
+    ),
+    "other buckets": Damage(reducers(bucket_bytes=64), DIFFER.format("bucket_bytes")),
+}
+ADAMW = {
+    "no moments": Damage(removed("moments"), "'moments' is missing"),
+    "step": Damage(moment("bias", step=-1), "step of bias is -1"),
+    "fewer": Damage(removed("moments", "bias"), "lack 'bias'"),
+    "shape": Damage(moment("bias", mean=np.zeros(3, np.float32)), "has shape"),
+    "no field": Damage(removed("moments", "bias", "last"), "reading moments of bias raised KeyError"),
+    "NaN": Damage(filled("moments", "bias", "mean", value=np.nan), "expected finite numbers"),
+    "below 0": Damage(filled("moments", "bias", "squares", value=-1), "squares of bias: expected"),
+    "the future": Damage(filled("moments", "bias", "last", value=99), "last of bias: expected finite numbers"),
+    "floats": Damage(moment("bias", last=np.zeros(5)), "whole numbers of shape"),
+    "one rank": Damage(filled("moments", "bias", "mean", value=0.5, at=0), "rank 0 and rank 1 differ in moments"),
+}
+INF, NAN = float("inf"), float("nan")
+TORCH_ADAMW = {
+    "shape": Damage(lambda s: s["state"][1].update(exp_avg=_torch().zeros(3)) or s, "mean of bias has shape"),
+    "type": Damage(lambda s: s["state"][1].update(last_step=_torch().zeros(5)) or s, "last of bias"),
+    "no field": Damage(removed("state", 1, "exp_avg_sq"), "squares of bias is missing"),
+    "NaN": Damage(filled("state", 0, "exp_avg", value=NAN), "expected finite numbers"),
+    "one infinity": Damage(filled("state", 0, "exp_avg", value=-INF, at=-3), "expected finite numbers"),
+    "one NaN": Damage(filled("state", 0, "exp_avg_sq", value=NAN, at=-2), "squares of weight"),
+    "one square": Damage(filled("state", 0, "exp_avg_sq", value=INF, at=-1), "squares of weight"),
+    "one of the past": Damage(filled("state", 0, "last_step", value=-1, at=5), "numbers from 0 to 3"),
+    "below 0": Damage(filled("state", 0, "exp_avg_sq", value=-1), "squares of weight"),
+    "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
+    "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
+    "none of one": Damage(removed("state", 2), "scale has no moments"),
+    "another moment": Damage(filled("state", 0, "exp_avg", value=0.5, at=0), "rank 0 and rank 1 differ in optimizer"),
+    "no residuals": Damage(removed("sparsecomm"), "it is of a plain optimizer"),
+}
+
+
+def _torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+def rate(state: Any) -> Any:
+    state["param_groups"][0]["lr"] = 9.0
+    return state
+
+
+OPTIMIZER = {
+    "group": with_(param_groups=[]),
+    "rate": rate,
+    "value": first_tensor(lambda tensor: tensor + 1),
+    "text": replaced("x"),
+}
+DISTRIBUTED = {
+    "plain": Damage(removed("sparsecomm"), "there are no residuals"),
+    "world size": Damage(nested("sparsecomm", with_(world_size=7)), r"world_size'. is 7"),
+    "step": Damage(nested("sparsecomm", with_(step=7)), r"rank 0 and rank 1 differ in step \(3 and 7\)"),
+    "foreign": Damage(nested("state", lambda state: {99: {"x": 1}, **state}), "rank 1"),
+    **{name: Damage(change, "rank 1") for name, change in OPTIMIZER.items()},
+}
+SHAPE = first_tensor(lambda tensor: tensor.new_zeros(2))
+DILOCO = {
+    **{
+        name: Damage(nested("outer", change), "rank 1|outer") for name, change in (OPTIMIZER | {"shape": SHAPE}).items()
+    },
+    "group of both": Damage(nested("outer", OPTIMIZER["group"]), "outer", (0, 1)),
+    "text of both": Damage(nested("outer", OPTIMIZER["text"]), "outer", (0, 1)),
+    "shape of both": Damage(nested("outer", SHAPE), "outer", (0, 1)),
+}
+SCALES = {
+    "differ": Damage(with_(loss_scale=16.0), r"rank 0 and rank 1 differ in loss_scale \(8.0 and 16.0\)"),
+    "text": Damage(with_(loss_scale="x"), "loss_scale"),
+}
+TABLE: dict[str, tuple[Callable[[Any], Subject], dict[str, Damage]]] = {
+    "Reducer": (reducer, REDUCER),
+    "LocalSteps": (local_steps, LOCAL_STEPS),
+    "SparseAdamW": (adamw, ADAMW),
+    "torch SparseAdamW": (of_torch(torch_adamw), TORCH_ADAMW),
+    "DistributedOptimizer of SGD": (distributed("SGD"), DISTRIBUTED),
+    "DistributedOptimizer of Adam": (distributed("Adam"), DISTRIBUTED),
+    "DiLoCo with SGD": (diloco("SGD"), DILOCO),
+    "DiLoCo with Adam": (diloco("Adam"), DILOCO),
+    "SparseState": (of_torch(sparse_state), SCALES),
+}
+SAVED = {"LocalSteps": 6, "DiLoCo with SGD": 4, "DiLoCo with Adam": 4}  # steps before the state is saved
+
+
+@pytest.mark.filterwarnings("ignore:.* divides gradients by the size")
+@pytest.mark.parametrize("kind", TABLE)
+def test_all_ranks_refuse_a_damaged_state_and_nothing_changes(kind: str) -> None:
+    build, damages = TABLE[kind]
+
+    def program(transport: simulated.SimulatedTransport) -> str:
+        obj, step, weights = build(transport)
+        steps = SAVED.get(kind, 3)
+        for number in range(1, steps + 1):
+            step(number)
+        state = copy.deepcopy(obj.state_dict())
+        for number in range(steps + 1, steps + 3):
+            step(number)
+        before = digest(obj.state_dict())
+        assert before != digest(state)
+        for name, damage in damages.items():
+            mine = damage.change(copy.deepcopy(state)) if transport.rank in damage.ranks else state
+            with pytest.raises(sc.InvalidInputError, match=damage.message) as error:
+                obj.load_state_dict(mine)
+            assert f"rank {transport.rank}: " in str(error.value), name
+            assert digest(obj.state_dict()) == before, name
+        obj.load_state_dict(state)
+        assert digest(obj.state_dict()) == digest(state)
+        for number in range(steps + 1, steps + 3):
+            step(number)
+        return digest(obj.state_dict().get("global_parameters", weights))
+
+    first, second = run(2, program)
+    assert first == second
+
+
+def test_velocities_are_refused_without_momentum() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        with_momentum, without = reducer(transport).obj, reducer(transport, momentum=0.0).obj
+        with pytest.raises(sc.InvalidInputError, match="velocities lacks nothing; unexpected"):
+            without.load_state_dict(with_momentum.state_dict())
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_an_outer_optimizer_loads_a_rate_and_values_that_are_equal_on_all_ranks(kind: str) -> None:
+    def program(transport: simulated.SimulatedTransport) -> str:
+        obj, step, _ = diloco(kind)(transport)
+        for number in range(4):
+            step(number)
+        for name in ("rate", "value"):
+            obj.load_state_dict(obj.state_dict() | {"outer": OPTIMIZER[name](copy.deepcopy(obj.state_dict()["outer"]))})
+        for number in range(4, 6):
+            step(number)
+        return digest(obj.state_dict()["global_parameters"])
+
+    first, second = run(2, program)
+    assert first == second
+
+
+# -- reshard ----------------------------------------------------------------------------------------------------------
+
+
+def test_reshard_refuses_states_that_do_not_belong_together() -> None:
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        one = reducer(transport)
+        one.step(1)
+        return one.obj.state_dict(), local_steps(transport).obj.state_dict()
+
+    states, others = zip(*run(3, program), strict=True)
+    renumbered = [others[0] | {"world_size": 2, "rank": rank} for rank in range(2)]
+    table: list[tuple[Any, int, str]] = [
+        (states[:2], 0, "got 2 of 3; rank 2 is missing"),
+        ([*states, states[1]], 0, "rank 1 appears twice"),
+        ([], 0, "got none"),
+        (states, 2, "expected a rank from 0 to size - 1"),
+        ([1], 0, "got 1; expected the values that state_dict"),
+        ([states[0], others[1], others[2]], 0, "got format 'LocalSteps 3'"),
+        ([states[0] | {"step": 9}, *states[1:]], 0, r"rank 0 and rank 1 differ in step \(9 and 1\)"),
+        ([states[0] | {"velocities": {}}, *states[1:]], 0, "names or shapes"),
+        ([states[0] | {"world_size": 2**60}], 0, "got 1 of"),  # without a loop over all ranks
+        ([states[0], states[1] | {"world_size": 4}], 0, "world sizes 3 and 4"),
+        ([renumbered[0], renumbered[1] | {"round": 1}], 0, r"differ in round \(0 and 1\)"),
+        ([renumbered[0], renumbered[1] | {"local_step": 1, "passed": 1}], 0, r"differ in local_step \(0 and 1\)"),
+        *(([states[0] | {key: value}], 0, REFUSED_FIELD.format(key=key)) for key, value in FIELDS),
+    ]
+    for wrong, rank, message in table:
+        with pytest.raises(sc.InvalidInputError, match=message):
+            sc.reshard(wrong, rank, 2)
