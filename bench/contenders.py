@@ -22,9 +22,8 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.calls.observers import observed
 from sparsecomm.cli.bench import runners
-from sparsecomm.cli.bench.clocks import Clock
-from sparsecomm.cli.bench.measure import Check
-from sparsecomm.cli.bench.runners import Vectors
+from sparsecomm.cli.bench.rows import Check
+from sparsecomm.cli.bench.runners import Clock, Vectors
 from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator

@@ -122,7 +122,7 @@ def _works() -> dict[str, float]:
     wait_all()
     found = dict.fromkeys(WORKS, 0.0)
     if COMM.rank == 0:
-        for name, (_, count, work) in tune._works().items():
+        for name, (_, count, work) in tune.works().items():
             work()
             found[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
     wait_all()

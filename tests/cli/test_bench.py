@@ -23,7 +23,7 @@ from sparsecomm.calls import observers
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep, timing
+from sparsecomm.cli.bench import launch, rows, runners, sweep, timing
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -158,7 +158,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     assert set(observers.PART_OF.values()) == set(observers.PARTS)
 
 
-class Nested(clocks.Clock):
+class Nested(runners.Clock):
     """A clock that fails if one of its parts is inside another: the time would count twice."""
 
     inside = ""
@@ -208,7 +208,7 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
     seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
     parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in observers.PARTS}
     parts["select"][1], parts["exchange"][1] = 1.0, 2.0
-    fractions = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
+    fractions = rows._breakdown(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
     assert fractions == dict.fromkeys(observers.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 
@@ -234,7 +234,7 @@ def test_what_the_check_finds() -> None:
     dense, narrow = out.copy(), np.array([4, -3], np.float32)
 
     def wrong(expected: Any = None, **changed: Any) -> int:
-        checking = measure.Check(Alone(), given, expected)
+        checking = rows.Check(Alone(), given, expected)
         first = {"indices": indices, "values": values, "out": out, "residual": residual} | changed
         return checking.wrong(**first) or checking.wrong(**first)
 
@@ -246,13 +246,13 @@ def test_what_the_check_finds() -> None:
     assert wrong(dense, **rounded, residual=kept) == 3  # `out`, an entry, and the sum
     assert wrong(values=narrow, residual=kept) == 1
     assert wrong(out=out + 1) == 5
-    checking = measure.Check(Alone(), given, None)
+    checking = rows.Check(Alone(), given, None)
     assert checking.wrong(indices, values, out, residual) == 0
     assert (
         checking.wrong(**{"indices": indices, **rounded, "residual": kept}) == 0
     )  # rounded otherwise, and all is there
     assert checking.wrong(**{"indices": indices, **rounded, "residual": residual}) == 1
-    checking = measure.Check(Alone(), given, dense)
+    checking = rows.Check(Alone(), given, dense)
     assert checking.wrong(indices, values, out, residual) == 0
     assert checking.wrong(indices, values, out, kept) == 1  # it is not what it was
 

@@ -50,7 +50,7 @@ def test_taken(type_: Callable[[str], Any], text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("type_", "texts", "expected"),
     [
-        (options.count, "0 1.5X -5", "expected a number from 1 on, such as 4096, 64K"),
+        (options.count, "0 1.5X -5", "expected a number of at least 1, such as 4096, 64K"),
         (options.count_or_0, "-1", "expected a number"),
         (options.nbytes, ["", "K", "64X", "-5", "64KK", "64 i", "1e400", "nan"], "expected bytes, such as"),
         (options.rate, "fast 0gbit 10", "expected a number above 0 and a unit, such as 1gbit"),

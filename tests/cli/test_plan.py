@@ -18,7 +18,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import main, plan
-from sparsecomm.cli.plan import advice, launch, methods
+from sparsecomm.cli.plan import advice, methods
+from sparsecomm.cli.plan import network as measurement
 from sparsecomm.optimizers import adamw
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.reducer.options import DENSITY
@@ -141,7 +142,7 @@ def test_the_optimizer_decides_which_rows_count() -> None:
 def test_what_is_taken(network: Network, step: float, expected: set[str]) -> None:
     taken = best(network, Training(4, 30_800_000, step))
     assert taken.method in expected
-    said = advice.said(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
+    said = advice.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
     assert said[0] == ("Sparse sums do not pay here." if taken.method == methods.DENSE else "Sparse sums pay here.")
     assert all(len(line) <= 100 or line.startswith("    ") for line in said)
 
@@ -162,7 +163,7 @@ def test_a_plan_costs_least_at_equal_loss() -> None:
     taken, min_seconds = methods.best(found), min(way.seconds for way in found)
     assert min_seconds <= taken.seconds <= 1.05 * min_seconds
     for way in found:
-        assert way.found == predict(TRAINING, Network(50e6, 0.08), way.exchange)
+        assert way.predicted == predict(TRAINING, Network(50e6, 0.08), way.exchange)
 
 
 def test_sites(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,10 +198,10 @@ def test_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[s
     [
         (["--rate", "fast"], "fast: expected a number above 0 and a unit, such as 1gbit"),
         (["--rtt", "80"], "80: expected a number and a unit"),
-        (["--loss", "200%"], "200%: expected a part of the packets up to 50%, such as 0.1% or 0.001"),
+        (["--loss", "200%"], "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
         (["--step-time", "0ms"], "0ms: expected a number above 0 and a unit, such as 30ms"),
-        (["--parameters", "many"], "many: expected a number from 1 on"),
-        (["--sync-every", "8,0"], "0: expected a number from 1 on"),
+        (["--parameters", "many"], "many: expected a number of at least 1"),
+        (["--sync-every", "8,0"], "0: expected a number of at least 1"),
     ],
 )
 def test_numbers(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,13 +219,13 @@ def test_one_rank_has_no_link() -> None:
 
 def test_ranks_that_are_not_alike() -> None:
     same = {"sparsecomm": "0.1.0", "Python": "3.11.7", "torch": "2.13.0"}
-    launch.check_alike([("a", same), ("b", dict(same))])
+    measurement.check_alike([("a", same), ("b", dict(same))])
     for other, message in (
         ({**same, "torch": "2.4.0"}, r"torch is 2.4.0 on rank 1 \(b\) and 2.13.0 on rank 0 \(a\): start all"),
         ({**same, "SPARSECOMM_THREADS": "1"}, r"SPARSECOMM_THREADS is 1 on rank 1 \(b\) and missing on rank 0"),
     ):
         with pytest.raises(sc.InvalidInputError, match=message):
-            launch.check_alike([("a", same), ("b", other)])
+            measurement.check_alike([("a", same), ("b", other)])
 
 
 # -- what it sees -----------------------------------------------------------------------------------------------------
@@ -285,17 +286,11 @@ def test_the_connections_of_a_process() -> None:
         other, _ = server.accept()
         with other:
             assert {(one.getsockname(), one.getpeername()), (one.getpeername(), one.getsockname())} <= {
-                *launch._connections()
+                *measurement._connections()
             }
             one.sendall(b"x" * 100_000)
             assert streams._segments(one)[1] > 0
-    assert launch._interfaces()["lo"] == "127.0.0.1"
-
-
-def test_the_kernel_s_addresses() -> None:
-    assert launch._end("0100007F:1F90", launch._ipv4) == ("127.0.0.1", 8080)
-    assert launch._ipv6("0000000000000000FFFF00000100007F") == "127.0.0.1"
-    assert launch._ipv6("00000000000000000000000001000000") == "::1"
+    assert measurement._interfaces()["lo"] == "127.0.0.1"
 
 
 def test_an_interface_inside_a_machine_is_told_of() -> None:
@@ -303,19 +298,19 @@ def test_an_interface_inside_a_machine_is_told_of() -> None:
     a, b, stranger = ("172.17.0.1", 1), ("10.0.0.2", 2), ("10.0.0.9", 3)
     everyone = [([(a, b), (a, stranger)], {"docker0": a[0]}), ([(b, a)], {"eth0": b[0]}), ([], {"eth0": "10.0.0.3"})]
     comm: Any = SimpleNamespace(allgather=lambda mine: everyone)
-    found, shown, wrong = launch.paths(comm, [0, 1, 2])
+    found, shown, wrong = measurement.addresses(comm, [0, 1, 2])
     assert found == [a[0], b[0], None]
     assert shown == ["docker0 (172.17.0.1)", "eth0 (10.0.0.2)"]
     assert len(wrong) == 1
     assert wrong[0].startswith(
-        "rank 0 talks over docker0 (172.17.0.1), which is an interface inside its machine: name the interface"
+        "rank 0 communicates over docker0 (172.17.0.1), an interface inside its machine: name the interface"
     )
 
 
 def test_unequally_many_ranks_are_told_of() -> None:
     ranks: Any = SimpleNamespace(size=3, node_of_rank=[0, 0, 1], num_nodes=2)
-    assert launch.placement(ranks, ["a", "a", "b"]) == "3 on 2 machines: a (2), b (1)"
-    assert launch.warnings(ranks) == ["machines have different numbers of ranks: 2, 1"]
+    assert measurement.placement(ranks, ["a", "a", "b"]) == "3 on 2 machines: a (2), b (1)"
+    assert measurement.warnings(ranks) == ["machines have different numbers of ranks: 2, 1"]
 
 
 class Threads:
@@ -336,10 +331,10 @@ class Threads:
         return SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
 
 
-def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[streams._Told]:
+def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[streams.Report]:
     transport = Threads(len(addresses))
 
-    def work(rank: int) -> streams._Told:
+    def work(rank: int) -> streams.Report:
         return streams._streams(transport.rank(rank), pairs, addresses, 2, 0.4, pace)
 
     with ThreadPoolExecutor(len(addresses)) as pool:
@@ -349,7 +344,7 @@ def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> 
 @pytest.mark.parametrize("pace", [0.0, 8e6])
 def test_streams(pace: float) -> None:
     """Who receives has the rate, who sends the segments; the third rank only waits; none exceeds its pace."""
-    found: list[streams._Told] = []
+    found: list[streams.Report] = []
 
     def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
         found[:] = told_of({0: 1}, ["127.0.0.1"] * 3, pace)
@@ -360,7 +355,7 @@ def test_streams(pace: float) -> None:
     assert sender.rate is None
     assert sender.sent > 0
     assert sender.control
-    assert other == streams._Told()
+    assert other == streams.Report()
 
 
 def test_streams_that_cannot_be_made() -> None:

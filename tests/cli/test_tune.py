@@ -31,7 +31,7 @@ def of_nodes(comm):
 
 transport.of = of_nodes
 if MPI.COMM_WORLD.rank == 1:
-    tune._sees = lambda made, file: False
+    tune._sees = lambda measured, file: False
 sys.exit(main(["tune", *sys.argv[1:]]))
 """
 
@@ -98,7 +98,7 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     refused = {
         ("--output", f"{tmp_path}/a file/folder/profile.json"): "cannot be written",
         ("--output", f"{tmp_path}"): "cannot be written: Is a directory",
-        ("--output", "/dev/null"): "is no regular file",
+        ("--output", "/dev/null"): "is not a regular file",
     }
     program = "import sys\nfrom mpi4py import MPI\nfrom sparsecomm.cli import main\n"
     program += f"found = [main(['tune', *options]) for options in {list(refused)}]\nMPI.COMM_WORLD.Barrier()\n"

@@ -58,7 +58,7 @@ UNUSABLE = {
     "a list": ("[1]", "cannot be read"),
     "a number": ("1", "cannot be read"),
     "no schema": ("{}", "KeyError: 'schema'"),
-    "another schema": (changed(schema=2), "of another version"),
+    "another schema": (changed(schema=2), "by another version"),
     "no costs": (changed(costs=None), "cannot be read"),
     "a cost too many": (with_costs(sort=1e-9), "cannot be read"),
     "a cost that is text": (with_costs(merge="fast"), "not a number of seconds"),
@@ -84,11 +84,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     large.write_text(MADE.as_json().ljust(2**20 + 1))
     for file in (fifo, Path("/dev/zero"), large):  # a FIFO and a device have no end, or not even a beginning
-        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is no regular file of at most 1 MiB"):
+        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is not a regular file of at most 1 MiB"):
             profile.read(file)
     file = tmp_path / "profile.json"
     file.write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(sc.InvalidInputError, match="no text"):
+    with pytest.raises(sc.InvalidInputError, match="not text"):
         profile.read(file)
 
 
