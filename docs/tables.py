@@ -36,7 +36,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 HIERARCHICAL = "hierarchical"
-_LSTM = 196_743  # weights of the LSTM of examples/convergence.py
+_LSTM = 196_743  # weights of the LSTM of bench/experiments/convergence
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 
@@ -201,7 +201,7 @@ def slow_links_losses() -> list[list[str]] | str:
 
 
 def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:
-    """Return the trainings of examples/adamw_rules.py at the best rate: its value, and the outcomes by seed.
+    """Return the trainings of bench/experiments/adamw_rules.py at the best rate: its value, and the outcomes by seed.
 
     Keys are the model, beta2, P, the way and its settings. Rates with fewer seeds only served to find the best.
     """
@@ -277,7 +277,7 @@ def gpt2() -> list[list[str]]:
 
 
 def few_bits() -> list[list[str]]:
-    """Return the trainings of the LSTM by examples/convergence.py with values of few bits, each at its best rate."""
+    """Return the trainings of the LSTM by bench/experiments/convergence with values of few bits, each at its best rate."""
     names = {"allgather": "Top-k (`allgather`)"}
     groups: dict[tuple[int, str, str, float, float], dict[tuple[float, float], dict[int, dict[str, Any]]]] = {}
     dense: dict[int, float] = {}

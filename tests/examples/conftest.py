@@ -15,7 +15,7 @@ from tests.processes import ENVIRONMENT, LIMIT, free_port
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
 SETTINGS |= {"HF_HUB_OFFLINE": "1"}
 Run = Callable[..., tuple[int, str]]
-# For each line, forks children by their variables, which run a file, or words behind "-c"; answers in a line.
+# Forks the children of each line; they run a file, or the words after "-c" or "-m". Answers in a line.
 SERVER = """
 import json, os, runpy, sys, time, traceback
 
@@ -26,6 +26,9 @@ def be(words, variables):
         if words[0] == "-c":
             sys.argv[:] = words[:1] + words[2:]
             exec(compile(words[1], "<program>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
+            sys.argv[:] = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = os.path.dirname(words[0])
             runpy.run_path(words[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""The example that compares trainings: all learn, with the same bits over any transport, and the tables are right."""
+"""The experiment that compares trainings: all learn, with the same bits over any transport, and the tables are right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.examples.conftest import Run
-from tests.processes import ROOT, mpirun, needs_mpirun
+from tests.processes import mpirun, needs_mpirun
 
 IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress"
-EXAMPLE = str(ROOT / "examples/convergence.py")
+PROGRAM = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # Of the loss after the first step, what may be left at the end; the digits begin slowly.
 LEARNT = {"digits": 0.995, "text": 0.72}
@@ -26,7 +26,7 @@ for needed in ("torch", "sklearn", "matplotlib", "rich", "greenlet"):
 
 
 def ran(forks: Run, *words: object) -> str:
-    status, said = forks(EXAMPLE, *words)
+    status, said = forks(*PROGRAM, *words)
     assert status == 0, said
     return said
 
@@ -144,7 +144,7 @@ def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) ->
     content["trainings"] = [t for t in content["trainings"] if tuple(t["setting"][n] for n in names) not in missing]
     file = tmp_path / "mpi.json"
     file.write_text(json.dumps(content))
-    status, said = mpirun(2, EXAMPLE, *GRID, "--out", str(tmp_path / "mpi"))
+    status, said = mpirun(2, *PROGRAM, *GRID, "--out", str(tmp_path / "mpi"))
     assert status == 0, said
     over_mpi, in_process = trainings(file), trainings(simulated.with_suffix(".json"))
     assert without_seconds(over_mpi) == without_seconds(in_process)

@@ -1,56 +1,55 @@
 """By which rules should pseudo-gradients be compressed and summed?
 
-    python examples/local_steps_rules.py method=split result_ratio=1,3 op=mean,contributors
-    python examples/local_steps_rules.py --report bench/results/local-steps-rules.jsonl
+    python -m bench.experiments.local_steps_rules method=split result_ratio=1,3 op=mean,contributors
+    python -m bench.experiments.local_steps_rules --report bench/results/local-steps-rules.jsonl
 
-Every combination of the values is trained, with the workers of `local_steps_worker.py`. All is plain NumPy: a rule
-costs ten lines. What is worth it is in the library, and trained with the library by `local_steps_training.py`. Each
-training is a line of the file OUT; those that it has already are not repeated.
+Every combination of the values is trained with the workers of `local_steps`. The rules are plain NumPy, so that a rule
+costs ten lines. Useful rules are in the library, and are trained with the library by `local_steps`. Each training is a
+line of the file OUT, and is not repeated.
 
-Chunks begin at each tensor's first element; tensors below `WHOLE` elements travel whole.
+Chunks begin at each tensor's first element; tensors below `SMALL` elements are sent completely.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from grid import Grid
-from local_steps_worker import Worker
 from numpy.typing import NDArray
-from rich.table import Table
 
-Vector = NDArray[np.float32]
+from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.local_steps import SOME, lstm_worker, rate_at
+from bench.experiments.trainer import Vector
+
 Flags = NDArray[np.bool_]
 
 CHUNK = 4096
-WHOLE = 1024
-BLOCK = 64  # values that share their levels on the wire
+SMALL = 1024
+BLOCK = 64  # values with common levels on the wire
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How pseudo-gradients are exchanged.
+    """A rule for the exchange of pseudo-gradients.
 
     Attributes:
-        ranks, steps, sync_every, seed: of the training: workers, local steps of each, and of a round.
-        method: "dense"; "allgather": the sum of all that was selected; "split": the largest entries of that sum.
+        ranks, steps, sync_every, seed: of the training: workers, local steps of each, local steps per round.
+        method: "dense"; "allgather": the sum of all selections; "split": the largest entries of that sum.
         k: entries that a rank selects of each chunk.
         bits: of a value: 32, 8, 4, 2; 1 is a sign and one magnitude per block.
-        table: 1: two bits by SparseLoCo's table of four values per tensor, in place of levels per block.
-        decay: what the residual is multiplied by in each round.
-        result_ratio: entries of split's result, as a multiple of what a rank selects.
-        by: whether split cuts its result by "chunk", or "all" at once.
-        op: "mean", or "contributors": over the ranks that sent an entry.
-        complete: 1: the result is what all ranks hold at the winners, whether they had selected it or not.
-        rate, momentum: of the outer optimizer, with Nesterov's momentum; 1 and 0 for none.
+        table: 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block.
+        decay: factor on the residual in each round.
+        result_ratio: entries of split's result / entries that a rank selects.
+        by: whether split selects its result by "chunk", or from "all" entries.
+        op: "mean", or "contributors": the mean over the ranks that sent an entry.
+        complete: 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones.
+        rate, momentum: of the outer optimizer, Nesterov's; 1 and 0 for none.
     """
 
     ranks: int = 8
@@ -71,20 +70,20 @@ class Rule:
 
 
 def chunks(sizes: Sequence[int]) -> list[slice]:
-    """Return the chunks of all tensors, those that travel whole left out."""
+    """Return the chunks of all tensors except small ones."""
     ends = pairwise([0, *accumulate(sizes)])
     return [
-        slice(b, min(b + CHUNK, end)) for begin, end in ends if end - begin >= WHOLE for b in range(begin, end, CHUNK)
+        slice(b, min(b + CHUNK, end)) for begin, end in ends if end - begin >= SMALL for b in range(begin, end, CHUNK)
     ]
 
 
-def whole(sizes: Sequence[int]) -> Flags:
-    """Return which elements belong to tensors that travel whole."""
-    return np.repeat([size < WHOLE for size in sizes], sizes)
+def in_small_tensors(sizes: Sequence[int]) -> Flags:
+    """Return which elements belong to small tensors."""
+    return np.repeat([size < SMALL for size in sizes], sizes)
 
 
 def select(x: Vector, k: int, parts: Sequence[slice]) -> Flags:
-    """Return which elements are among the k largest of their chunk; the first of equal ones, and never a zero."""
+    """Return which elements are among the k largest of their chunk. Ties go to the first; zeros are never selected."""
     chosen = np.zeros(len(x), bool)
     for part in parts:
         magnitudes = np.abs(x[part])
@@ -94,9 +93,9 @@ def select(x: Vector, k: int, parts: Sequence[slice]) -> Flags:
 
 
 def quantised(values: Vector, bits: int) -> Vector:
-    """Return values as so many bits have them, by blocks: a sign, and a level between the smallest and the largest.
+    """Round values by blocks to a sign and a level between the smallest and the largest magnitude.
 
-    Two bits have the means of the magnitudes below and above the mean, one bit the mean.
+    The levels of two bits are the means of the magnitudes below and above the mean; the level of one bit is the mean.
     """
     if bits == 32 or not len(values):
         return values
@@ -121,7 +120,7 @@ def quantised(values: Vector, bits: int) -> Vector:
 
 
 def looked_up(values: Vector) -> Vector:
-    """Return values by SparseLoCo's table: the means of four bins, 1.5 standard deviations wide, around the mean.
+    """Round values by SparseLoCo's table: the means of four bins, 1.5 standard deviations wide, around the mean.
 
     Source: tplr-ai/templar, src/tplr/compress.py, with 4 bins and a range of 6 sigma.
     """
@@ -134,26 +133,22 @@ def looked_up(values: Vector) -> Vector:
 
 
 class Ranks:
-    """What all ranks keep from round to round.
+    """The state of all ranks between rounds.
 
     Attributes:
-        residual: what each rank has not sent yet, a row per rank.
-        entries: that a rank has sent to the ranks that add up, and that results have held.
+        residual: of each rank, a row per rank.
+        entries: number of entries that a rank selected, and that results held.
     """
 
     def __init__(self, rule: Rule, sizes: Sequence[int]) -> None:
-        self.rule, self.parts, self.whole = rule, chunks(sizes), whole(sizes)
+        self.rule, self.parts, self.small = rule, chunks(sizes), in_small_tensors(sizes)
         self.tensors = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
         self.residual = np.zeros((rule.ranks, sum(sizes)), np.float32)
         self.velocity = np.zeros(sum(sizes), np.float32)
         self.entries = {"selected": 0, "result": 0}
 
     def step(self, deltas: Vector) -> Vector:
-        """Return what is to be subtracted from the weights of the last round.
-
-        Args:
-            deltas: the ranks' pseudo-gradients, a row each.
-        """
+        """Return the update of the global parameters; ``deltas`` has a row of pseudo-gradients per rank."""
         rule = self.rule
         mean = deltas.mean(0) if rule.method == "dense" else self.exchange(deltas)
         if not rule.momentum:
@@ -163,7 +158,7 @@ class Ranks:
         return np.float32(rule.rate) * (mean + np.float32(rule.momentum) * self.velocity)
 
     def exchange(self, deltas: Vector) -> Vector:
-        """Return the mean of what was exchanged; the rest is in the residuals."""
+        """Return the mean of the exchanged entries, and leave the rest in the residuals."""
         rule, P = self.rule, len(deltas)
         held = self.residual
         held *= np.float32(rule.decay)
@@ -176,14 +171,14 @@ class Ranks:
         total = sent.sum(0)
         if rule.method == "split":
             winners = self.winners(total, chosen)
-            sent[:, ~winners] = 0  # it goes back to the rank that selected it
+            sent[:, ~winners] = 0  # returns to the rank that selected it
             if rule.complete:
                 for row, values in zip(sent, held, strict=True):
                     row[winners] = self.rounded(values, winners)
             total = sent.sum(0)
             result = np.zeros_like(total)
             result[winners] = self.rounded(total, winners)
-            # What rounding the result takes waits with the rank that added it up.
+            # The rounding error of the result stays with its owner.
             lost = np.array_split(total - result, P)
             held -= sent
             for rank, part in enumerate(np.array_split(np.arange(len(total)), P)):
@@ -195,8 +190,8 @@ class Ranks:
         self.entries["result"] += int(winners.sum())
         counts = np.maximum(np.count_nonzero(sent, axis=0), 1) if rule.op == "contributors" else P
         total = (total / counts).astype(np.float32)
-        total[self.whole] = held[:, self.whole].mean(0)
-        held[:, self.whole] = 0
+        total[self.small] = held[:, self.small].mean(0)
+        held[:, self.small] = 0
         return total
 
     def winners(self, total: Vector, chosen: Flags) -> Flags:
@@ -207,7 +202,7 @@ class Ranks:
         return select(total, k, [slice(0, len(total))])
 
     def rounded(self, values: Vector, flags: Flags) -> Vector:
-        """Return the values at the flags as the wire has them."""
+        """Return the selected values, rounded for the wire."""
         if not self.rule.table:
             return quantised(values[flags], self.rule.bits)
         of_tensors: list[Any] = [looked_up(values[part][flags[part]]) for part in self.tensors]
@@ -217,60 +212,56 @@ class Ranks:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def train(rule: Rule) -> dict[str, Any]:
+def train(rule: Rule) -> Outcome:
     """Return the outcome of a training."""
-    workers = [Worker(rank, rule.ranks, rule.seed, rule.steps) for rank in range(rule.ranks)]
-    shared = np.concatenate([p.numpy().ravel() for p in workers[0].parameters.values()])
-    ranks = Ranks(rule, [p.numel() for p in workers[0].parameters.values()])
+    workers = [lstm_worker(rank, rule.ranks, rule.seed) for rank in range(rule.ranks)]
+    first = workers[0][0]
+    shared = _flat(first)
+    ranks = Ranks(rule, [p.numel() for p in first.parameters.values()])
     deltas = np.empty((rule.ranks, len(shared)), np.float32)
-    rounds = rule.steps // rule.sync_every
-    curve = []
+    rounds, curve = rule.steps // rule.sync_every, []
     for round_no in range(rounds):
-        for worker, delta in zip(workers, deltas, strict=True):
+        for (worker, optimizer), delta in zip(workers, deltas, strict=True):
             for _ in range(rule.sync_every):
-                worker.step()
-            delta[:] = shared - np.concatenate([p.numpy().ravel() for p in worker.parameters.values()])
+                worker.step(optimizer, rate_at(worker.steps_taken, rule.steps))
+            delta[:] = shared - _flat(worker)
         shared -= ranks.step(deltas)
-        for worker in workers:
+        for worker, _ in workers:
             begin = 0
             for p in worker.parameters.values():
                 p.copy_(torch.from_numpy(shared[begin : begin + p.numel()].reshape(p.shape)))
                 begin += p.numel()
         if (round_no + 1) % max(1, rounds // 10) == 0:
-            curve.append(round(workers[0].loss(some=True), 4))
+            curve.append(round(first.loss(SOME), 4))
     entries = {name: count / rounds for name, count in ranks.entries.items()}
-    return {"loss": workers[0].loss(some=False), "curve": curve} | entries
+    return {"loss": first.loss(), "curve": curve} | entries
 
 
-# -- the command line -------------------------------------------------------------------------------------------------
+def _flat(worker: Any) -> Vector:
+    flat: Vector = np.concatenate([p.numpy().ravel() for p in worker.parameters.values()])
+    return flat
 
 
 GRID = Grid(Rule, "rule")
 
 
-def table(done: dict[Rule, dict[str, Any]]) -> Table:
-    """Return a row for each rule, by the order of the losses."""
-    made = Table(title="Rules for pseudo-gradients", box=None)
-    for column in ("P", "steps", "H", "seed", "method", "rules", "nats", "selected", "in the result"):
-        made.add_column(column)
-    told = ("ranks", "steps", "sync_every", "seed", "method")
-    for rule, outcome in sorted(done.items(), key=lambda item: item[1]["loss"]):
-        made.add_row(
-            *(str(getattr(rule, name)) for name in told),
-            " ".join(f"{name}={value}" for name, value in GRID.unusual(rule, *told).items()),
-            f"{outcome['loss']:.3f}",
-            f"{outcome['selected']:.0f}",
-            f"{outcome['result']:.0f}",
-        )
-    return made
+def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
+    """Print a row for each rule, by loss."""
+    names = {"ranks": "P", "steps": "steps", "sync_every": "H", "method": "method"}
+    columns: list[Any] = [
+        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
+        ("selected", lambda seeds: f"{fmean(o['selected'] for o in seeds):.0f}"),
+        ("in the result", lambda seeds: f"{fmean(o['result'] for o in seeds):.0f}"),
+    ]
 
+    def order(_: Rule, seeds: list[Outcome]) -> float:
+        return fmean(o["loss"] for o in seeds)
 
-def _said(outcome: dict[str, Any]) -> str:
-    return f"{outcome['loss']:.4f}"
+    show(GRID.table(outcomes, "Rules for pseudo-gradients", names, columns, order, "rules"))
 
 
 def main() -> None:
-    GRID.run("Compare rules for pseudo-gradients.", train, _said, table, "local-steps-rules.jsonl")
+    GRID.run(__doc__, train, "local-steps-rules.jsonl", write)
 
 
 if __name__ == "__main__":

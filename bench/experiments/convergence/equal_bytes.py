@@ -1,7 +1,4 @@
-"""The density at which a method sends as many bytes as Top-k: the currency in which methods can be compared.
-
-A density is none: at density d, Top-k applies up to P d n entries per step, and gTop-k d n.
-"""
+"""The density at which a method sends as many bytes as Top-k, so that methods can be compared at equal bytes."""
 
 from __future__ import annotations
 
@@ -13,24 +10,23 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-from convergence_tasks import weights_of
-from convergence_training import METHODS
 
 import sparsecomm as sc
+from bench.experiments.convergence.training import METHODS
+from bench.experiments.tasks import weights_of
 from sparsecomm.transport import Transport, simulated
 
 __all__ = ["equal_density"]
 
-NEAR = 0.005  # of the bytes of Top-k: near enough to look no further
-TOLERANCE = 0.02  # of the bytes of Top-k: so many more at most, where they jump
-LEAST = 0.8  # of the bytes of Top-k, where they jump
-STEPS = 4  # of which bytes are counted, with residuals: what `split` sends depends on them
+NEAR = 0.005  # relative error in bytes that ends the search
+TOLERANCE, MIN_RATIO = 0.02, 0.8  # relative excess, and ratio, that are accepted if bytes jump
+STEPS = 4  # with residuals, on which the bytes of `split` depend
 
 
 def equal_density(model: str, P: int, method: str, wire: str, density: float) -> float | None:
-    """Return the density at which ``method`` sends what Top-k does at ``density``; ``None`` where there is none.
+    """Return the density at which ``method`` sends as many bytes as Top-k at ``density``, or ``None``.
 
-    Both are bytes per step of the rank that sends most, on ``P`` ranks, in the same wire format.
+    Bytes are per step, of the rank that sends most on ``P`` ranks, in the same wire format.
     """
     if method == "allgather":
         return density
@@ -40,16 +36,16 @@ def equal_density(model: str, P: int, method: str, wire: str, density: float) ->
 
 @cache
 def _equal_k(n: int, P: int, method: str, wire: str, density: float) -> int | None:
-    """Return the k, of three significant digits, that comes nearest.
+    """Return the nearest k with three significant digits.
 
-    The bytes of some methods jump as k grows. Where none comes near, it is one that sends less, not more.
+    The bytes of some methods jump as k grows. Without a near k, the result sends fewer bytes, not more.
     """
     if P == 1:
         return None
     k = max(1, round(density * n))
     wanted = _sent(n, P, "allgather", wire, k)
     ratios: dict[int, float] = {}  # of the bytes wanted, by k
-    low, high = 0, n  # too few and too many, if anything is
+    low, high = 0, n
     while (k := _rounded(k)) not in (low, high):
         ratios[k] = _sent(n, P, method, wire, k) / wanted
         if abs(ratios[k] - 1) <= NEAR:
@@ -59,11 +55,11 @@ def _equal_k(n: int, P: int, method: str, wire: str, density: float) -> int | No
         if len(ratios) > 3 or not low < _rounded(k) < high:
             k = math.isqrt(max(low, 1) * high)  # bisection, of digits
     near = any(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values())
-    for step in range(-12, 13):  # a jump: look around, since what is sent may also fall as k grows
+    for step in range(-12, 13):  # a jump: search around it, since bytes may also fall as k grows
         k = _rounded(round(max(low, 1) * 1.15**step))
         if not near and 0 < k < n:
             ratios[k] = _sent(n, P, method, wire, k) / wanted
-    fitting = {k: ratio for k, ratio in ratios.items() if LEAST <= ratio <= 1 + TOLERANCE}
+    fitting = {k: ratio for k, ratio in ratios.items() if MIN_RATIO <= ratio <= 1 + TOLERANCE}
     return min(fitting, key=lambda k: abs(fitting[k] - 1), default=None)
 
 
@@ -75,7 +71,7 @@ def _rounded(k: int) -> int:
 
 @cache
 def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
-    """Return the bytes that the rank sends that sends most."""
+    """Return the bytes of the rank that sends most."""
     algorithm = (METHODS[method][1] or {}).get("algorithm", "auto")
 
     def program(transport: Transport) -> None:
@@ -83,12 +79,12 @@ def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
         for gradient in _gradients(n, P)[transport.rank]:
             sc.sparse_allreduce(gradient, k, comm=transport, residual=residual, wire=wire, algorithm=algorithm)
 
-    with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # so that no links are measured
+    with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # measure no links
         return max(result.counters.bytes_sent for result in simulated.run(P, program))
 
 
 @lru_cache(1)
 def _gradients(n: int, P: int) -> list[npt.NDArray[Any]]:
-    """Return the gradients of each rank: heavy-tailed, as gradients are."""
+    """Return heavy-tailed gradients of each rank."""
     random = np.random.default_rng(0)
     return [random.standard_normal((STEPS, n), dtype=np.float32) ** 3 for _ in range(P)]

@@ -1,20 +1,19 @@
-"""The results of many trainings: one file of them all, and what the seeds of a setting come to."""
+"""The results of many trainings in one file, and their summary over seeds."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from convergence_tasks import TASKS
-from convergence_training import METHODS, Curve, Setting, recipe
+
+from bench import report
+from bench.experiments.convergence.training import METHODS, Curve, Setting, recipe
+from bench.experiments.tasks import TASKS
 
 __all__ = ["Outcome", "Results", "Training", "about", "best", "grouped"]
 
@@ -23,13 +22,12 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Training:
-    """A training that has ended.
+    """A finished training.
 
     Attributes:
-        setting: which.
-        recipe: what else it depends on.
-        transport: what carried the messages.
-        curve: its outcome.
+        setting, recipe: everything that the outcome depends on.
+        transport: name of the MPI library, or "simulated".
+        curve: the outcome.
     """
 
     setting: Setting
@@ -44,12 +42,12 @@ class Training:
 
     @property
     def step_bytes(self) -> float:
-        """Bytes per step once the warm-up is over."""
+        """Bytes per step after the warm-up."""
         return (self.curve.sent[-1] - self.curve.warm) / (self.setting.steps - self.setting.warm)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of communication per step once the warm-up is over; NaN where nobody counted."""
+        """Seconds of communication per step after the warm-up; NaN if they were not counted."""
         if not self.curve.seconds:
             return math.nan
         return (self.curve.seconds[-1] - self.curve.warm_seconds) / (self.setting.steps - self.setting.warm)
@@ -57,10 +55,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The trainings of a setting, and the dense ones to compare with.
+    """The trainings of a setting, and the dense trainings to compare with.
 
     Attributes:
-        setting: the seed in it is 0.
+        setting: with seed 0.
         seeds: trainings by seed.
         dense: dense trainings of the same model, ranks and number of steps, by seed.
     """
@@ -79,7 +77,7 @@ class Outcome:
 
     @property
     def badness(self) -> float:
-        """The mean score with the sign with which less is better; infinite where a training diverged."""
+        """The mean score with the sign that makes smaller better; infinite if a training diverged."""
         return self.sign * self.score if math.isfinite(self.score) else math.inf
 
     @property
@@ -88,27 +86,27 @@ class Outcome:
 
     @property
     def pairs(self) -> list[tuple[Training, Training]]:
-        """Each training with the dense one of the same seed, where there is one."""
+        """Pairs of a training and the dense training with the same seed."""
         return [(training, self.dense[seed]) for seed, training in self.seeds.items() if seed in self.dense]
 
     @property
     def gap(self) -> float:
-        """The mean difference of the scores to dense with the same seed."""
+        """The mean difference of the scores to dense training with the same seed."""
         return float(np.mean([mine.score - dense.score for mine, dense in self.pairs])) if self.pairs else math.nan
 
     @property
     def spread(self) -> float:
-        """The range of dense over its seeds."""
+        """The range of dense scores over the seeds."""
         scores = [training.score for training in self.dense.values()]
         return max(scores) - min(scores) if scores else math.nan
 
     def mean(self, number: Callable[[Training], float]) -> float:
-        """Return the mean of a number of each training."""
+        """Return the mean of a function of the trainings."""
         return float(np.mean([number(training) for training in self.seeds.values()]))
 
 
 class Results:
-    """Trainings by setting; a newer one replaces an older one.
+    """Trainings by setting; a newer training replaces an older one.
 
     Attributes:
         trainings: by setting.
@@ -121,10 +119,10 @@ class Results:
 
     @classmethod
     def read(cls, *paths: Path) -> Results:
-        """Return the trainings of all these files together.
+        """Return the trainings of several files.
 
         Raises:
-            SystemExit: a file cannot be read, or is none of this example's.
+            SystemExit: a file cannot be read or is of another program.
         """
         results = cls()
         for path in paths:
@@ -140,35 +138,32 @@ class Results:
                 )
             self.runs += [run for run in found["runs"] if run not in self.runs]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path}: not results of this example ({type(error).__name__}: {error})") from error
+            raise SystemExit(f"{path}: not results of this program ({type(error).__name__}: {error})") from error
 
     def add(self, training: Training) -> None:
         self.trainings[training.setting] = training
 
     def has(self, setting: Setting) -> bool:
-        """Return whether it was trained, by the recipe that holds now.
-
-        A training that was compared with something else is taken for this one, too.
-        """
-        now = recipe(setting)
-        if setting in self.trainings and self.trainings[setting].recipe == now:
+        """Return whether a setting was trained with the current recipe, possibly for another comparison."""
+        current = recipe(setting)
+        if setting in self.trainings and self.trainings[setting].recipe == current:
             return True
         for training in self.trainings.values():
-            if training.setting.work == setting.work and training.recipe == now:
+            if training.setting.work == setting.work and training.recipe == current:
                 self.add(replace(training, setting=setting))
                 return True
         return False
 
     def write(self, path: Path) -> None:
         trainings = sorted(self.trainings.values(), key=lambda t: sort_key(t.setting))
-        lines = ",\n".join(json.dumps(asdict(training), default=float) for training in trainings)  # a line each
+        lines = ",\n".join(json.dumps(asdict(training), default=float) for training in trainings)  # one per line
         runs = ",\n".join(map(json.dumps, self.runs))
         written = path.with_suffix(".part")
         written.write_text(f'{{"runs": [\n{runs}\n],\n"trainings": [\n{lines}\n]}}\n')
-        written.replace(path)  # an interrupt leaves the old file or the new one
+        written.replace(path)  # atomic
 
     def outcomes(self) -> list[Outcome]:
-        """Return what the seeds of each setting come to, in the order of the table."""
+        """Return the outcome of each setting, in the order of the table."""
         found: dict[Setting, dict[int, Training]] = {}
         for setting in sorted(self.trainings, key=sort_key):
             found.setdefault(replace(setting, seed=0), {})[setting.seed] = self.trainings[setting]
@@ -198,26 +193,18 @@ def sort_key(setting: Setting) -> tuple[Any, ...]:
 
 def about(command: Iterable[str]) -> dict[str, Any]:
     """Describe this run."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model na")]
-        processor = names[0] if names else processor
-    packages = ("sparsecomm", "torch", "numpy", "scikit-learn", "mpi4py")
-    return {
-        "command": " ".join(command),
-        "machine": f"{processor}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-    }
+    run = report.about("", [])
+    versions = {name: number for name, number in run["versions"].items() if number}
+    return {"command": " ".join(command), "machine": run["machine"], "versions": versions}
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the one with the best mean score."""
+    """Return the outcome with the best mean score."""
     return min(outcomes, key=lambda outcome: outcome.badness)
 
 
 def grouped(outcomes: Iterable[Outcome], key: Callable[[Setting], K]) -> dict[K, list[Outcome]]:
-    """Return the outcomes whose settings have equal keys, in their order."""
+    """Group outcomes by a key of their settings, in their order."""
     found: dict[K, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(key(outcome.setting), []).append(outcome)

@@ -1,4 +1,4 @@
-"""The plots: the course of the trainings, and what bytes and seconds buy; each method at its best."""
+"""The plots: the course of the trainings, and the score against bytes and seconds; each method at its best."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from convergence_results import Outcome, Results, best, grouped
-from convergence_tables import amount
-from convergence_tasks import TASKS
-from convergence_training import METHODS, Curve
 
+from bench.experiments.convergence.results import Outcome, Results, best, grouped
+from bench.experiments.convergence.tables import amount
+from bench.experiments.convergence.training import METHODS, Curve
+from bench.experiments.tasks import TASKS
+from sparsecomm.cli.plots import log_axis, pyplot
 from sparsecomm.quantities import bytes_text, number_text, time_text
 
 __all__ = ["plot_costs", "plot_courses"]
 
 COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"), strict=True))
 MARKERS = dict(zip(METHODS, "os^vDPX", strict=True))
-FAR = {"accuracy": 10.0, "loss": 0.6}  # from dense: percent, nats; what is further away leaves the picture
+FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot
 NETWORK = "1 Gb/s, a model of 25.6M weights"
 Panel = tuple[str, Callable[[Curve], Sequence[float]], str]
 
 
 def plot_courses(results: Results, ranks: int, path: Path) -> None:
     """Plot the held-out loss by steps, bytes and seconds: lines are medians of the seeds, bands their range."""
-    plt = _pyplot()
+    plt = pyplot()
     outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
     rows = _rows(outcomes)
-    rows = [(title, part) for title, part in rows if _sparse(part) > 1] or rows  # where there is something to compare
+    rows = [(title, part) for title, part in rows if _sparse(part) > 1] or rows  # rows that compare methods
     panels: list[Panel] = [
         ("steps", lambda curve: curve.steps, "steps"),
         ("bytes", _bytes_later, "sent after the warm-up\nby the rank that sends most"),
@@ -51,7 +52,7 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
             for outcome in part:
                 curves = [training.curve for training in outcome.seeds.values()]
                 if not all(len(x_of(curve)) == len(curve.losses) for curve in curves):
-                    continue  # nobody counted seconds
+                    continue  # seconds were not counted
                 x = np.mean([x_of(curve) for curve in curves], axis=0)
                 losses = np.array([curve.losses for curve in curves])
                 shown = x > 0 if kind != "steps" else x == x
@@ -62,14 +63,12 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
                 )
                 drawn.setdefault(METHODS[method][0], line)
             if kind != "steps" and axes.lines:
-                axes.set_xscale("log")
-                _tick(axes.xaxis, bytes_text if kind == "bytes" else _seconds)
-            axes.set_yscale("log")
+                log_axis(axes.xaxis, bytes_text if kind == "bytes" else time_text)
             axes.grid(color="0.9")
             axes.set_xlabel(label)
         row[0].set_title(title, loc="left", fontsize=11, fontweight="bold")
-        row[0].set_ylim(top=1.1 * max(t.curve.losses[0] for o in part for t in o.seeds.values()))  # not what diverges
-        _tick(row[0].yaxis, number_text)
+        row[0].set_ylim(top=1.1 * max(t.curve.losses[0] for o in part for t in o.seeds.values()))  # cut off divergence
+        log_axis(row[0].yaxis, number_text)
         row[0].set_ylabel("held-out loss, nats")
         notes = [f"{METHODS[o.setting.method][0]}: {o.setting.unusual}" for o in part if o.setting.unusual]
         if notes:
@@ -79,16 +78,16 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
 
 def plot_costs(results: Results, ranks: int, path: Path) -> None:
     """Plot the score by bytes and by milliseconds per step after the warm-up; each point is a method at its best."""
-    plt = _pyplot()
+    plt = pyplot()
     outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
     rows = grouped(outcomes, lambda s: (s.model, s.steps))
-    rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows  # the others are in the table
+    rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows
     panels: list[tuple[str, Callable[[Outcome], float], Callable[[float], str]]] = [
         ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), bytes_text),
         (
             f"communication per step after the warm-up; computation takes as long everywhere\n({NETWORK})",
-            lambda o: o.mean(lambda t: t.step_seconds),
-            _seconds,
+            lambda o: o.mean(lambda t: t.steptime_text),
+            time_text,
         ),
     ]
     if not any(x_of(outcome) > 0 for outcome in outcomes for x_of in [panels[-1][1]]):
@@ -117,14 +116,13 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
                     style = {"color": COLOURS[method], "marker": MARKERS[method], "markersize": 5, "capsize": 2}
                     line = axes.errorbar(x, y, errors, linewidth=1.5, elinewidth=0.8, **style)
                 drawn.setdefault(METHODS[method][0], line)
-            axes.set_xscale("log")
-            _tick(axes.xaxis, write)
+            log_axis(axes.xaxis, write)
             axes.grid(color="0.9")
             axes.set_xlabel(label)
         shown = [score for o in part for score in o.scores if math.isfinite(score)]
         dense = [o.score for o in part if o.setting.method == "dense"] or shown[:1]
         sparse = [abs(o.score - dense[0]) for o in part if o.setting.method != "dense" and math.isfinite(o.score)]
-        far = max(FAR[TASKS[model].score], 1.2 * min(sparse, default=0.0))  # the best one is in it
+        far = max(FAR[TASKS[model].score], 1.2 * min(sparse, default=0.0))  # include the best one
         low, high = max(min(shown), dense[0] - far), min(max(shown), dense[0] + far)
         margin = 0.05 * (high - low) or 0.05
         row[0].set_ylim(low - margin, high + margin)
@@ -134,7 +132,7 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
 
 
 def _sparse(outcomes: Sequence[Outcome]) -> int:
-    """Return how many outcomes are of sparse gradients."""
+    """Return the number of outcomes with sparse gradients."""
     return sum(outcome.setting.method != "dense" for outcome in outcomes)
 
 
@@ -155,43 +153,9 @@ def _bytes_later(curve: Curve) -> list[float]:
     return [float(max(0, sent - curve.warm)) for sent in curve.sent]
 
 
-def _seconds(seconds: float) -> str:
-    return time_text(seconds)
-
-
-def _pyplot() -> Any:
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no display is needed
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True})
-    return plt
-
-
-def _tick(axis: Any, write: Callable[[float], str]) -> None:
-    """Label a logarithmic axis, more densely the fewer powers of ten it spans."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = sorted(axis.get_view_interval())
-    decades = math.log10(high / low) if 0 < low < high else 1.0
-    subs = (
-        (1,)
-        if decades > 3
-        else (1, 3)
-        if decades > 1.5
-        else (1, 2, 5)
-        if decades > 0.8
-        else (1, 1.3, 1.6, 2, 2.5, 3, 4, 6)
-    )
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def _finish(figure: Any, drawn: dict[str, Any], title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=12)
     columns = min(len(drawn), int(figure.get_figwidth() / 2))
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=100)
-    _pyplot().close(figure)
+    pyplot().close(figure)

@@ -1,45 +1,39 @@
 """Which ways to exchange gradients train a transformer under AdamW, and for how many bytes?
 
-    python examples/adamw_rules.py ranks=4,8,16 way=sparse_adamw rate=1.5 --jobs 2
-    python examples/adamw_rules.py --report bench/results/adamw.jsonl
+    python -m bench.experiments.adamw_rules ranks=4,8,16 way=sparse_adamw rate=1.5 --jobs 2
+    python -m bench.experiments.adamw_rules --report bench/results/adamw.jsonl
 
-Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. All
-is plain NumPy, but for selection, and for way=sparse_adamw, which is the library itself. Each training is a line of the
-file OUT; those that it has already are not repeated. Bytes are counted as a rank sends them: values, indices, and
-scales; a dense sum in float32 along a ring sends 8 (P - 1)/P bytes per weight and step.
+Every combination of the values is trained on a task of `tasks`, with all ranks in one process. All ways are plain
+NumPy except for the selection; way=sparse_adamw is the library itself. Each training is a line of the file OUT, and is
+not repeated. Bytes are those that a rank sends: values, indices and scales; a dense float32 sum along a ring sends
+8 (P - 1)/P bytes per weight and step.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainings share the cores
-os.environ.setdefault("SPARSECOMM_THREADS", "1")
-
 import numpy as np
-import torch
-from convergence_tasks import TASKS, TRANSFORMERS, Samples, Task, evaluate
-from grid import Grid, mean_and_range
 from numpy.typing import NDArray
-from rich.table import Table
-from torch.nn import functional
 
 import sparsecomm as sc
+from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.tasks import TASKS, TRANSFORMERS, Task
+from bench.experiments.trainer import Trainer, Vector
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WireName
 
-Vector = NDArray[np.float32]
 Indices = NDArray[Any]
 
-torch.set_num_threads(1)
 _ONE, _TINY = np.float32(1), np.float32(1e-8)
 _BLOCK = 64  # values that share a scale of 2 bytes
-_LEVEL = {1: 0.798, 2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}  # between two, times the root mean square, by bits
+_LEVEL = {1: 0.798, 2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}  # spacing / root mean square, by bits
 
 
 @dataclass(frozen=True)
@@ -49,25 +43,24 @@ class Rule:
     Attributes:
         model: one of `TRANSFORMERS`, or with optimizer=sgd of `TASKS`.
         way: "dense";
-            "gradients": error feedback, and the optimizer takes the mean of what all have selected for a gradient;
-            "updates": each rank's optimizer makes a step, and these are exchanged with error feedback, as means over
-            the ranks that have selected there, residuals times 0.8: local steps, one in a round;
-            "whole": whole sums at the indices that `choose` says, and as many steps of the optimizer as they waited;
-            "sparse_adamw": `sparsecomm.SparseAdamW`, by the library itself on simulated ranks, whose counters tell the
-            bytes: sums of what owners have kept and ranks send, and as many steps as they waited, without a warm-up;
+            "gradients": error feedback; the optimizer uses the mean of all selections as the gradient;
+            "updates": local steps with rounds of one step: the updates of each rank's optimizer are exchanged with
+            error feedback, as means over the ranks that selected an index, with a decay of 0.8;
+            "whole": complete sums at the indices of `choose`, and one step of the optimizer for each step of waiting;
+            "sparse_adamw": `sparsecomm.SparseAdamW` on simulated ranks, which count the bytes, without a warm-up;
             "powersgd" (Vogels et al., NeurIPS 2019); "onebit": 1-bit Adam (Tang et al., ICML 2021).
         optimizer: "adamw", "lion" or "sgd" (momentum 0.9).
-        rate: times the model's.
-        density: of the result; of "gradients" and "updates" of what a rank selects.
+        rate: factor on the model's learning rate.
+        density: of the result; for "gradients" and "updates" of a rank's selection.
         bits: of a value.
-        choose: of "whole": "sum" (the first of the whole sums, as if all knew them), "owner" (each rank by its own
-            residual, in its range), "moment" (the same by the first moment of its own gradients until the step before,
-            as SCAPE, 2026), "turn" (one rank for all, in turn), "cyclic" (each index in turn).
-        cap: of "whole": weights that have waited for so many steps are chosen first. 0: none are.
-        warmup: of all steps, at the beginning, in which everything is sent in 4 bits; of "onebit" in 32.
+        choose: for "whole": "sum" (the largest complete sums, as if all ranks knew them), "owner" (by the residual of
+            the range's owner), "moment" (by the first moment of the owner's earlier gradients, as in SCAPE, 2026),
+            "turn" (by one rank after another), "cyclic" (each index in turn).
+        cap: for "whole": weights that waited for this many steps are chosen first; 0: none.
+        warmup: share of the steps, at the beginning, that send everything in 4 bits; "onebit" in 32.
         rank: of PowerSGD's matrices.
         steps: 0 for the model's own number.
-        beta2: of AdamW, by which second moments decay.
+        beta2: of AdamW.
     """
 
     model: str = "transformer"
@@ -111,7 +104,7 @@ _KNOWN: dict[str, Sequence[Any]] = {
 
 
 def rounded(values: Vector, bits: int) -> Vector:
-    """Return values as a format of so many bits, with a scale for every `_BLOCK` values, has them. None is zero."""
+    """Round values to ``bits`` bits, with a scale for every `_BLOCK` values. No result is zero."""
     if bits == 32 or not len(values):
         return values
     blocks = np.concatenate([values, np.zeros(-len(values) % _BLOCK, np.float32)]).reshape(-1, _BLOCK)
@@ -123,12 +116,12 @@ def rounded(values: Vector, bits: int) -> Vector:
 
 
 def value_bits(bits: int) -> float:
-    """Return the bits of a value, with its part of the scale."""
+    """Return the bits of a value, including its share of the scale."""
     return bits if bits == 32 else bits + 16 / _BLOCK
 
 
 def index_bits(density: float) -> float:
-    """Return the bits of an index among entries of that density: by Elias and Fano, or a bitmap."""
+    """Return the bits of an index at a density: of Elias-Fano coding or of a bitmap."""
     return 0.0 if density >= 1 else min(1 / density, math.log2(1 / density) + 2)
 
 
@@ -136,7 +129,7 @@ def index_bits(density: float) -> float:
 
 
 class Optimizer:
-    """AdamW, Lion or SGD with momentum, which makes several steps at some weights, by a mean gradient."""
+    """AdamW, Lion or SGD with momentum, which can make several steps at once with a mean gradient."""
 
     def __init__(self, kind: str, n: int, beta2: float = 0.95) -> None:
         self.kind, self.t = kind, 0
@@ -144,7 +137,7 @@ class Optimizer:
         self.m, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
 
     def update(self, g: Vector, where: Any = slice(None), steps: Any = _ONE) -> Vector:
-        """Return what is to be subtracted, times the rate, after so many steps with the gradient g at each weight."""
+        """Return the update, before the learning rate, of ``steps`` steps with the gradient g at ``where``."""
         b1, b2, m = self.b1, self.b2, self.m[where]
         if self.kind == "sgd":  # the sum of the velocities of these steps
             kept = b1**steps
@@ -161,7 +154,7 @@ class Optimizer:
         return steps * (m / (1 - b1**self.t)) / (np.sqrt(v / (1 - b2**self.t)) + _TINY)
 
     def scale(self) -> Vector:
-        """Return what gradients are divided by to be compared with one another: after a first step, their size."""
+        """Return the scale by which gradients are compared: their root mean square after the first step."""
         if self.kind != "adamw" or self.t < 2:
             return np.ones_like(self.v)
         return np.sqrt(self.v / np.float32(1 - self.b2 ** (self.t - 1))) + _TINY
@@ -171,12 +164,12 @@ class Optimizer:
 
 
 class Way:
-    """What all ranks keep from step to step.
+    """The state of all ranks between steps.
 
     Attributes:
-        nbytes: that a rank has sent.
-        step: takes the ranks' gradients, the number of the step, and whether it is one of the warm-up; returns what is
-            to be subtracted from the weights, times the rate.
+        nbytes: bytes that a rank sent.
+        step: function from the ranks' gradients, the number of the step, and whether it is in the warm-up, to the
+            update before the learning rate.
     """
 
     def __init__(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -186,11 +179,11 @@ class Way:
         self.step: Callable[[Vector, int, bool], Vector] = getattr(self, f"_{rule.way}")
         self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
         self.age = np.zeros(self.n, np.float32)
-        self.total = np.zeros(self.n, np.float32)  # what owners have, and have not sent
+        self.total = np.zeros(self.n, np.float32)  # sums that owners have not sent yet
         self.moment = np.zeros_like(self.residual if rule.choose == "moment" else self.residual[:0])
         own = self.residual if rule.way == "updates" else ()
         self.own = [Optimizer(rule.optimizer, self.n, rule.beta2) for _ in own]
-        self.right: dict[int, Vector] = {}  # of PowerSGD, by parameter
+        self.right: dict[int, Vector] = {}  # PowerSGD's matrices, by parameter
 
     def _sent(self, count: float, bits: float) -> None:
         self.nbytes += count * bits / 8 * (self.rule.ranks - 1) / self.rule.ranks
@@ -200,7 +193,7 @@ class Way:
         return self.optimizer.update(gradients[0])
 
     def _everything(self, gradients: Vector, bits: int = 4) -> Vector:
-        """Exchange all, in few bits, with error feedback on both sides; and make one step."""
+        """Exchange everything in few bits, with error feedback on both sides, and make one step."""
         self.residual += gradients
         scale, total = self.optimizer.scale(), self.total
         for residual in self.residual:
@@ -227,7 +220,7 @@ class Way:
         return total / np.maximum(count, 1)
 
     def _selected(self, rows: Vector) -> tuple[Vector, Vector]:
-        """Return the sum of what all ranks select, which leaves their rows, and how many have selected there."""
+        """Return the sum of all selections, which leave the rows, and the number of contributors of each element."""
         rule, total, count = self.rule, np.zeros(self.n, np.float32), np.zeros(self.n, np.float32)
         k = max(1, round(rule.density * self.n))
         for row in rows:
@@ -273,7 +266,7 @@ class Way:
         return self._stepped(where, at)
 
     def _stepped(self, where: Indices, at: Vector) -> Vector:
-        """Return the update by what owners have at these indices: as many steps as it was not updated."""
+        """Return the update at these indices: one step for each step without an update."""
         result = rounded(self.total[where] / at, self.rule.bits) * at
         self.total[where] -= result
         steps = self.age[where]
@@ -326,34 +319,24 @@ class Way:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def clipped(model: torch.nn.Module, loss: torch.Tensor, clip: float | None, ranks: int, out: Vector) -> None:
-    """Write a rank's gradient, clipped to its part of the norm, to a flat array."""
-    model.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    np.concatenate([p.grad.numpy().ravel() for p in model.parameters() if p.grad is not None], out=out)
-    out *= min(1.0, (clip or math.inf) * math.sqrt(ranks) / max(1e-12, float(np.linalg.norm(out))))
+def clip(gradient: Vector, limit: float | None, ranks: int) -> None:
+    """Clip a rank's gradient, in place, to its share of the norm."""
+    gradient *= min(1.0, (limit or math.inf) * math.sqrt(ranks) / max(1e-12, float(np.linalg.norm(gradient))))
 
 
 def rate_of(rule: Rule, task: Task, step: int, steps: int) -> float:
-    """Return the learning rate of a step: a linear warm-up, then a cosine to a twentieth; of SGD a cosine to zero."""
+    """Return the learning rate: a linear warm-up, then a cosine to a twentieth; for SGD a cosine to zero."""
     if rule.optimizer == "sgd":
         return rule.rate * task.rate_at(step, steps)
     return rule.rate * task.rate * min(1, (step + 1) / 50) * (0.05 + 0.95 * task.rate_at(step, steps) / task.rate)
 
 
-def loss_of(model: torch.nn.Module, samples: Samples, shard: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(model(samples.inputs[shard]).flatten(0, -2), samples.targets[shard].flatten())
-
-
-def train_by_library(rule: Rule) -> dict[str, Any]:
+def train_by_library(rule: Rule) -> Outcome:
     """Return the outcome of a training by `sparsecomm.SparseAdamW` on simulated ranks."""
-    task = TRANSFORMERS[rule.model]
-    steps, (training, held_out) = rule.steps or task.steps, task.data()
 
-    def program(transport: simulated.SimulatedTransport) -> tuple[float, float, float]:
-        torch.manual_seed(rule.seed)
-        model, batches = task.build(), torch.Generator().manual_seed(rule.seed)
-        weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    def program(transport: simulated.SimulatedTransport) -> tuple[Outcome, float]:
+        trainer = Trainer(TRANSFORMERS[rule.model], rule.seed, rule.steps)
+        weights = {name: p.detach().numpy() for name, p in trainer.parameters.items()}
         optimizer = sc.SparseAdamW(
             weights,
             betas=(0.9, rule.beta2),
@@ -362,103 +345,70 @@ def train_by_library(rule: Rule) -> dict[str, Any]:
             wire=_WIRES[rule.bits],
             comm=transport,
         )
-        ends = np.cumsum([weight.size for weight in weights.values()])
+        ends = np.cumsum(trainer.sizes)
         gradient = np.empty(ends[-1], np.float32)
-        for step in range(steps):
-            batch = torch.randint(len(training), (task.batch,), generator=batches)
-            loss = loss_of(model, training, batch[transport.rank :: rule.ranks])
-            clipped(model, loss, task.clip, rule.ranks, gradient)
-            optimizer.lr = rate_of(rule, task, step, steps)
-            parts = np.split(gradient, ends[:-1])
-            optimizer.step({name: g.reshape(weights[name].shape) for name, g in zip(weights, parts, strict=True)})
-        found = evaluate(model, held_out) if transport.rank == 0 else (0.0, 0.0)
-        return *found, optimizer.reducer.counters.bytes_sent / steps / len(gradient)
+        for step in range(trainer.steps):
+            trainer.gradient(trainer.batch()[transport.rank :: rule.ranks], gradient)
+            clip(gradient, trainer.task.clip, rule.ranks)
+            optimizer.lr = rate_of(rule, trainer.task, step, trainer.steps)
+            split = np.split(gradient, ends[:-1])
+            optimizer.step({name: g.reshape(weights[name].shape) for name, g in zip(weights, split, strict=True)})
+        outcome = trainer.outcome() if transport.rank == 0 else {}
+        return outcome, optimizer.reducer.counters.bytes_sent / trainer.steps / len(gradient)
 
-    results = [result.value for result in simulated.run(rule.ranks, program)]
-    nbytes = float(np.mean([sent for *_, sent in results]))
-    loss, accuracy, _ = results[0]
-    return {"loss": loss, "accuracy": accuracy, "bytes": nbytes, "ring": 8 * (rule.ranks - 1) / rule.ranks / nbytes}
+    results = [result.value for result in simulated.run(rule.ranks, program) if result.value is not None]
+    return _with_bytes(rule, results[0][0], fmean(nbytes for _, nbytes in results))
 
 
-def train(rule: Rule) -> dict[str, Any]:
+def _with_bytes(rule: Rule, outcome: Outcome, nbytes: float) -> Outcome:
+    """Add bytes per weight and step, and how many times as many a dense ring sends."""
+    losses = {name: outcome[name] for name in ("loss", "accuracy")}
+    return losses | {"bytes": nbytes, "ring": 8 * (rule.ranks - 1) / rule.ranks / nbytes}
+
+
+def train(rule: Rule) -> Outcome:
     """Return the outcome of a training."""
     if rule.way == "sparse_adamw":
         return train_by_library(rule)
-    task = {**TRANSFORMERS, **TASKS}[rule.model]
-    steps = rule.steps or task.steps
-    training, held_out = task.data()
-    torch.manual_seed(rule.seed)
-    model = task.build()
-    batches = torch.Generator().manual_seed(rule.seed)
-    parameters = list(model.parameters())
-    way = Way(rule, [tuple(p.shape) for p in parameters])
+    trainer = Trainer({**TRANSFORMERS, **TASKS}[rule.model], rule.seed, rule.steps)
+    way = Way(rule, [tuple(p.shape) for p in trainer.parameters.values()])
     gradients = np.zeros_like(way.residual)
-    # Weight decay is on matrices, in every step.
-    decay = [0.1 if p.dim() > 1 and rule.optimizer != "sgd" else 0.0 for p in parameters]
-    for step in range(steps):
-        batch = torch.randint(len(training), (task.batch,), generator=batches)
+    for step in range(trainer.steps):
+        batch = trainer.batch()
         for rank, g in enumerate(gradients):
-            loss = loss_of(model, training, batch[rank :: len(gradients)])
-            clipped(model, loss, task.clip, len(gradients), g)
+            trainer.gradient(batch[rank :: len(gradients)], g)
+            clip(g, trainer.task.clip, len(gradients))
         way.optimizer.t += 1
-        rate = rate_of(rule, task, step, steps)
-        update = way.step(gradients, step, step < rule.warmup * steps)
+        update = way.step(gradients, step, step < rule.warmup * trainer.steps)
         if not np.isfinite(update).all():
             break
-        with torch.no_grad():
-            begin = 0
-            for p, part in zip(parameters, decay, strict=True):
-                p.mul_(1 - rate * part)
-                p.sub_(torch.from_numpy(update[begin : begin + p.numel()].reshape(p.shape)), alpha=rate)
-                begin += p.numel()
-    end, accuracy = evaluate(model, held_out)
-    ring = 8 * (rule.ranks - 1) / rule.ranks
-    return {
-        "loss": end,
-        "accuracy": accuracy,
-        "bytes": way.nbytes / steps / way.n,
-        "ring": ring * steps * way.n / way.nbytes,
-    }
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
+        rate = rate_of(rule, trainer.task, step, trainer.steps)
+        trainer.subtract(update, rate, 0.0 if rule.optimizer == "sgd" else 0.1)
+    return _with_bytes(rule, trainer.outcome(), way.nbytes / trainer.steps / way.n)
 
 
 GRID = Grid(Rule, "rule")
 
 
-def table(done: dict[Rule, dict[str, Any]]) -> Table:
-    """Return a row for each rule: the mean of its seeds."""
-    made = Table(title="Ways to exchange under optimizers with moments", box=None)
-    for column in ("model", "P", "way", "settings", "nats", "seeds", "%", "bytes per weight", "ring / it"):
-        made.add_column(column)
+def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
+    """Print a row for each rule, over its seeds."""
+    columns: list[Any] = [
+        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
+        ("seeds", len),
+        ("%", lambda seeds: f"{fmean(o['accuracy'] for o in seeds):.1f}"),
+        ("bytes per weight", lambda seeds: number_text(seeds[0]["bytes"])),
+        ("ring / it", lambda seeds: f"{seeds[0]['ring']:.1f}"),
+    ]
 
-    def order(item: tuple[Rule, list[dict[str, Any]]]) -> tuple[Any, ...]:
-        rule, outcomes = item
-        return rule.model, rule.ranks, rule.optimizer, np.mean([o["loss"] for o in outcomes])
+    def order(rule: Rule, seeds: list[Outcome]) -> tuple[Any, ...]:
+        return rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)
 
-    for rule, outcomes in sorted(GRID.by_seed(done).items(), key=order):
-        settings = GRID.unusual(rule, "model", "ranks", "way", "seed")
-        made.add_row(
-            rule.model,
-            str(rule.ranks),
-            rule.way,
-            " ".join(f"{name}={value}" for name, value in settings.items()),
-            mean_and_range([o["loss"] for o in outcomes]),
-            str(len(outcomes)),
-            f"{np.mean([o['accuracy'] for o in outcomes]):.1f}",
-            number_text(outcomes[0]["bytes"]),
-            f"{outcomes[0]['ring']:.1f}",
-        )
-    return made
-
-
-def _said(outcome: dict[str, Any]) -> str:
-    return f"{outcome['loss']:.4f} nats, 1/{outcome['ring']:.1f} of a ring"
+    title, names = "Ways to exchange under optimizers with moments", {"model": "model", "ranks": "P", "way": "way"}
+    show(GRID.table(outcomes, title, names, columns, order))
 
 
 def main() -> None:
-    GRID.run("Compare ways to exchange gradients under AdamW.", train, _said, table, "adamw.jsonl")
+    GRID.run(__doc__, train, "adamw.jsonl", write)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Plot the loss of each way to exchange, at its best learning rate, against the bytes that a rank sends.
+"""Plot the loss of each way to exchange gradients, at its best learning rate, against the bytes that a rank sends.
 
-    python examples/loss_plots.py bench/results/adamw.jsonl bench/results/convergence.json bench/results/loss.png
+    F=bench/results; python -m bench.experiments.loss_plots $F/adamw.jsonl $F/convergence.json $F/loss.png
 
-The left panel has the transformers, which `adamw_rules.py` trains by AdamW; the right one the LSTM, which
-`convergence.py` trains by SGD. `adamw_rules.py` trains PowerSGD for both. Bytes include warm-ups.
+The left panel has the transformers, which `adamw_rules` trains by AdamW; the right panel has the LSTM, which
+`convergence` trains by SGD. `adamw_rules` trains PowerSGD for both. Bytes include warm-ups.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from adamw_rules import GRID, Rule
-from convergence_results import Results
-from convergence_tasks import TASKS, weights_of
-
+from bench.experiments.adamw_rules import GRID, Rule
+from bench.experiments.convergence.results import Results
+from bench.experiments.tasks import TASKS, weights_of
 from sparsecomm.cli.plots import log_axis, pyplot
 from sparsecomm.quantities import number_text, time_text
 
@@ -40,23 +39,21 @@ SERIES = {
     "gradients": ("sparse means (a DDP hook)", "#d55e00", "^"),
 }
 PANELS = {"adamw": "AdamW: transformer of 167k weights, P = 8", "text": "SGD with momentum: LSTM, P = 8"}
-TIMES = [0.1, 1, 10]  # seconds that the upper axis shows
+TIMES = [0.1, 1, 10]  # seconds: ticks of the upper axis
 WEIGHTS, RATE = 100e6, 1e9 / 8  # of the model and the network of that axis
 RANKS = 8
-FAR = 0.9  # nats above dense; points further away are left out
+FAR = 0.9  # nats above dense: larger losses are left out
 Points = dict[str, list[tuple[float, float]]]  # by series: bytes per weight and step, and nats above dense
 
 
 def of_rules(path: Path) -> dict[str, Points]:
-    """Return the points of each panel in a file of `adamw_rules.py`, each setting at its best rate.
+    """Return the points of each panel in a file of `adamw_rules`, each setting at its best rate.
 
-    The best rate is the one with the most seeds, and of those the one with the least loss: the report's tables choose
-    in the same way. A point is the mean, over seeds, of the distance to the dense training of the same seed.
+    The best rate has the most seeds and, of those, the smallest loss, as in the tables of the report. A point is the
+    mean over seeds of the difference to the dense training with the same seed.
     """
-    seeds: dict[Rule, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for rule, outcome in GRID.read(path).items():
-        if rule.optimizer != "lion" and not rule.steps:
-            seeds[replace(rule, seed=0)][rule.seed] = outcome
+    rules = {r: o for r, o in GRID.read(path).items() if r.optimizer != "lion" and not r.steps}
+    seeds = GRID.by_seed(rules)
     best: dict[Rule, dict[int, dict[str, Any]]] = {}
     order = {rule: (-len(found), sum(o["loss"] for o in found.values())) for rule, found in seeds.items()}
     for rule in sorted(seeds, key=lambda rule: order[rule]):
@@ -77,7 +74,7 @@ def of_rules(path: Path) -> dict[str, Points]:
 
 
 def of_results(path: Path) -> Points:
-    """Return the LSTM's points in a file of `convergence.py`, each density at its best; losses are absolute."""
+    """Return the LSTM's points in a file of `convergence`, each density at its best, with absolute losses."""
     best: dict[tuple[str, float, str], tuple[float, float]] = {}
     for outcome in Results.read(path).outcomes():
         setting = outcome.setting

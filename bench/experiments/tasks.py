@@ -1,4 +1,4 @@
-"""The tasks: models on data that come with packages.
+"""The tasks: models, and data that come with packages.
 
 - "digits": a convolutional network on handwritten digits (Alpaydin and Kaynak, Optical Recognition of Handwritten
   Digits, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn ships them: 1,797 images of 8 x 8, a third of
@@ -44,18 +44,18 @@ class Samples:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how it is trained, which is the same for dense and for sparse gradients.
+    """A model, its data and its hyper-parameters, the same for dense and for sparse gradients.
 
     Attributes:
-        build: makes a model, with weights from torch's random numbers.
-        data: samples to train with, and samples held out.
-        batch: samples of a step, of all ranks together.
-        steps: unless other numbers are asked for.
-        rate: learning rate at the beginning; it falls along half a cosine to zero.
-        clip: norm to which gradients are clipped, or None.
-        masking: whether what is sent loses its velocity; see `sparsecomm.Reducer`.
-        some: held-out samples for a point of a curve; the end is evaluated on all.
-        score: "accuracy", in percent, or "loss", in nats; both of what is held out.
+        build: returns a model with random weights.
+        data: returns the training samples and the held-out samples.
+        batch: samples per step of all ranks.
+        steps: default number of steps.
+        rate: initial learning rate; it falls to zero along half a cosine.
+        clip: maximum norm of gradients, or ``None``.
+        masking: of `sparsecomm.Reducer`.
+        some: number of held-out samples for a point of a curve; the end is evaluated on all.
+        score: "accuracy" in percent or "loss" in nats, on held-out samples.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Task:
 
 
 def evaluate(model: nn.Module, samples: Samples) -> tuple[float, float]:
-    """Return the mean cross-entropy in nats, and the share of right answers in percent."""
+    """Return the mean cross-entropy in nats, and the accuracy in percent."""
     loss, right = 0.0, 0
     with torch.no_grad():
         for inputs, targets in zip(samples.inputs.split(256), samples.targets.split(256), strict=True):
@@ -117,8 +117,8 @@ def digits() -> tuple[Samples, Samples]:
 
 # -- text -------------------------------------------------------------------------------------------------------------
 
-LENGTH = 64  # characters that a sample predicts
-HELD_OUT = 10  # every so many-th block of the text is
+LENGTH = 64  # characters of a sample
+HELD_OUT = 10  # every 10th block of the text is held out
 
 
 class Characters(nn.Module):
@@ -136,7 +136,7 @@ class Characters(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, and two dense layers, each normalized before and added to its input."""
+    """Causal attention and two dense layers, each with layer normalization and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder over characters or words; tied: the embeddings are the weights of the scores, too."""
+    """A decoder over characters or words; ``tied``: the scores use the weights of the embedding."""
 
     def __init__(self, size: int, width: int, blocks: int, heads: int, *, tied: bool = False) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ def text() -> str:
 @cache
 def characters() -> tuple[Samples, Samples]:
     samples = _encoded(text())
-    blocks = torch.arange(len(samples)) // 64  # of 4 kB, so that few samples are torn from their neighbours
-    held = blocks % HELD_OUT == HELD_OUT - 1
-    return samples.take(~held), samples.take(held)
+    blocks = torch.arange(len(samples)) // 64  # of 4 kB
+    held_out = blocks % HELD_OUT == HELD_OUT - 1
+    return samples.take(~held_out), samples.take(held_out)
 
 
 def _encoded(everything: str) -> Samples:
@@ -206,7 +206,7 @@ NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "py
 
 @cache
 def sources() -> tuple[str, str]:
-    """Return the modules of Python's standard library (PSF licence) as text: to train with, and held out."""
+    """Return the modules of Python's standard library (PSF licence) as training text and held-out text."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in sorted(folder.rglob("*.py")) if not NOT_SOURCES & set(path.relative_to(folder).parts))
     read = [re.sub(r"[^\n -~]", "", path.read_text("utf-8", "ignore")) for path in files]

@@ -1,7 +1,7 @@
 """Training by local steps: ranks train alone, and exchange sparsely what they did, once in a round.
 
-    mpirun -n 4 python examples/local_steps.py
-    mpirun --with-ft ulfm -n 4 python examples/local_steps.py --lose
+    mpirun -n 4 python -m bench.experiments.lost_worker
+    mpirun --with-ft ulfm -n 4 python -m bench.experiments.lost_worker --lose
 
 A small network (64-128-10, in NumPy) learns scikit-learn's digits, each rank a part of them. A round is ten local
 steps; of what a rank has moved by it sends 64 entries of each chunk of 4,096, and the rest waits.

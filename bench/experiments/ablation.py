@@ -1,70 +1,61 @@
-"""Which rules of error feedback train best, at which settings?
+"""Which rules of error feedback train best, with which settings?
 
-    python examples/ablation.py model=text ranks=8 method=split mask=selected,both momentum=0.5,0.9 --jobs 2
-    python examples/ablation.py --report bench/results/ablation.jsonl
+    python -m bench.experiments.ablation model=text ranks=8 method=split mask=selected,both momentum=0.5,0.9 --jobs 2
+    python -m bench.experiments.ablation --report bench/results/ablation.jsonl
 
-Every combination of the values is trained, with the tasks of `convergence_tasks.py`, for all ranks in one process. Here
-everything is plain NumPy and only selection is the library's: a rule costs ten lines, so that those that lose need not
-be built into the library. What wins is trained again, with the library itself, by `convergence.py`. Each training is a
-line of the file OUT; those that it has already are not repeated.
+Every combination of the values is trained on a task of `tasks`, with all ranks in one process. The rules are plain
+NumPy, and only the selection is the library's, so that a rule costs ten lines. Rules that win are trained again with
+the library itself, by `convergence`. Each training is a line of the file OUT, and is not repeated.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # trainings share the cores
-os.environ.setdefault("SPARSECOMM_THREADS", "1")
-
 import numpy as np
-import torch
-from convergence_tasks import TASKS, evaluate
-from grid import Grid, mean_and_range
 from numpy.typing import NDArray
-from rich.table import Table
-from torch.nn import functional
 
 import sparsecomm as sc
-from sparsecomm.quantities import number_text, percent_text
+from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.tasks import TASKS
+from bench.experiments.trainer import Trainer, Vector
+from sparsecomm.quantities import percent_text
 
-Vector = NDArray[np.float32]
 Indices = NDArray[Any]
 Entries = tuple[Indices, Vector]
-
-torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A training: a task, a method, and the rules that are compared.
+    """A training.
 
     Attributes:
-        model, ranks, density, seed: as in `convergence.py`.
+        model, ranks, density, seed: as in `convergence`.
         steps: 0 for the task's own number.
         method: "topk" (the sum of all top-k), "split" (its exact top-k), "butterfly" (merged in pairs), or "dense".
-        keep: who takes back what the result does not hold: "owner", or "merger" (a shard each).
-        mask: where velocities are forgotten: where a rank has "selected", where the result "applied", "both", "none".
+        keep: who takes back entries that the result does not hold: "owner", or "merger" (a shard each).
+        mask: where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none".
         momentum: m, of each rank's velocity, before the residual; or "after" the sum, in the optimizer (`place`).
-        decay: what the residual is multiplied by in each step (SparseLoCo, 2025).
-        rate: times the task's learning rate.
-        clip: times the task's norm, 0 for none.
+        decay: factor on the residual in each step (SparseLoCo, 2025).
+        rate, clip: factors on the task's learning rate and on its norm for clipping; clip 0: no clipping.
         warmup: of all steps, in which the density falls from `start` in `stages` (Lin et al., ICLR 2018).
-        clamp: send at most so many times the smallest magnitude that is sent; the rest waits. 0: no limit.
-        complete: "no"; "sum" of all that ranks hold at the winners; "contributors": over how many selected there;
-            "root": over the root of that.
+        clamp: limit on sent values, as a multiple of the smallest one; the residual keeps the rest. 0: no limit.
+        complete: the result: "no", the sum of the sent entries; "sum", of all accumulated gradients at their indices;
+            "contributors", that divided by the number of ranks that selected the index; "root", by its square root.
         scope: "model": one selection from all, or "tensor": one from each.
         lowpass: b of ScaleCom's m' = m + b (g - sent) (Chen et al., NeurIPS 2020); 1 is error feedback.
         ef21: h of EF21-SGDM (Fatkhullin et al., NeurIPS 2023); 0 is error feedback.
         regular: mu of RegTop-k's damping (2024); 0 for none.
-        threshold: select what exceeds it, not k (Sahu et al., NeurIPS 2021); 0 for k.
-        bits: of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); what rounding takes
-            stays.
-        result_ratio: entries of the result, as a multiple of what a rank selects; not for "topk".
+        threshold: select entries above it, instead of k (Sahu et al., NeurIPS 2021); 0 for k.
+        bits: of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); the residual keeps
+            the rounding error.
+        result_ratio: entries of the result / entries that a rank selects; not for "topk".
     """
 
     model: str = "text"
@@ -118,7 +109,7 @@ def cut(entries: Entries, k: int) -> tuple[Entries, Entries]:
 
 
 def exchange(method: str, mine: Sequence[Entries], k: int) -> tuple[Entries, list[list[Entries]]]:
-    """Return the result, and what each rank drops on the way."""
+    """Return the result, and the entries that each rank drops."""
     P = len(mine)
     drops: list[list[Entries]] = [[] for _ in range(P)]
     if method == "topk":
@@ -148,7 +139,7 @@ def exchange(method: str, mine: Sequence[Entries], k: int) -> tuple[Entries, lis
 
 
 def rounded(values: Vector, bits: int) -> Vector:
-    """Return values as a format of so many bits has them."""
+    """Round values to a format of ``bits`` bits."""
     if bits == 32 or not len(values):
         return values
     if bits == 16:
@@ -161,11 +152,11 @@ def rounded(values: Vector, bits: int) -> Vector:
     return found
 
 
-# -- what ranks keep --------------------------------------------------------------------------------------------------
+# -- the state of the ranks -------------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """What all ranks keep from step to step: rows of residuals and velocities."""
+    """The state of all ranks between steps: a row of the residuals and of the velocities for each."""
 
     def __init__(self, variant: Variant, sizes: Sequence[int]) -> None:
         self.variant, n = variant, sum(sizes)
@@ -178,7 +169,7 @@ class Ranks:
         self.held = 0  # entries that results have held
 
     def step(self, gradients: Vector, density: float) -> Vector:
-        """Return what is to be subtracted from the weights, times the rate: the mean over the ranks."""
+        """Return the update of a step, the mean over the ranks, before the learning rate."""
         v, P = self.variant, len(gradients)
         if v.ef21:
             self.velocity *= 1 - v.ef21
@@ -216,7 +207,7 @@ class Ranks:
         return total
 
     def _exchange(self, accumulated: Vector, total: Vector, density: float, where: slice) -> None:
-        """Exchange a part of all tensors; what is applied leaves ``accumulated``."""
+        """Exchange one range of elements, and remove the applied entries from ``accumulated``."""
         v, P, n = self.variant, *accumulated.shape
         k = min(n, max(1, round(density * n)))
         mine, taken = [], []
@@ -288,94 +279,59 @@ class Ranks:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def train(variant: Variant) -> dict[str, Any]:
+def train(variant: Variant) -> Outcome:
     """Return the outcome of a training."""
-    v, task = variant, TASKS[variant.model]
-    steps = v.steps or task.steps
-    training, held_out = task.data()
-    torch.manual_seed(v.seed)
-    model = task.build()
-    batches = torch.Generator().manual_seed(v.seed)
-    parameters = list(model.parameters())
-    ranks = Ranks(v, [p.numel() for p in parameters])
+    v = variant
+    trainer = Trainer(TASKS[v.model], v.seed, v.steps)
+    task, steps, dense = trainer.task, trainer.steps, v.method == "dense"
+    ranks = Ranks(v, trainer.sizes)
     gradients = np.zeros_like(ranks.residual)
-    schedule = sc.Warmup(v.density, round(v.warmup * steps), v.start, v.stages) if v.method != "dense" else None
-    some = type(held_out)(held_out.inputs[: task.some], held_out.targets[: task.some])
-    curve = []
+    schedule = sc.Warmup(v.density, round(v.warmup * steps), v.start, v.stages)
     velocity = np.zeros(gradients.shape[1], np.float32)
     for step in range(steps):
-        batch = torch.randint(len(training), (task.batch,), generator=batches)
-        for rank in range(v.ranks if v.method != "dense" else 1):
-            shard = batch[rank :: v.ranks] if v.method != "dense" else batch
-            model.zero_grad()
-            scores = model(training.inputs[shard]).flatten(0, -2)
-            functional.cross_entropy(scores, training.targets[shard].flatten()).backward()  # type: ignore[no-untyped-call]
+        batch = trainer.batch()
+        for rank in range(1 if dense else v.ranks):
             g = gradients[rank]
-            np.concatenate([p.grad.numpy().ravel() for p in parameters if p.grad is not None], out=g)
+            trainer.gradient(batch if dense else batch[rank :: v.ranks], g)
             if task.clip is not None and v.clip:
-                norm, limit = float(np.linalg.norm(g)), v.clip * task.clip * (math.sqrt(v.ranks) if schedule else 1)
+                norm, limit = float(np.linalg.norm(g)), v.clip * task.clip * (1 if dense else math.sqrt(v.ranks))
                 if norm > limit:
                     g *= limit / norm
-        if schedule is None:
-            velocity = v.momentum * velocity + gradients[0]
-            update = velocity
+        if dense:
+            update = velocity = v.momentum * velocity + gradients[0]
         else:
             update = ranks.step(gradients, schedule(step))
         if not np.isfinite(update).all():
             break
-        rate = v.rate * task.rate_at(step, steps)
-        with torch.no_grad():
-            begin = 0
-            for p in parameters:
-                p.sub_(torch.from_numpy(update[begin : begin + p.numel()].reshape(p.shape)), alpha=rate)
-                begin += p.numel()
-        if (step + 1) % max(8, steps // 20) == 0:
-            curve.append(round(evaluate(model, some)[0], 4))
-    loss, accuracy = evaluate(model, held_out)
-    n = gradients.shape[1]
-    return {
-        "score": accuracy if task.score == "accuracy" else loss,
-        "loss": loss,
-        "accuracy": accuracy,
-        "sent": ranks.sent / v.ranks / n / steps,
-        "held": ranks.held / v.ranks / n / steps,
-        "curve": curve,
-    }
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
+        trainer.subtract(update, v.rate * task.rate_at(step, steps))
+        trainer.note(step)
+    per_step = v.ranks * gradients.shape[1] * steps
+    return trainer.outcome() | {"sent": ranks.sent / per_step, "held": ranks.held / per_step}
 
 
 GRID = Grid(Variant, "variant")
 
 
-def table(done: dict[Variant, dict[str, Any]]) -> Table:
-    """Return a row for each variant: the mean of its seeds."""
-    made = Table(title="Rules of error feedback", box=None)
-    for column in ("model", "P", "method", "density", "rules", "score", "seeds", "selected", "in results"):
-        made.add_column(column)
-    ordered = sorted(GRID.by_seed(done).items(), key=lambda item: (item[0].model, item[0].ranks, item[0].method))
-    for v, outcomes in ordered:
-        rules = GRID.unusual(v, "model", "ranks", "method", "density", "seed")
-        made.add_row(
-            v.model,
-            str(v.ranks),
-            v.method,
-            number_text(v.density),
-            " ".join(f"{name}={value}" for name, value in rules.items()),
-            mean_and_range([o["score"] for o in outcomes]),
-            str(len(outcomes)),
-            *(percent_text(np.mean([o[key] for o in outcomes])) for key in ("sent", "held")),
-        )
-    return made
+def write(outcomes: dict[Variant, Outcome], path: Path) -> None:
+    """Print a row for each variant, over its seeds."""
+    names = {"model": "model", "ranks": "P", "method": "method", "density": "density"}
+    columns: list[Any] = [
+        ("score", lambda seeds: mean_and_range([o["score"] for o in seeds])),
+        ("seeds", len),
+        *(
+            (heading, lambda seeds, key=key: percent_text(fmean(o[key] for o in seeds)))
+            for heading, key in (("selected", "sent"), ("in results", "held"))
+        ),
+    ]
 
+    def order(v: Variant, _: list[Outcome]) -> tuple[Any, ...]:
+        return v.model, v.ranks, v.method
 
-def _said(outcome: dict[str, Any]) -> str:
-    return f"{outcome['score']:.4f} sent {percent_text(outcome['sent'])} held {percent_text(outcome['held'])}"
+    show(GRID.table(outcomes, "Rules of error feedback", names, columns, order, "rules"))
 
 
 def main() -> None:
-    GRID.run("Compare rules of error feedback.", train, _said, table, "ablation.jsonl")
+    GRID.run(__doc__, train, "ablation.jsonl", write)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from convergence_tasks import TASKS, Samples, evaluate, weights_of
-from torch.nn import functional
 
 import sparsecomm as sc
+from bench.experiments.tasks import TASKS, Samples, evaluate, weights_of
+from bench.experiments.trainer import Trainer
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.memory import Bytes
 from sparsecomm.transport.simulated import SimulatedTransport
@@ -19,9 +19,7 @@ from sparsecomm.wire import HEADER_BYTES
 
 __all__ = ["METHODS", "MOMENTUM", "WARMUP", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
 
-torch.set_num_threads(1)  # the ranks share the cores
-
-# How gradients are summed: the name in the table, and arguments of `sparsecomm.Reducer`; None: in earlier results only.
+# Methods: the name in the table, and arguments of `sparsecomm.Reducer`; None: only in earlier results.
 METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "dense": ("Dense", {"algorithm": "dense", "momentum": 0.0, "clip": None}),
     "allgather": ("Top-k", {"algorithm": "allgather"}),
@@ -34,26 +32,26 @@ METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
 
 MOMENTUM = 0.9
 WARMUP = 0.1  # of all steps: four stages from density 0.25 on
-RULE = 2  # the rule of error feedback and masking: another one, and no sparse training is as before
+RULE = 2  # version of error feedback and masking; a change invalidates all sparse trainings
 EVALUATIONS = 20
 
-# The network on which communication takes virtual seconds, and the model that the messages stand for.
+# The network of the virtual seconds, and the model whose messages are timed.
 ALPHA, BETA = 50e-6, 8e-9  # per message, per byte: 1 Gb/s
 LARGE = 25_600_000  # weights, as many as ResNet-50 has
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of a training. Those that dense gradients do not have are the usual ones there.
+    """The parameters of a training. Parameters that dense gradients ignore have their defaults there.
 
     Attributes:
-        density: after the warm-up; 1.0 where all is sent.
-        momentum: dense ones have `MOMENTUM`, and so have sparse ones unless they are asked for less.
+        density: after the warm-up; 1.0 for dense gradients.
+        momentum: of sparse trainings; dense ones use `MOMENTUM`.
         rate: factor on the task's learning rate.
         wire: the wire format of sparse messages.
         warmup: share of the steps in which the density falls.
         decay: factor on the residuals, in each step.
-        equal_to: the density of Top-k that sends as many bytes per step; 0 where the density was asked for.
+        equal_to: the density at which Top-k sends as many bytes per step; 0 if the density was given.
     """
 
     model: str
@@ -71,7 +69,7 @@ class Setting:
 
     @property
     def unusual(self) -> str:
-        """What differs from the usual, in words."""
+        """The parameters that are not the defaults, in words."""
         parts = (
             (self.momentum == MOMENTUM, f"momentum {self.momentum:g}"),
             (self.rate == 1.0, f"rate x {self.rate:g}"),
@@ -83,7 +81,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name of the method, with what differs from the usual."""
+        """The name of the method, with the parameters that are not the defaults."""
         return ", ".join(filter(None, (METHODS[self.method][0], self.unusual)))
 
     @property
@@ -93,12 +91,12 @@ class Setting:
 
     @property
     def work(self) -> Setting:
-        """The training itself, whatever it is to be compared with: equal ones have equal outcomes."""
+        """The setting without its comparison: equal settings have equal outcomes."""
         return replace(self, equal_to=0.0)
 
 
 def recipe(setting: Setting) -> dict[str, Any]:
-    """Return what else the outcome depends on."""
+    """Return everything else that the outcome depends on."""
     task = TASKS[setting.model]
     always = {"batch": task.batch, "rate": task.rate, "clip": task.clip}
     return always | ({"momentum": MOMENTUM} if setting.method == "dense" else {"masking": task.masking, "rule": RULE})
@@ -110,11 +108,11 @@ class Curve:
 
     Attributes:
         steps: after which the model was evaluated.
-        losses, accuracies: at these steps, on a part of what is held out; on rank 0 only.
+        losses, accuracies: at these steps, on some held-out samples; on rank 0 only.
         sent: bytes that this rank had sent by then.
-        seconds: of communication until then, in virtual time, of the large model; empty over MPI.
-        warm, warm_seconds: the same when the warm-up was over.
-        loss, accuracy: at the end, on all that is held out; on rank 0 only.
+        seconds: virtual time of communication until then, for the large model; empty over MPI.
+        warm, warm_seconds: bytes and seconds at the end of the warm-up.
+        loss, accuracy: at the end, on all held-out samples; on rank 0 only.
         weights: SHA-256 of the weights at the end.
     """
 
@@ -133,22 +131,18 @@ class Curve:
 def train(
     setting: Setting, transport: Transport, advance: Callable[[], None] = lambda: None, *, factor: int = 1
 ) -> Curve:
-    """Do this rank's part of a training.
+    """Train as one rank.
 
     Args:
         setting: the same on all ranks.
-        ranks: of MPI, or simulated ones.
+        transport: of MPI or of simulated ranks.
         advance: called after each step.
-        factor: how many bytes each byte counts for that ``ranks`` sends; headers count as they are.
+        factor: of simulated bytes to sent bytes, except headers.
     """
-    task = TASKS[setting.model]
-    training, held_out = task.data()
+    trainer = Trainer(TASKS[setting.model], setting.seed, setting.steps)
+    task, model, parameters, held_out = trainer.task, trainer.model, trainer.parameters, trainer.held_out
     some = Samples(held_out.inputs[: task.some], held_out.targets[: task.some])
-    torch.manual_seed(setting.seed)
-    model = task.build()
-    batches = torch.Generator().manual_seed(setting.seed)
     dense = setting.method == "dense"
-    parameters = dict(model.named_parameters())
     arguments = {"momentum": setting.momentum, "clip": task.clip} | (METHODS[setting.method][1] or {})
     if setting.decay != 1.0:
         arguments["decay"] = setting.decay
@@ -171,11 +165,7 @@ def train(
         return headers + (reducer.counters.bytes_sent - headers) // factor
 
     for step in range(setting.steps):
-        # All ranks draw the same batch, and each takes every P-th sample of it.
-        batch = torch.randint(len(training), (task.batch,), generator=batches)[transport.rank :: transport.size]
-        optimizer.zero_grad()
-        scores = model(training.inputs[batch]).flatten(0, -2)
-        functional.cross_entropy(scores, training.targets[batch].flatten()).backward()  # type: ignore[no-untyped-call]
+        trainer.backward(trainer.batch()[transport.rank :: transport.size])  # a share of the batch of all ranks
         reducer.reduce({name: p.grad for name, p in parameters.items()})
         if dense and task.clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters.values(), task.clip)
@@ -206,7 +196,7 @@ def train(
 
 
 def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
-    """Return the curve of the training as a whole: rank 0's, with the bytes of the rank that sends most.
+    """Return the curve of rank 0, with the bytes of the rank that sends most.
 
     Raises:
         RuntimeError: the ranks' weights differ.
@@ -226,12 +216,11 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
 
 
 def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Curve:
-    """Run a training with all ranks in this process, one after another; the bits are those that MPI gives.
+    """Run a training with all ranks in this process; the bits are the same as with MPI.
 
-    What is sent takes the time that it would take with a model of `LARGE` weights and the same densities.
+    Messages take the virtual time of a model with `LARGE` weights and the same densities.
 
     Args:
-        setting: which.
         advance: called after each step.
     """
     factor = max(1, round(LARGE / weights_of(setting.model)))  # a whole number, so that bytes can be counted exactly

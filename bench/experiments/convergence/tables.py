@@ -1,24 +1,24 @@
-"""The tables: all settings, each method at its best, more steps, and the bytes that are enough."""
+"""The tables: all settings, each method at its best, more steps, and the fewest bytes that are enough."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from convergence_results import Outcome, Results, best, grouped
-from convergence_tasks import TASKS
-from convergence_training import METHODS, Setting
 from rich.table import Table
 
+from bench.experiments.convergence.results import Outcome, Results, best, grouped
+from bench.experiments.convergence.training import METHODS, Setting
+from bench.experiments.tasks import TASKS
 from sparsecomm.quantities import bytes_text, number_text, percent_text
 
 __all__ = ["tables"]
 
-ENOUGH = {"accuracy": 0.5, "loss": 0.01}  # so much worse than dense may be what is as good: percent, nats
+ENOUGH = {"accuracy": 0.5, "loss": 0.01}  # tolerated difference to dense: percent, nats
 
 
 def tables(results: Results) -> list[Table]:
-    """Return those tables for which there are trainings."""
+    """Return the tables for which there are trainings."""
     outcomes = results.outcomes()
     made = [everything(outcomes), at_their_best(outcomes)]
     if any(len({o.setting.steps for o in of_model}) > 1 for of_model in grouped(outcomes, lambda s: s.model).values()):
@@ -30,7 +30,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def everything(outcomes: Sequence[Outcome]) -> Table:
-    """Return a row per setting; each gap is the mean over the seeds, of which each has its own dense training."""
+    """Return a row per setting; gaps are means over the seeds of differences to dense training."""
     made = _table(
         "Sparse gradients against dense ones",
         "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
@@ -64,7 +64,7 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
 
 
 def at_their_best(outcomes: Sequence[Outcome]) -> Table:
-    """Return a row per method and amount of bytes, the best of its settings, the best methods first."""
+    """Return a row per method and amount of bytes with its best setting, the best methods first."""
     made = _table(
         "Each method at its best",
         "of all momenta, learning rates, wire formats, warm-ups and decays that were tried: how many, and the best one",
@@ -96,7 +96,7 @@ def at_their_best(outcomes: Sequence[Outcome]) -> Table:
 
 
 def more_steps(outcomes: Sequence[Outcome]) -> Table:
-    """Return the gaps after more steps, to dense after as many; a row per method and amount of bytes."""
+    """Return the gaps to dense after more steps; a row per method and amount of bytes."""
     fewest = {model: min(o.setting.steps for o in of) for model, of in grouped(outcomes, lambda s: s.model).items()}
     factors = sorted({o.setting.steps / fewest[o.setting.model] for o in outcomes})
     made = _table(
@@ -119,7 +119,7 @@ def more_steps(outcomes: Sequence[Outcome]) -> Table:
 
 
 def enough(outcomes: Sequence[Outcome]) -> Table:
-    """Return the fewest bytes with which each method is as good as dense."""
+    """Return the fewest bytes at which each method is as good as dense."""
     made = _table(
         "Bytes that are enough",
         f"the fewest bytes per step, once the warm-up is over, with a mean score at most {ENOUGH['loss']:g} nats or "
@@ -173,7 +173,7 @@ def _dense(setting: Setting, model: str, steps: int, P: int) -> bool:
 
 
 def amount(setting: Setting) -> str:
-    """Return how much may be sent, in words: what is to be compared is equal in it."""
+    """Return the amount of bytes in words; methods with equal amounts are compared."""
     if setting.method == "dense":
         return ""
     return (
@@ -182,7 +182,7 @@ def amount(setting: Setting) -> str:
 
 
 def density(setting: Setting, *, alone: bool = False) -> str:
-    """Return the density, and that of Top-k to which its bytes are equal."""
+    """Return the density, and the density at which Top-k sends as many bytes."""
     found = f"{number_text(setting.density)}"
     return f"{found} (= {number_text(setting.equal_to)})" if setting.equal_to and not alone else found
 
@@ -208,7 +208,7 @@ def _times(outcome: Outcome) -> str:
 
 
 def _of_dense(outcome: Outcome, *, in_all: bool = False) -> float:
-    """Return the bytes of the dense trainings to compare with: in all, or per step."""
+    """Return the bytes of the dense trainings, in all or per step."""
     dense = Outcome(outcome.setting, outcome.dense, {})
     return dense.mean((lambda t: t.curve.sent[-1]) if in_all else (lambda t: t.step_bytes))
 
