@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.contenders import CONTENDERS, Contender, Ours
+from bench.compare.contenders import CONTENDERS, Contender, Ours
 from sparsecomm import transport
 from sparsecomm.cli.bench.runners import Vectors
 

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench import baselines, contenders
+from bench.compare import baselines, contenders
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.runners import Vectors
 
@@ -98,7 +98,7 @@ class Dense(Method):
 
 
 class TopK(Method):
-    """Selection of ours, `bench.baselines.TopkNumpy`'s exchange and sum."""
+    """Selection of ours, `bench.compare.baselines.TopkNumpy`'s exchange and sum."""
 
     choice = ("MPI's allgather", "plain")
 

@@ -105,7 +105,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from mpi4py import MPI
 
-    from bench.baselines import BASELINES
+    from bench.compare.baselines import BASELINES
 
     assert set(CHECKS) == set(BASELINES)
     for P in (4, 3, 2):

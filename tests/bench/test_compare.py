@@ -74,7 +74,7 @@ def test_densities(tmp_path: Path) -> None:
         (["--n", "1e13"], "GiB needed"),
         (["--only", "ring"], "--only ring: expected names of"),
         (["--densities", "0.1", "--only", "tree"], "--densities needs a sparse one of ours and a dense one"),
-        (["--calls", "0"], "expected one round at least, and one call"),
+        (["--calls", "0"], "must be at least 1"),
         (["--density", "2"], "densities in"),
     ],
 )
@@ -117,7 +117,7 @@ def main() -> None:
     import numpy as np
     from mpi4py import MPI
 
-    from bench.contenders import CONTENDERS
+    from bench.compare.contenders import CONTENDERS
     from sparsecomm import transport
     from sparsecomm.cli.bench.runners import Vectors
 
