@@ -30,7 +30,7 @@ def check_dense(comm, baseline):
 
 
 def check_int8(comm, baseline):
-    from bench import baselines
+    from bench.compare import baselines
 
     block = baselines.BLOCK
     for n in SIZES:

@@ -86,7 +86,7 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
         ("bytes per step after the warm-up", lambda o: o.mean(lambda t: t.step_bytes), bytes_text),
         (
             f"communication per step after the warm-up; computation takes as long everywhere\n({NETWORK})",
-            lambda o: o.mean(lambda t: t.steptime_text),
+            lambda o: o.mean(lambda t: t.step_seconds),
             time_text,
         ),
     ]
