@@ -57,8 +57,8 @@ def main() -> None:
 
 def entries(n: int) -> int:
     """Return how many entries a rank selects of n elements."""
-    whole, rest = divmod(n, CHUNK)
-    return whole * K + min(K, rest)
+    full, rest = divmod(n, CHUNK)
+    return full * K + min(K, rest)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

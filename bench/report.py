@@ -109,12 +109,12 @@ def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Tab
 
     ``options`` are those of `rich.table.Table`.
     """
-    made = Table(**options)
+    result = Table(**options)
     for heading, _ in columns:
-        made.add_column(heading)
+        result.add_column(heading)
     for row in rows:
-        made.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
-    return made
+        result.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
+    return result
 
 
 def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str | None]:

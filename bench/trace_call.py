@@ -101,9 +101,9 @@ def watch() -> None:
     start = _thread.start_new_thread
 
     def started(function: Callable[..., Any], *arguments: Any) -> int:
-        def run(*given: Any, **options: Any) -> None:
+        def run(*args: Any, **options: Any) -> None:
             sys.setprofile(profile)
-            function(*given, **options)
+            function(*args, **options)
 
         return start(run, *arguments)
 

@@ -91,8 +91,8 @@ found = {name: train(algorithm) for name, algorithm in RUNS.items()}
 if rank == 0:
     print(f"{ranks} rank(s), {sum(sizes):,} weights, 1 % of them in each step\n")
     for name, (accuracy, sent, _) in found.items():
-        share = f"{sent[-1] / found['Dense'][1][-1]:.1%} of dense" if ranks > 1 else "try mpirun -n 4"
-        print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({share})")
+        fraction = f"{sent[-1] / found['Dense'][1][-1]:.1%} of dense" if ranks > 1 else "try mpirun -n 4"
+        print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({fraction})")
     print(f"\nAll ranks hold the same weights, bit for bit. In your own program:\n\n{CALL}\n")
     for name, (_, sent, losses) in found.items():
         plt.plot(np.add(sent, 1), np.minimum.accumulate(losses), label=name)

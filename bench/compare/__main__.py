@@ -45,8 +45,8 @@ def main() -> int:
             print(f"bench.compare: {text}", file=sys.stderr, flush=True)
         return 2
     link_of = {"measured": measured_link()}
-    if (given := given_link()) is not None:
-        link_of["given"] = given
+    if (link := given_link()) is not None:
+        link_of["given"] = link
     run: Run = report.about("-m bench.compare", sys.argv[1:], COMM.size) | {
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "P": COMM.size,
@@ -59,9 +59,9 @@ def main() -> int:
     }
     gradient = np.random.default_rng([0, COMM.rank]).standard_normal(options.n, dtype=np.float32)
     comparison = Comparison(options, Vectors(COMM, gradient), run)
-    made = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
+    all_tables = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
     if COMM.rank == 0:
-        report.publish(options.write and options.write / options.name, heading(run, link_of), made, run)
+        report.publish(options.write and options.write / options.name, heading(run, link_of), all_tables, run)
     return 1 if run["wrong"] else 0
 
 
@@ -179,9 +179,9 @@ class Comparison:
         }
         for runner in runners.values():
             runner.close()
-        made = [tables.timing_table(self.run["times"])]
-        made += [tables.bound_table(self.run["bounds"], link_of)] if self.run["bounds"] else []
-        return made + ([tables.ratio_table(self.run["ratios"])] if self.run["ratios"] else [])
+        all_tables = [tables.timing_table(self.run["times"])]
+        all_tables += [tables.bound_table(self.run["bounds"], link_of)] if self.run["bounds"] else []
+        return all_tables + ([tables.ratio_table(self.run["ratios"])] if self.run["ratios"] else [])
 
     def by_density(self) -> list[Table]:
         """Time ours and the dense ones, density by density."""
@@ -196,19 +196,21 @@ class Comparison:
 
     def runners(self, k: int) -> dict[str, Runner]:
         """Set up all contenders that were asked for and work here, and check a step of each."""
-        made: dict[str, Runner] = {}
+        working: dict[str, Runner] = {}
         for name, contender in CONTENDERS.items():
             if name in self.options.only:
                 try:
-                    made[name] = contender.make(self.vectors, k, self.options.wire)
+                    working[name] = contender.make(self.vectors, k, self.options.wire)
                 except ValueError as error:  # raised on every rank
                     say(f"left out: {error}")
-        for name, runner in made.items():
+        for name, runner in working.items():
             counts = COMM.allgather(wrong_elements(CONTENDERS[name], runner, self.vectors, k))
-            said = [f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong]
-            say(f"WRONG: {said[0]}" if said else f"checked {name}")
-            self.run["wrong"] += said
-        return made
+            failures = [
+                f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong
+            ]
+            say(f"WRONG: {failures[0]}" if failures else f"checked {name}")
+            self.run["wrong"] += failures
+        return working
 
     def measure(self, runners: dict[str, Runner], say: Any) -> dict[tuple[str, str], Timing]:
         """Time all in turn, round by round, so that a change of the machine's speed meets all alike."""

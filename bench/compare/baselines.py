@@ -39,7 +39,7 @@ class Baseline:
 
     name: ClassVar[str]
     slow: ClassVar[bool] = False  # takes seconds per step of long gradients
-    whole: ClassVar[bool] = False  # a step is nothing but the exchange
+    exchange_only: ClassVar[bool] = False  # whether a step consists of the exchange only
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """
@@ -84,7 +84,7 @@ class Baseline:
 class _Dense(Baseline):
     """The sum of x; there is no residual, so none is read or written, and k is not used. Nothing is lost."""
 
-    whole = True
+    exchange_only = True
 
     def step(self, x: Array, residual: Array | None, k: int, out: Array | None = None) -> Array:
         out = np.empty_like(x) if out is None else out
@@ -188,8 +188,8 @@ class Int8(Baseline):
                 blocks = slice(begin // BLOCK, (begin + _CHUNK) // BLOCK)
                 chunk = total[begin : begin + _CHUNK].reshape(-1, BLOCK)
                 chunk += part[begin : begin + _CHUNK].reshape(-1, BLOCK) * scale[blocks, None]
-        for mine, whole in zip(quantise(total, total.size), (others, their_scales), strict=True):
-            self.comm.Allgather(mine, whole)
+        for mine, every in zip(quantise(total, total.size), (others, their_scales), strict=True):
+            self.comm.Allgather(mine, every)
             self._gathered(mine.nbytes)
         return others, their_scales
 
@@ -318,22 +318,22 @@ class GtopkPaper(_Sparse):
 
     def exchange(self, selected: Entries) -> Entries:
         k = len(selected[0])
-        held = np.concatenate(selected)  # int64 and float32 make float64
-        theirs = np.empty_like(held)
+        merged = np.concatenate(selected)  # int64 and float32 make float64
+        theirs = np.empty_like(merged)
         stride = 1
         while stride < self.size:
             position = self.rank % (2 * stride)
             if position == 0:
                 self.comm.Recv(theirs, self.rank + stride)
-                held = np.concatenate(_merge((held[:k], held[k:]), (theirs[:k], theirs[k:]), k))
+                merged = np.concatenate(_merge((merged[:k], merged[k:]), (theirs[:k], theirs[k:]), k))
             elif position == stride:
-                self.comm.Send(held, self.rank - stride)
-                self.sent += held.nbytes
+                self.comm.Send(merged, self.rank - stride)
+                self.sent += merged.nbytes
             self.comm.Barrier()
             stride *= 2
-        self.comm.Bcast(held, 0)
-        self.sent += held.nbytes * (self.size - 1) / self.size
-        return held[:k].astype(np.int64), held[k:]
+        self.comm.Bcast(merged, 0)
+        self.sent += merged.nbytes * (self.size - 1) / self.size
+        return merged[:k].astype(np.int64), merged[k:]
 
     def put_back(self, residual: Array | None, selected: Entries, result: Entries) -> None:
         if residual is not None:

@@ -195,7 +195,7 @@ class Theirs(Runner):
     def __init__(self, kind: type[Baseline], vectors: Vectors, k: int) -> None:
         self.baseline, self.vectors, self.k = kind(vectors.comm), vectors, k
         vectors.reset()
-        self.selected = None if kind.whole else self.baseline.select(vectors.x, vectors.residual, k)
+        self.selected = None if kind.exchange_only else self.baseline.select(vectors.x, vectors.residual, k)
 
     def before(self, action: str) -> None:
         if action == "step":
@@ -251,7 +251,7 @@ def _ours(name: str) -> Contender:
 
 
 def _theirs(kind: type[Baseline], of: str = "baseline", **options: Any) -> Contender:
-    times = ("step",) if kind.whole else ("step", "exchange")
+    times = ("step",) if kind.exchange_only else ("step", "exchange")
     options = {"error": 0.0, "conserves": False, "slow": kind.slow, "times": times} | options
     return Contender(kind.name, of, lambda vectors, k, wire: Theirs(kind, vectors, k), **options)
 
@@ -341,5 +341,5 @@ def _reduced(oracle: str, selected: Sequence[tuple[Array, Array]], k: int, nodes
     for vector, (indices, values) in zip(vectors, selected, strict=True):
         vector[np.searchsorted(positions, indices)] = values
     total = oracle_of(oracle)(vectors, k, nodes)
-    kept = np.flatnonzero(total)
-    return positions[kept], total[kept]
+    nonzero = np.flatnonzero(total)
+    return positions[nonzero], total[nonzero]

@@ -218,8 +218,8 @@ def density_table(rows: list[Row]) -> Table:
         columns += [(f"{name}: ours, ms", side(kind, "ours")), ("dense, ms", side(kind, "dense"))]
         columns.append(("ratio", lambda row, kind=kind: f"{row[kind]['ratio']:.2f}"))
         columns.append(("winner", lambda row, kind=kind: row[kind]["winner"]))
-    said = "; ".join(f"{name}: {_crossing_text(rows, kind)}" for kind, name in KINDS.items())
-    return report.table(rows, columns, title="sparse against dense: the fastest of each", caption=said)
+    crossings = "; ".join(f"{name}: {_crossing_text(rows, kind)}" for kind, name in KINDS.items())
+    return report.table(rows, columns, title="sparse against dense: the fastest of each", caption=crossings)
 
 
 def _crossing_text(rows: list[Row], kind: str) -> str:

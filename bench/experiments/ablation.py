@@ -103,9 +103,9 @@ def cut(entries: Entries, k: int) -> tuple[Entries, Entries]:
     indices, values = entries
     if len(values) <= k:
         return entries, (indices[:0], values[:0])
-    kept = np.zeros(len(values), bool)
-    kept[np.argsort(-np.abs(values), kind="stable")[:k]] = True
-    return (indices[kept], values[kept]), (indices[~kept], values[~kept])
+    selected = np.zeros(len(values), bool)
+    selected[np.argsort(-np.abs(values), kind="stable")[:k]] = True
+    return (indices[selected], values[selected]), (indices[~selected], values[~selected])
 
 
 def exchange(method: str, mine: Sequence[Entries], k: int) -> tuple[Entries, list[list[Entries]]]:
@@ -120,22 +120,22 @@ def exchange(method: str, mine: Sequence[Entries], k: int) -> tuple[Entries, lis
         for rank in range(P):
             drops[rank].append((lost[0][owner == rank], lost[1][owner == rank]))
         return result, drops
-    held = list(mine)
+    in_result = list(mine)
     mask = 1
     while mask < P:  # P is a power of two
         merged = {}
         for rank in range(P):
             group = rank // (2 * mask)
             if group not in merged:
-                merged[group] = cut(add_up([held[group * 2 * mask], held[group * 2 * mask + mask]]), k)
+                merged[group] = cut(add_up([in_result[group * 2 * mask], in_result[group * 2 * mask + mask]]), k)
         for rank in range(P):
-            held[rank], (indices, values) = merged[rank // (2 * mask)]
+            in_result[rank], (indices, values) = merged[rank // (2 * mask)]
             member = slice(
                 len(indices) * (rank % (2 * mask)) // (2 * mask), len(indices) * (rank % (2 * mask) + 1) // (2 * mask)
             )
             drops[rank].append((indices[member], values[member]))
         mask *= 2
-    return held[0], drops
+    return in_result[0], drops
 
 
 def rounded(values: Vector, bits: int) -> Vector:
@@ -166,7 +166,7 @@ class Ranks:
         self.applied = np.zeros(n, np.float32)  # EF21's estimate, or the optimizer's velocity
         self.last: Vector | None = None
         self.sent = 0  # entries that a rank has selected
-        self.held = 0  # entries that results have held
+        self.in_result = 0  # entries that results have held
 
     def step(self, gradients: Vector, density: float) -> Vector:
         """Return the update of a step, the mean over the ranks, before the learning rate."""
@@ -227,7 +227,7 @@ class Ranks:
         if v.threshold:
             k = max(1, round(np.mean([len(i) for i, _ in mine])))
         (indices, values), drops = exchange(v.method, mine, round(v.result_ratio * k))
-        self.held += len(indices) * P
+        self.in_result += len(indices) * P
         inside = np.zeros(n, bool)
         inside[indices] = True
         if v.complete != "no":
@@ -238,15 +238,15 @@ class Ranks:
             accumulated[:, indices] = 0
         elif v.ef21:
             for rank, (i, sent) in enumerate(mine):
-                held = inside[i]
-                self.residual[rank, where][i[held]] += sent[held]
+                in_result = inside[i]
+                self.residual[rank, where][i[in_result]] += sent[in_result]
         elif v.keep == "owner":
             for rank, (i, sent) in enumerate(mine):
-                held = inside[i]
-                accumulated[rank][i[held]] = taken[rank][held] - sent[held]
+                in_result = inside[i]
+                accumulated[rank][i[in_result]] = taken[rank][in_result] - sent[in_result]
                 for j, lost in drops[rank]:
-                    held = inside[j]
-                    accumulated[rank][j[held]] += lost[held]
+                    in_result = inside[j]
+                    accumulated[rank][j[in_result]] += lost[in_result]
         else:
             for rank, (i, sent) in enumerate(mine):
                 accumulated[rank][i] = taken[rank] - sent
@@ -306,7 +306,7 @@ def train(variant: Variant) -> Outcome:
         trainer.subtract(update, v.rate * task.rate_at(step, steps))
         trainer.note(step)
     per_step = v.ranks * gradients.shape[1] * steps
-    return trainer.outcome() | {"sent": ranks.sent / per_step, "held": ranks.held / per_step}
+    return trainer.outcome() | {"sent": ranks.sent / per_step, "held": ranks.in_result / per_step}
 
 
 GRID = Grid(Variant, "variant")

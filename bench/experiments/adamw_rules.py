@@ -140,9 +140,9 @@ class Optimizer:
         """Return the update, before the learning rate, of ``steps`` steps with the gradient g at ``where``."""
         b1, b2, m = self.b1, self.b2, self.m[where]
         if self.kind == "sgd":  # the sum of the velocities of these steps
-            kept = b1**steps
-            moved = m * (b1 * (1 - kept) / (1 - b1)) + g * (steps - b1 * (1 - kept) / (1 - b1)) / (1 - b1)
-            self.m[where] = m * kept + g * ((1 - kept) / (1 - b1))
+            decayed = b1**steps
+            moved = m * (b1 * (1 - decayed) / (1 - b1)) + g * (steps - b1 * (1 - decayed) / (1 - b1)) / (1 - b1)
+            self.m[where] = m * decayed + g * ((1 - decayed) / (1 - b1))
             return moved
         if self.kind == "lion":
             moved = steps * np.sign(b1 * m + (1 - b1) * g)

@@ -160,12 +160,12 @@ class Ranks:
     def exchange(self, deltas: Vector) -> Vector:
         """Return the mean of the exchanged entries, and leave the rest in the residuals."""
         rule, P = self.rule, len(deltas)
-        held = self.residual
-        held *= np.float32(rule.decay)
-        held += deltas
-        chosen = np.array([select(row, rule.k, self.parts) for row in held])
-        sent = np.zeros_like(held)
-        for row, flags, values in zip(sent, chosen, held, strict=True):
+        accumulated = self.residual
+        accumulated *= np.float32(rule.decay)
+        accumulated += deltas
+        chosen = np.array([select(row, rule.k, self.parts) for row in accumulated])
+        sent = np.zeros_like(accumulated)
+        for row, flags, values in zip(sent, chosen, accumulated, strict=True):
             row[flags] = self.rounded(values, flags)
         self.entries["selected"] += int(chosen.sum()) // P
         total = sent.sum(0)
@@ -173,25 +173,25 @@ class Ranks:
             winners = self.winners(total, chosen)
             sent[:, ~winners] = 0  # returns to the rank that selected it
             if rule.complete:
-                for row, values in zip(sent, held, strict=True):
+                for row, values in zip(sent, accumulated, strict=True):
                     row[winners] = self.rounded(values, winners)
             total = sent.sum(0)
             result = np.zeros_like(total)
             result[winners] = self.rounded(total, winners)
             # The rounding error of the result stays with its owner.
             lost = np.array_split(total - result, P)
-            held -= sent
+            accumulated -= sent
             for rank, part in enumerate(np.array_split(np.arange(len(total)), P)):
-                held[rank, part] += lost[rank]
+                accumulated[rank, part] += lost[rank]
             total = result
         else:
-            held -= sent
+            accumulated -= sent
             winners = chosen.any(0)
         self.entries["result"] += int(winners.sum())
         counts = np.maximum(np.count_nonzero(sent, axis=0), 1) if rule.op == "contributors" else P
         total = (total / counts).astype(np.float32)
-        total[self.small] = held[:, self.small].mean(0)
-        held[:, self.small] = 0
+        total[self.small] = accumulated[:, self.small].mean(0)
+        accumulated[:, self.small] = 0
         return total
 
     def winners(self, total: Vector, chosen: Flags) -> Flags:

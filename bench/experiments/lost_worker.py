@@ -75,9 +75,9 @@ def local_step(p: dict[str, np.ndarray], seed: tuple[int, ...], rank: int, size:
 
 def waiting() -> dict[str, np.ndarray]:
     """What an exchange that fails now would leave in the residuals of this rank."""
-    held = local.global_parameters()
-    kept = {name: local.reducers[0].residual(name) for name in parameters}
-    return {name: np.float32(DECAY) * kept[name] + (held[name] - parameters[name]) for name in parameters}
+    before = local.global_parameters()
+    residuals = {name: local.reducers[0].residual(name) for name in parameters}
+    return {name: np.float32(DECAY) * residuals[name] + (before[name] - parameters[name]) for name in parameters}
 
 
 def say(text: str) -> None:

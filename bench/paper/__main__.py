@@ -45,11 +45,11 @@ def main() -> int:
         return 1
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
-    made = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
+    all_tables = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
     report.publish(
         stem,
         [*report.head(run), *tables.notes(rows)],
-        made,
+        all_tables,
         run | {"rows": rows, "pages": tables.pages(rows)},
         width=200,
     )

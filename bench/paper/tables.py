@@ -49,9 +49,9 @@ def step_seconds(row: Row) -> float:
 def notes(rows: list[Row]) -> list[str]:
     """Return the lines above the tables."""
     rates = sorted({(row["P"], row["rate"], row["slowdown"]) for row in rows})
-    said = ", ".join(f"P = {P}: {rate_text(rate)} and 1/{slowdown:g}" for P, rate, slowdown in rates)
+    factors = ", ".join(f"P = {P}: {rate_text(rate)} and 1/{slowdown:g}" for P, rate, slowdown in rates)
     return [
-        f"# links of {rate_text(RATE)} in dilated time; rate of the links here, and the factor of all times: {said}",
+        f"# links of {rate_text(RATE)} in dilated time; rate of the links here, and the factor of all times: {factors}",
         f"# {os.cpu_count()} cores; the compute time is the paper's batch / its throughput of one worker, as a wait",
         "# published: Shi et al., ICDCS 2019, 32 workers on 1 Gb/s; ceiling: with an exchange that takes no time",
     ]
@@ -72,12 +72,12 @@ def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
 
 
 def _table(title: str, columns: list[str], lines: list[list[object]]) -> Table:
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for column in columns:
-        made.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
+        result.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
     for line in lines:
-        made.add_row(*("" if cell is None else str(cell) for cell in line))
-    return made
+        result.add_row(*("" if cell is None else str(cell) for cell in line))
+    return result
 
 
 def _published(model: Model, method: str, P: int) -> float | None:

@@ -480,12 +480,12 @@ def _compiled(source: Path) -> Path:
         raise CannotError("a C++ compiler is missing: install g++ (Debian, Ubuntu: apt-get install g++), or set CXX")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            call = [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{made}/relay"]
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            call = [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{temporary}/relay"]
             done = subprocess.run(call, input=text, capture_output=True)
             if done.returncode:
                 raise CannotError(f"`{' '.join(call)}` failed: {done.stderr.decode(errors='replace').strip()}")
-            os.replace(f"{made}/relay", program)
+            os.replace(f"{temporary}/relay", program)
     except OSError as error:
         raise CannotError(f"the relay cannot be compiled to {folder}: {error}; set XDG_CACHE_HOME, or CXX") from None
     return program
@@ -520,8 +520,8 @@ def shaping(links: Links) -> tuple[str, str, str]:
         return f"gso_max_size {segment}", tbf, tbf
     # netem: one end delays and loses. It keeps what is under way in its queue, too, and loses whole segments.
     delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6f}%"
-    held = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
-    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, held):.0f}"
+    in_flight = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
+    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, in_flight):.0f}"
     tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(1e5, links.rate / 8 * links.longest_queue):.0f}"
     return f"gso_max_size {segment}" + " gso_max_segs 1" * bool(links.loss), netem, tbf
 
@@ -536,8 +536,8 @@ def _batch(tool: str, enter: list[str], lines: list[str]) -> None:
     try:
         _do([*enter, tool, "-batch", "-"], "\n".join([*lines, ""]))
     except CannotError as error:
-        said = str(error).lower()
-        if "qdisc" in said or "unknown" in said or "not supported" in said:
+        message = str(error).lower()
+        if "qdisc" in message or "unknown" in message or "not supported" in message:
             raise CannotError(
                 f"{error}: the kernel needs bridge, veth and tbf (modprobe bridge veth sch_tbf)"
             ) from None

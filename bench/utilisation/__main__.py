@@ -53,8 +53,8 @@ def main() -> int:
         return 1
     store.update()
     run = store.data["runs"][-1]
-    made = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
-    report.publish(options.out, report.head(run), made, store.data)
+    all_tables = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
+    report.publish(options.out, report.head(run), all_tables, store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
         from bench.utilisation import plots
 
@@ -153,9 +153,9 @@ def on_network(
     """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
-        told = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
-        told["cells"] = [cell.plan for cell in cells]
-        plan.write_text(json.dumps(told))
+        content = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
+        content["cells"] = [cell.plan for cell in cells]
+        plan.write_text(json.dumps(content))
         results.touch()
         try:
             status = launch.run(network, options.ranks, [str(WORKER), str(plan), str(results)], link)

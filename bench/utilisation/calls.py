@@ -117,8 +117,8 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
     """Measure the exchanges once, with the library in a folder."""
     with tempfile.TemporaryDirectory(prefix="bench-calls.") as temporary:
         plan, results = Path(temporary, "plan.json"), Path(temporary, "results.jsonl")
-        told = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
-        plan.write_text(json.dumps(told))
+        content = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
+        plan.write_text(json.dumps(content))
         results.touch()
         more = {"PYTHONPATH": str(folder)}
         status = launch.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)

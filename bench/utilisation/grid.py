@@ -105,11 +105,11 @@ class Cell:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the worker is told."""
-        told = {"method": self.method, "H": self.H, **METHODS[self.method]}
+        """The cell in the plan of the worker."""
+        content = {"method": self.method, "H": self.H, **METHODS[self.method]}
         if self.method == "delayed":
-            told |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
-        return told
+            content |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
+        return content
 
 
 def key(row: dict[str, Any]) -> Cell:

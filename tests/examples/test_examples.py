@@ -44,7 +44,7 @@ def test_digits(tmp_path: Path) -> None:
     found = re.findall(r"^([\w-]+) +test accuracy ([\d.]+)%, sent per rank .* \(([\d.]+)% of dense\)", output, re.MULTILINE)
     assert [name for name, *_ in found] == ["Dense", "Top-k", "gTop-k"]
     assert min(float(accuracy) for _, accuracy, _ in found) > 85
-    assert [float(share) < 5 for *_, share in found] == [False, True, True]
+    assert [float(fraction) < 5 for *_, fraction in found] == [False, True, True]
     assert "sc.sparse_allreduce(gradient, 0.01" in output
     assert str(plot) in output
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

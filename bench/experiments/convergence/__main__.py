@@ -154,13 +154,13 @@ def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
 def finish(results: Results, out: str, console: Console) -> None:
     """Write the results, the tables and the plots."""
     results.write(Path(f"{out}.json"))
-    made = tables(results)
-    console.print(*made, sep="\n")
+    all_tables = tables(results)
+    console.print(*all_tables, sep="\n")
     with open(f"{out}.txt", "w") as file:
         for run in results.runs:
             versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
             file.write(f"{run['command']}\n  on {run['machine']}; {versions}\n")
-        Console(file=file, width=TABLE_WIDTH).print(*made, sep="\n")
+        Console(file=file, width=TABLE_WIDTH).print(*all_tables, sep="\n")
     written = [f"{out}.json", f"{out}.txt"]
     for P in sorted({setting.ranks for setting in results.trainings} - {1}):  # one rank sends nothing
         for plot, name in ((plot_courses, f"{out}-{P}.png"), (plot_costs, f"{out}-bytes-{P}.png")):

@@ -55,11 +55,16 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
                     continue  # seconds were not counted
                 x = np.mean([x_of(curve) for curve in curves], axis=0)
                 losses = np.array([curve.losses for curve in curves])
-                shown = x > 0 if kind != "steps" else x == x
+                visible = x > 0 if kind != "steps" else x == x
                 method = outcome.setting.method
-                (line,) = axes.plot(x[shown], np.median(losses, axis=0)[shown], color=COLOURS[method])
+                (line,) = axes.plot(x[visible], np.median(losses, axis=0)[visible], color=COLOURS[method])
                 axes.fill_between(
-                    x[shown], losses.min(0)[shown], losses.max(0)[shown], color=COLOURS[method], alpha=0.15, linewidth=0
+                    x[visible],
+                    losses.min(0)[visible],
+                    losses.max(0)[visible],
+                    color=COLOURS[method],
+                    alpha=0.15,
+                    linewidth=0,
                 )
                 drawn.setdefault(METHODS[method][0], line)
             if kind != "steps" and axes.lines:
@@ -119,11 +124,11 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
             log_axis(axes.xaxis, write)
             axes.grid(color="0.9")
             axes.set_xlabel(label)
-        shown = [score for o in part for score in o.scores if math.isfinite(score)]
-        dense = [o.score for o in part if o.setting.method == "dense"] or shown[:1]
+        visible = [score for o in part for score in o.scores if math.isfinite(score)]
+        dense = [o.score for o in part if o.setting.method == "dense"] or visible[:1]
         sparse = [abs(o.score - dense[0]) for o in part if o.setting.method != "dense" and math.isfinite(o.score)]
         far = max(FAR[TASKS[model].score], 1.2 * min(sparse, default=0.0))  # include the best one
-        low, high = max(min(shown), dense[0] - far), min(max(shown), dense[0] + far)
+        low, high = max(min(visible), dense[0] - far), min(max(visible), dense[0] + far)
         margin = 0.05 * (high - low) or 0.05
         row[0].set_ylim(low - margin, high + margin)
         row[0].set_title(f"{TASKS[model].title}, {steps:,} steps", loc="left", fontsize=11, fontweight="bold")

@@ -20,18 +20,18 @@ ENOUGH = {"accuracy": 0.5, "loss": 0.01}  # tolerated difference to dense: perce
 def tables(results: Results) -> list[Table]:
     """Return the tables for which there are trainings."""
     outcomes = results.outcomes()
-    made = [everything(outcomes), at_their_best(outcomes)]
+    table = [everything(outcomes), at_their_best(outcomes)]
     if any(len({o.setting.steps for o in of_model}) > 1 for of_model in grouped(outcomes, lambda s: s.model).values()):
-        made.append(more_steps(outcomes))
+        table.append(more_steps(outcomes))
     compared = [o for o in outcomes if o.pairs]
     if len({amount(o.setting) for o in compared if o.setting.method != "dense"}) > 1:
-        made.append(enough(compared))
-    return made
+        table.append(enough(compared))
+    return table
 
 
 def everything(outcomes: Sequence[Outcome]) -> Table:
     """Return a row per setting; gaps are means over the seeds of differences to dense training."""
-    made = _table(
+    table = _table(
         "Sparse gradients against dense ones",
         "score: mean over the seeds (least to most), of what was held out; accuracy in percent, loss in nats.\n"
         "gap: to dense with the same seed, mean; / range: that of dense over its seeds, ! if worse by more.\n"
@@ -44,10 +44,10 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
     for outcome in outcomes:
         setting = outcome.setting
         if last not in (None, part := (setting.model, setting.steps, setting.ranks)):
-            made.add_section()
+            table.add_section()
         last = part
         compared = setting.method != "dense" and bool(outcome.pairs)
-        made.add_row(
+        table.add_row(
             *_where(setting),
             setting.name,
             density(setting),
@@ -60,12 +60,12 @@ def everything(outcomes: Sequence[Outcome]) -> Table:
             percent(outcome.mean(lambda t: t.step_bytes), _of_dense(outcome)) if compared else "",
             *_per_step(outcome),
         )
-    return made
+    return table
 
 
 def at_their_best(outcomes: Sequence[Outcome]) -> Table:
     """Return a row per method and amount of bytes with its best setting, the best methods first."""
-    made = _table(
+    table = _table(
         "Each method at its best",
         "of all momenta, learning rates, wire formats, warm-ups and decays that were tried: how many, and the best one",
         left=("model", "P", "steps", "as many as", "gradients", "at its best with"),
@@ -78,7 +78,7 @@ def at_their_best(outcomes: Sequence[Outcome]) -> Table:
         rows += [(o, "") for o in outcomes if _dense(o.setting, model, steps, P)]
         for outcome, tried in sorted(rows, key=lambda row: row[0].badness):
             setting = outcome.setting
-            made.add_row(
+            table.add_row(
                 *_where(setting),
                 bytes_of,
                 METHODS[setting.method][0],
@@ -91,15 +91,15 @@ def at_their_best(outcomes: Sequence[Outcome]) -> Table:
                 _times(outcome) if tried and outcome.pairs else "",
                 *_per_step(outcome),
             )
-        made.add_section()
-    return made
+        table.add_section()
+    return table
 
 
 def more_steps(outcomes: Sequence[Outcome]) -> Table:
     """Return the gaps to dense after more steps; a row per method and amount of bytes."""
     fewest = {model: min(o.setting.steps for o in of) for model, of in grouped(outcomes, lambda s: s.model).items()}
     factors = sorted({o.setting.steps / fewest[o.setting.model] for o in outcomes})
-    made = _table(
+    table = _table(
         "More steps",
         "dense: the score; sparse: the gap to dense after as many steps, each method at its best for as many",
         left=("model", "P", "as many as", "gradients"),
@@ -110,17 +110,17 @@ def more_steps(outcomes: Sequence[Outcome]) -> Table:
     for (model, P, bytes_of, method), tried in rows.items():
         found = {o.setting.steps / fewest[model]: o for o in map(best, grouped(tried, lambda s: s.steps).values())}
         if last not in (None, part := (model, P, bytes_of)):
-            made.add_section()
+            table.add_section()
         last = part
         cells = [score(found[f], short=True) if method == "dense" else gap(found[f]) for f in factors if f in found]
         of_factor = dict(zip([f for f in factors if f in found], cells, strict=True))
-        made.add_row(model, str(P), bytes_of, METHODS[method][0], *(of_factor.get(f, "") for f in factors))
-    return made
+        table.add_row(model, str(P), bytes_of, METHODS[method][0], *(of_factor.get(f, "") for f in factors))
+    return table
 
 
 def enough(outcomes: Sequence[Outcome]) -> Table:
     """Return the fewest bytes at which each method is as good as dense."""
-    made = _table(
+    table = _table(
         "Bytes that are enough",
         f"the fewest bytes per step, once the warm-up is over, with a mean score at most {ENOUGH['loss']:g} nats or "
         f"{ENOUGH['accuracy']:g} % worse than dense; - where none is",
@@ -130,17 +130,17 @@ def enough(outcomes: Sequence[Outcome]) -> Table:
     last = None
     for (model, steps, P, method), tried in grouped(outcomes, lambda s: (s.model, s.steps, s.ranks, s.method)).items():
         if last not in (None, part := (model, steps, P)):
-            made.add_section()
+            table.add_section()
         last = part
         good = [o for o in tried if o.sign * o.gap <= ENOUGH[TASKS[model].score]]
         cells = model, str(P), str(steps), METHODS[method][0]
         if not good:
-            made.add_row(*cells, "", "-", "-", "-", "-", "-")
+            table.add_row(*cells, "", "-", "-", "-", "-", "-")
             continue
         smallest = min(good, key=lambda o: o.mean(lambda t: t.step_bytes))
         nbytes, milliseconds = _per_step(smallest)
         part_of_dense = percent(smallest.mean(lambda t: t.step_bytes), _of_dense(smallest))
-        made.add_row(
+        table.add_row(
             *cells,
             smallest.setting.unusual,
             nbytes,
@@ -149,19 +149,19 @@ def enough(outcomes: Sequence[Outcome]) -> Table:
             density(smallest.setting, alone=True),
             gap(smallest),
         )
-    return made
+    return table
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
 def _table(title: str, caption: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    made = Table(title=title, caption=caption)
+    table = Table(title=title, caption=caption)
     for column in left:
-        made.add_column(column)
+        table.add_column(column)
     for column in right:
-        made.add_column(column, justify="right", no_wrap=True)
-    return made
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _where(setting: Setting) -> tuple[str, str, str]:
