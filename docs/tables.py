@@ -277,7 +277,7 @@ def gpt2() -> list[list[str]]:
 
 
 def few_bits() -> list[list[str]]:
-    """Return the trainings of the LSTM by bench/experiments/convergence with values of few bits, each at its best rate."""
+    """Return the trainings of the LSTM by bench/experiments/convergence with few bits, each at its best rate."""
     names = {"allgather": "Top-k (`allgather`)"}
     groups: dict[tuple[int, str, str, float, float], dict[tuple[float, float], dict[int, dict[str, Any]]]] = {}
     dense: dict[int, float] = {}

@@ -33,7 +33,6 @@ BATCH, LEARNING_RATE, MOMENTUM = 128, 0.1, 0.5
 RUNS = {"Dense": "dense", "Top-k": "allgather", "gTop-k": "butterfly"}
 SHAPES = (64, 128), (128,), (128, 10), (10,)
 CALL = """\
-import sparsecomm as sc
 residual = np.zeros_like(gradient)  # once; then in every step:
 sc.sparse_allreduce(gradient, 0.01, op="mean", residual=residual, out=gradient)
 weights -= learning_rate * gradient"""
@@ -42,8 +41,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=60)
 parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to write the plot")
 arguments = parser.parse_args()
-comm = MPI.COMM_WORLD
-rank, ranks = comm.Get_rank(), comm.Get_size()
+comm, rank, ranks = MPI.COMM_WORLD, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 images, labels = load_digits(return_X_y=True)
 images, test = (images / 16).astype(np.float32), np.arange(len(images)) % 5 == 0

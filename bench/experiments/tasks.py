@@ -244,69 +244,32 @@ def source_words() -> tuple[Samples, Samples]:
     return samples.take(number < ends), samples.take((number > ends) & (number % 5 == 0))
 
 
+# By name: title, build, data, batch, steps, rate, clip, masking, some, score.
 TASKS = {
     "digits": Task(
-        title="convolutional network on digits",
-        build=Convolutional,
-        data=digits,
-        batch=64,
-        steps=2000,
-        rate=0.1,
-        clip=None,
-        masking=True,
-        some=599,
-        score="accuracy",
+        "convolutional network on digits", Convolutional, digits, 64, 2000, 0.1, None, True, 599, "accuracy"
     ),
     "text": Task(
-        title="LSTM on characters of English text",
-        build=lambda: Characters(len(set(text()))),
-        data=characters,
-        batch=32,
-        steps=900,
-        rate=8.0,
-        clip=0.25,
-        masking=True,
-        some=128,
-        score="loss",
+        "LSTM on characters of English text",
+        lambda: Characters(len(set(text()))),
+        *(characters, 32, 900, 8.0, 0.25, True, 128, "loss"),
     ),
 }
-
-TRANSFORMERS = {  # under AdamW
+TRANSFORMERS = {  # for AdamW
     "transformer": Task(
-        title="transformer on characters of English text",
-        build=lambda: Transformer(len(set(text())), 64, 3, 4),
-        data=characters,
-        batch=32,
-        steps=900,
-        rate=0.006,
-        clip=1.0,
-        masking=False,
-        some=128,
-        score="loss",
+        "transformer on characters of English text",
+        lambda: Transformer(len(set(text())), 64, 3, 4),
+        *(characters, 32, 900, 0.006, 1.0, False, 128, "loss"),
     ),
     "transformer-2m": Task(
-        title="larger transformer on characters of Python sources",
-        build=lambda: Transformer(len(set("".join(sources()))), 192, 5, 6),
-        data=source_characters,
-        batch=32,
-        steps=3000,
-        rate=0.002,
-        clip=1.0,
-        masking=False,
-        some=128,
-        score="loss",
+        "larger transformer on characters of Python sources",
+        lambda: Transformer(len(set("".join(sources()))), 192, 5, 6),
+        *(source_characters, 32, 3000, 0.002, 1.0, False, 128, "loss"),
     ),
     "transformer-10m": Task(
-        title="transformer of 12M weights on words of Python sources",
-        build=lambda: Transformer(WORDS, 512, 3, 8, tied=True),
-        data=source_words,
-        batch=4,
-        steps=2000,
-        rate=0.001,
-        clip=1.0,
-        masking=False,
-        some=128,
-        score="loss",
+        "transformer of 12M weights on words of Python sources",
+        lambda: Transformer(WORDS, 512, 3, 8, tied=True),
+        *(source_words, 4, 2000, 0.001, 1.0, False, 128, "loss"),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from bench import model
@@ -116,7 +117,7 @@ def recovery(result: Result) -> Any:
     rows = [row for row in result.rows if row["experiment"] == "on the same gradients"]
     all_densities = sorted({row["density"] for row in rows})
     figure, all_axes = panels(2 * len(all_densities), 3.5, 3.2, columns=2)
-    for axes, (density, key) in zip(all_axes, ((d, k) for d in all_densities for k in ("found", "applied")), strict=True):
+    for axes, (density, key) in zip(all_axes, product(all_densities, ("found", "applied")), strict=True):
         for way in dict.fromkeys(row["way"] for row in rows):
             points = [(row["ranks"], row[key]) for row in rows if (row["way"], row["density"]) == (way, density)]
             look = style(way.partition(" ")[0].rstrip(",")) | ({"linestyle": "--"} if " " in way else {})

@@ -149,9 +149,7 @@ def _check(checks: Checks, case: Case) -> int:
             checks.check(_same(memory.fetch(x), gradients[rank]), f"{call}: the input was written")
         if case.residual and case.content in EXACT and op == "sum":
             left = np.empty(case.n)
-            checks.comm.Allreduce(
-                memory.fetch(residual).astype(np.float64), left
-            )  # even after an error
+            checks.comm.Allreduce(memory.fetch(residual).astype(np.float64), left)  # even after an error
             if result is not None:
                 left[result[0]] += result[1]
                 checks.check(_same(left, accumulated.sum(0, np.float64)), f"{call}: gradient was lost or made")

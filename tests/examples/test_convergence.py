@@ -1,4 +1,4 @@
-"""The experiment that compares trainings: all learn, with the same bits over any transport, and the tables are right."""
+"""The experiment that compares trainings: all learn, with the same bits over any transport; tables are right."""
 
 from __future__ import annotations
 
@@ -309,13 +309,13 @@ def test_report_and_bad_options(simulated: Path, forks: Run, tmp_path: Path) -> 
         "--decay 0.0: expected": ["--decay", "0"],
         "--steps-times 0: expected": ["--steps-times", "0"],
         "invalid choice: 'auto'": ["--wire", "auto"],
-        "expected 10 or more": ["--steps", "3"],
+        "must be at least 10": ["--steps", "3"],
         "there is no such folder": ["--out", "/nowhere/all"],
-        "not results of this example": ["--report", "/nowhere.json"],
+        "not results of this program": ["--report", "/nowhere.json"],
     }
     said = ""
     for options in cases.values():
-        status, refused = forks(EXAMPLE, *options)
+        status, refused = forks(*PROGRAM, *options)
         assert status != 0, refused
         said += refused
     assert [message for message in cases if message not in said] == []

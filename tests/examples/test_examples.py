@@ -41,7 +41,8 @@ def test_digits(tmp_path: Path) -> None:
     output = run(
         str(MPIRUN), "-n", "2", sys.executable, str(ROOT / "examples/digits.py"), "--epochs", "15", "--plot", str(plot)
     )
-    found = re.findall(r"^([\w-]+) +test accuracy ([\d.]+)%, sent per rank .* \(([\d.]+)% of dense\)", output, re.MULTILINE)
+    pattern = r"^([\w-]+) +test accuracy ([\d.]+)%, sent per rank .* \(([\d.]+)% of dense\)"
+    found = re.findall(pattern, output, re.MULTILINE)
     assert [name for name, *_ in found] == ["Dense", "Top-k", "gTop-k"]
     assert min(float(accuracy) for _, accuracy, _ in found) > 85
     assert [float(fraction) < 5 for *_, fraction in found] == [False, True, True]
