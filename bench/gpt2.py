@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 
 
 def samples() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Return the samples to train with, and those that are held out."""
+    """Return the training samples and the held-out samples."""
     text = Path(argparse.__file__).read_text()
     numbers = torch.tensor([min(max(ord(character) - 32, 0), 95) for character in text])
     rows = numbers[: len(numbers) // LENGTH * LENGTH].reshape(-1, LENGTH)

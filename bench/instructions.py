@@ -31,7 +31,7 @@ simulated.run(2, program)
 
 
 def instructions(folder: Path, calls: int) -> int:
-    """Return how many instructions a program of so many calls takes, with its start."""
+    """Return the number of instructions of a program with that many calls, including its start."""
     command = [
         "valgrind",
         "--tool=callgrind",

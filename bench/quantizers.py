@@ -1,4 +1,4 @@
-"""What rounding to few bits leaves: the squared error of quantizers / the sum of squares, in per cent.
+"""The squared error of quantizers with few bits / the sum of squares, in percent.
 
     python -m bench.quantizers
 

@@ -1,10 +1,10 @@
-"""The part of the true global top-k that the algorithms find, on gradients of a training.
+"""The share of the true global top-k that the algorithms find, on gradients of a training.
 
     python -m bench.recovery [--ranks 4,8,16,32] [--density 0.001,0.01] [--write bench/results]
 
 P simulated ranks train a network (64-512-256-10) on scikit-learn's handwritten digits, each on its own samples, from
 the same weights. Before the exchange every rank has its residual plus its gradient, and their dense sum is what
-a dense allreduce would give. Told are means over the last 40 of 50 steps:
+a dense allreduce would give. The tables show means over the last 40 of 50 steps:
 
     found    part of the k largest of the dense sum that is among the result's indices
     applied  L1 of the result, as a part of the L1 of the k largest of the dense sum
@@ -12,8 +12,8 @@ a dense allreduce would give. Told are means over the last 40 of 50 steps:
     KB       that the busiest rank sends or receives per step
     loss     on all samples, after the last step
 
-"On the same gradients": a training by Top-k (allgather) goes on, and at every step all algorithms are asked what they
-would do. "In a training of its own": each applies what it finds, and its residuals follow.
+"On the same gradients": at every step of a training by Top-k (allgather), all algorithms run on its gradients. "In a
+training of its own": each algorithm applies its result and updates its residuals.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Network:
-    """Layers of ReLU and a softmax. Weights are one flat vector, of which the layers are views."""
+    """Layers of ReLU and a softmax, whose weights are views of one flat vector."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)

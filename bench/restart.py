@@ -2,9 +2,9 @@
 
     python -m bench.restart --ranks 4 --parameters 25000000
 
-A worker is killed by SIGKILL. torchrun ends the others and starts all again, which load the checkpoint of a step before
-(`sparsecomm.torch.load`) and go on. Written are the seconds from the kill to what the last of the new ones does; and of
-PyTorch alone, with DDP, AdamW, `torch.save` and `torch.load`, which is killed in turn.
+A worker is killed by SIGKILL. torchrun ends the others and starts all again, which load the last checkpoint
+(`sparsecomm.torch.load`) and continue. The table has the seconds from the kill to events of the last new worker, and
+the same for PyTorch alone, with DDP, AdamW, `torch.save` and `torch.load`.
 """
 
 from __future__ import annotations

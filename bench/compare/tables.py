@@ -137,7 +137,7 @@ def bound_table(rows: list[Row], links: dict[str, Link]) -> Table:
 
 
 def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[Row]:
-    """Return how much faster ours is. Dense ring and ours: the fastest that ran, of each.
+    """Return our speed-ups. "Dense ring" and "ours" are the fastest that ran, of each.
 
     Args:
         problem: P, n and k. Targets are for one problem.

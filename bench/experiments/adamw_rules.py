@@ -303,7 +303,7 @@ class Way:
         if first:
             self._sent(2 * self.n, 32)
             return optimizer.update(gradients.mean(0))
-        total = self.total  # sums of momenta, of which v is frozen
+        total = self.total  # sums of momenta; v is frozen
         for residual, g in zip(self.residual, gradients, strict=True):
             residual += optimizer.b1 * optimizer.m + (1 - optimizer.b1) * g
             sent = rounded(residual, 1)

@@ -1,14 +1,15 @@
-"""Training by local steps: ranks train alone, and exchange sparsely what they did, once in a round.
+"""Training by local steps that survives the loss of a rank.
 
     mpirun -n 4 python -m bench.experiments.lost_worker
     mpirun --with-ft ulfm -n 4 python -m bench.experiments.lost_worker --lose
 
-A small network (64-128-10, in NumPy) learns scikit-learn's digits, each rank a part of them. A round is ten local
-steps; of what a rank has moved by it sends 64 entries of each chunk of 4,096, and the rest waits.
+A small network (64-128-10, in NumPy) learns scikit-learn's digits, on each rank a part of them. A round has ten local
+steps. A rank sends 64 entries of each chunk of 4,096 of its pseudo-gradient, and the residual keeps the rest.
 
-With ``--lose`` rank 1 is killed after some rounds. The others see that in their next exchange, agree on who is left,
-and go on with three; later a new process takes the place of the lost one. The failed exchange must have lost nothing of
-what the survivors had, which is looked at. That needs Open MPI 5. What local steps take stands below ``# sparsecomm:``.
+With ``--lose`` rank 1 is killed after some rounds. The others notice in their next exchange, agree on the surviving
+ranks, and continue with three; later a new process replaces the lost one. The program checks that the failed exchange
+lost nothing of the survivors' pseudo-gradients. It requires Open MPI 5. Comments with ``# sparsecomm:`` mark the lines
+that use the library.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ parameters = {
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """All images, in a random order, and what they show."""
+    """Return all images in a random order, and their labels."""
     from sklearn.datasets import load_digits  # takes a while, so one rank does it for all
 
     pixels, labels = load_digits(return_X_y=True)
@@ -54,7 +55,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def forward(p: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is hidden, and the probabilities of the ten digits."""
+    """Return the hidden values and the probabilities of the ten digits."""
     hidden = np.maximum(x @ p["w1"] + p["b1"], 0)
     scores = hidden @ p["w2"] + p["b2"]
     scores = np.exp(scores - scores.max(1, keepdims=True))
@@ -74,7 +75,7 @@ def local_step(p: dict[str, np.ndarray], seed: tuple[int, ...], rank: int, size:
 
 
 def waiting() -> dict[str, np.ndarray]:
-    """What an exchange that fails now would leave in the residuals of this rank."""
+    """Return the residuals of this rank after an exchange that fails now."""
     before = local.global_parameters()
     residuals = {name: local.reducers[0].residual(name) for name in parameters}
     return {name: np.float32(DECAY) * residuals[name] + (before[name] - parameters[name]) for name in parameters}
@@ -111,7 +112,7 @@ while local.round < arguments.rounds:
         # sparsecomm: counts the local step; after the tenth it exchanges, and sets the parameters to the global ones.
         local.step(parameters)
     except sc.RankFailedError as error:
-        # sparsecomm: all survivors come here after the same local step. They agree on who is left, and go on.
+        # sparsecomm: all survivors raise in the same local step, agree on the surviving ranks, and continue.
         seen = time.perf_counter()
         comm = sc.shrink(comm)
         rebuilt = local.rebuild(comm, parameters)

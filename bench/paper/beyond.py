@@ -70,7 +70,7 @@ class Cell:
 
 
 def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> float:
-    """Return the seconds of a call on simulated ranks, of which no two select the same entries on purpose."""
+    """Return the seconds of a call on simulated ranks, whose selections overlap only by chance."""
     problem = Problem(model.n, model.k, costs, common=0.0)
     return simulate.simulate(problem, P, taken.algorithm, taken.wire).step_seconds
 
@@ -251,7 +251,7 @@ def cells_table(title: str, cells: list[Cell]) -> Table:
 
 
 def formula_lines(cells: list[Cell]) -> list[str]:
-    """Return how far formulas are from simulations where both are there."""
+    """Return the ratios of formulas to simulations."""
     lines = []
     for name in sorted({each.algorithm for each in cells if each.simulated}):
         ratios = [each.formula / each.seconds for each in cells if each.simulated and each.algorithm == name]

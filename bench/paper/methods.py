@@ -6,7 +6,7 @@ sparsecomm's selection, so that their times differ by the exchange alone.
     dense     the whole gradient along gloo's ring, the fastest dense allreduce found on this network
     topk      Top-k S-SGD: allgather of 32-bit indices and float32 values, and their sum
     gtopk     the paper's gTopKAllReduce: a tree, and a broadcast, of 32-bit indices and float32 values
-    ours      what ``algorithm="auto"`` takes for the profile that `sparsecomm tune` has measured here
+    ours      the choice of ``algorithm="auto"`` with the profile that `sparsecomm tune` measured here
 """
 
 from __future__ import annotations

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsecomm.cli.plots import panels, pyplot
 from sparsecomm.quantities import number_text
 
-if TYPE_CHECKING:
-    from bench.paper.beyond import Cell
-
 __all__ = ["draw", "draw_densities"]
 
-Group = dict[str, "Cell"]
+Group = dict[str, Any]  # a `bench.paper.beyond.Cell` for each method
 STYLES = {  # by ranks: colours of Okabe and Ito
     64: ("#0072B2", "o", "-"),
     256: ("#D55E00", "s", "--"),

@@ -92,7 +92,7 @@ def _number(value: float | None, form: str = "") -> str | None:
 
 
 def throughput(rows: list[Row]) -> Table:
-    """Samples per second and worker, and scaling efficiency, beside those published."""
+    """Return samples per second and worker, and scaling efficiency, beside the published ones."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         line: list[object] = [model.name, P]
@@ -115,7 +115,7 @@ def throughput(rows: list[Row]) -> Table:
 
 
 def speedups(rows: list[Row]) -> Table:
-    """How many times as fast ours is, beside what was published of gTop-k."""
+    """Return our speed-up, beside the published one of gTop-k."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         if "ours" not in its:
@@ -137,7 +137,7 @@ def speedups(rows: list[Row]) -> Table:
 
 
 def parts(rows: list[Row]) -> Table:
-    """Where the time of a step goes, and how an exchange alone compares with its formula."""
+    """Return the parts of a step, and the ratio of an exchange alone to its formula."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         for method in NAMES:

@@ -235,7 +235,7 @@ def _say_relay(did: dict[str, Any], links: network.Links) -> None:
 
 
 def _others() -> int:
-    """Return how many other processes are at work on the machine."""
+    """Return the number of other running processes on the machine."""
     counts = []
     for _ in range(9):
         counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)

@@ -59,7 +59,7 @@ def parse_time(text: str, longest: float = 10.0) -> float:
 
 
 def parse_stall(text: str) -> tuple[float, float]:
-    """How long, and after how long on average, in seconds."""
+    """Parse a duration and an average interval, as seconds."""
     length, slash, every = text.partition("/")
     try:
         found = parse_time(length), parse_time(every, longest=3600.0)
@@ -80,14 +80,14 @@ def parse_loss(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What every link is: `rate` in bits per second, `rtt`, `jitter` and `queue` in seconds, `loss` as a fraction."""
+    """Properties of every link: `rate` in bits per second; `rtt`, `jitter`, `queue` in seconds; `loss` from 0 to 1."""
 
     rate: float
     rtt: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
     queue: float = 0.0
-    stall: tuple[float, float] = (0.0, 0.0)  # how long a link stands still, and after how long on average
+    stall: tuple[float, float] = (0.0, 0.0)  # duration and average interval of stalls
     congestion: str = "cubic"
     sites: int = 0  # each with as many hosts, which share its link; 0: every host has a link of its own
 
@@ -114,7 +114,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--jitter", default="0", metavar="TIME", help="a packet takes rtt/2 more or less this: 5ms (0)")
     add("--loss", default="0", metavar="PERCENT", help="of the packets from one host to another: 0.1%% (0)")
     add("--queue", default="0", metavar="TIME", help="at each end of a link, in time at its rate (rtt, at least 32ms)")
-    add("--stall", default="0/0", metavar="TIME/EVERY", help="a link stands still so long and so often: 3s/60s (never)")
+    add(
+        "--stall",
+        default="0/0",
+        metavar="TIME/EVERY",
+        help="duration and average interval of stalls of a link: 3s/60s (never)",
+    )
     add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
     add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
 
@@ -182,7 +187,7 @@ def _which(tool: str) -> str | None:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder, locked while its run lives: that is how a live run is told from a dead one."""
+    """Create an empty folder that is locked while its run is alive, which marks live runs."""
     clean()
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -200,7 +205,7 @@ def folder() -> Iterator[Path]:
 
 
 def clean() -> list[Path]:
-    """Remove what killed runs left, and nothing of those that live."""
+    """Remove the folders of killed runs, but not of live ones."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(_PREFIX + "*")):
         if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
@@ -230,7 +235,7 @@ def _remove(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ inside the namespaces
 
 
-# A host: a process that keeps its namespaces alive. The same TCP everywhere, as far as the kernel has it.
+# A host: a process that keeps its namespaces alive, with the same TCP settings everywhere.
 _HOST = """
 import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
@@ -312,7 +317,7 @@ def enter(folder: Path, name: str) -> list[str]:
 
 
 def forget(folder: Path, names: list[str]) -> None:
-    """Let the hosts forget what TCP has learned of each other: connections to come begin as the first did."""
+    """Clear the hosts' TCP metrics, so that later connections start like the first one."""
     for name in names:
         _do([*enter(folder, name), "ip", "tcp_metrics", "flush", "all"])
 
@@ -334,7 +339,7 @@ def _shaped(pids: list[int], links: Links) -> None:
 
 
 def _relayed(pids: list[int], links: Links, program: Path) -> Relay:
-    """Make links of our own, to a relay. The hub's has no limits: what starts programs has no part in what they take.
+    """Make links to a relay. The hub's link has no limits, so starting programs does not affect measurements.
 
     A host is behind its link, or a site is: a bridge, to which its hosts are connected without limits.
     """
@@ -401,7 +406,7 @@ class Relay:
         return self._process.stdout.readline().strip()
 
     def counters(self) -> dict[str, Any]:
-        """Return what it has counted since the beginning."""
+        """Return its counters."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("\n")
@@ -417,7 +422,7 @@ class Relay:
 
 
 def _dropped(pid: str, device: str) -> int:
-    """Return how many packets a device of a process's network namespace had to drop when it sent."""
+    """Return the number of packets that a device in a process's network namespace dropped when sending."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, numbers = line.strip().partition(":")
         if name == device:
@@ -426,7 +431,7 @@ def _dropped(pid: str, device: str) -> int:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return what the relay did between two looks at its counters.
+    """Return the difference of two readings of the relay's counters.
 
     `packets` and `bytes` that it carried; the shares of packets `lost` and dropped by full queues, `dropped_up` and
     `dropped_down`; `late`, the seconds by which 1 % of the packets were later than they should (a power of two of

@@ -1,4 +1,4 @@
-"""How much of its time training computes, on links with a rate, a delay and losses, by rounds of H local steps.
+"""Measure compute time / wall time of training over links with a rate, a delay and losses, by local steps H.
 
     python -m bench.utilisation                        # as root; all cells: hours
     python -m bench.utilisation --quick                # three networks, two H: minutes
@@ -10,7 +10,7 @@ steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so
 exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
 ``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
 
-Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables, and
+Results are written to OUT.json one by one, and cells in it are not measured again. OUT.txt has the tables, and
 OUT.png the heat maps; docs/reports/slow-links.md has them, after ``python docs/tables.py --write``.
 
 The tables compare each cell with the prediction of `sparsecomm plan` of this checkout. Cells without delay and losses
@@ -60,7 +60,10 @@ def main() -> int:
 
         plots.write(tables.found(rows), options.out.with_name(options.out.name + ".png"))
     for network in failed:
-        print(f"bench.utilisation: {network}: not measured, see above; started again, it goes on", file=sys.stderr)
+        print(
+            f"bench.utilisation: {network}: not measured, see above; start the command again to continue",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Store:
-    """The results in a file, which is whole at any time."""
+    """The results in a file, which is replaced atomically."""
 
     def __init__(self, out: Path, ranks: int, elements: int | None, step: float) -> None:
         self.file = out.with_name(out.name + ".json")

@@ -1,11 +1,11 @@
-"""What single exchanges take on links with a delay, beside what they took in another checkout, and the targets.
+"""Times of single exchanges on links with a delay, beside those of another checkout, and the targets.
 
     python -m bench.utilisation.calls                       # as root; some minutes
     python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
 
 Ranks are each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
-which they share, and ends when the last rank has it: no barrier is in a time. Selection, residual and the dense result
-are. Between two exchanges connections are idle for a second, as between rounds.
+which they share, and ends when the last rank has the result. The time includes selection, residual and the dense
+result, and no barrier. Between two exchanges connections are idle for a second, as between rounds.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 # Adnan082/diloco-measured, August 2026: four L40S, NCCL, TCP shaped by tc, steps of 26 ms, dense DiLoCo. Utilisation,
-# median of three runs, as its RESULTS.md has it; seconds of an exchange, from sync_blocked_s of the first run.
+# median of three runs, from its RESULTS.md; seconds of an exchange, from sync_blocked_s of the first run.
 PUBLISHED = {
     (1, 50e6): 0.0007, (8, 50e6): 0.0055, (32, 50e6): 0.0241, (128, 50e6): 0.1155,
     (1, 200e6): 0.0032, (8, 200e6): 0.0248, (32, 200e6): 0.1001, (128, 200e6): 0.3609,
@@ -83,7 +83,7 @@ class Network:
 
     @property
     def ahead(self) -> float:
-        """Seconds from now on to a moment of which all ranks have heard by then."""
+        """Seconds until a common start of which all ranks are informed by then."""
         return 0.05 if self == HERE else 0.3 + 10 * self.rtt + bool(self.loss)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def full() -> list[Network]:
 
 
 def quick() -> list[Network]:
-    """Return those of a grid that takes minutes."""
+    """Return the networks of a grid that takes minutes."""
     return [Network(50e6), Network(1e9), Network(200e6, 0.08, 0.001)]
 
 
@@ -160,5 +160,5 @@ def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float)
 
 
 def name(network: Network) -> str:
-    """Return what panels are called."""
+    """Return the title of a panel."""
     return f"{number_text(network.rtt * 1e3)} ms, {percent_text(network.loss)} lost"
