@@ -49,37 +49,6 @@ def parsed(*given: str) -> argparse.Namespace:
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("-b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
-        ("-b 3", "-b to be at least 4"),
-        ("-e 900000G", "on 1 rank(s) of one machine needs about"),
-        ("-e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
-        ("--wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
-        ("--device cuda --dtype bfloat16", "CuPy has no bfloat16"),
-        ("--json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
-    ],
-)
-def test_refused(given: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that must not start MPI, so before anything is measured."""
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    monkeypatch.setattr(launch.subprocess, "Popen", None)
-    assert main(["bench", *given.split()]) == 1
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.startswith("sparsecomm: ")
-    assert shown.out == ""
-
-
-@pytest.mark.parametrize("given", ["-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu"])
-def test_options_are_checked(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *given.split()])
-    assert ended.value.code == 2
-    assert f"argument {given.split()[0]}" in capsys.readouterr().err
-
-
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(sc.InvalidInputError, match=r"ml_dtypes: pip install .*\[bench\]"):

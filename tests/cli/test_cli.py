@@ -16,6 +16,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
+from sparsecomm.cli.bench import launch
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive, whole
@@ -45,12 +46,67 @@ def facts(output: str) -> dict[str, str]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], [], ["info", "--nonsense"]])
-def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+MODEL = "--parameters 30.8M --step-time 30ms"
+FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "usage: sparsecomm"),
+        ("", "usage: sparsecomm"),
+        ("info --nonsense", "usage: sparsecomm"),
+        *((f"bench {option}", f"argument {option.split()[0]}") for option in (
+            "-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu",
+        )),
+        *((f"tune --seconds {text}", f"{text}: expected a number above 0, and 3600 at most") for text in (
+            "soon", "0", "nan", "3601",
+        )),
+        (f"{FAR} --rate fast", "fast: expected a number above 0 and a unit, such as 1gbit"),
+        (f"{FAR} --rtt 80", "80: expected a number and a unit"),
+        (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
+        (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
+        (f"{FAR} --parameters many", "many: expected a number of at least 1"),
+        (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        main(line.split())
     assert exit_.value.code == 2
-    assert "usage: sparsecomm" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench -b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
+        ("bench -b 3", "-b to be at least 4"),
+        ("bench -e 900000G", "on 1 rank(s) of one machine needs about"),
+        ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
+        ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
+        ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
+        ("bench --json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
+        ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
+        (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
+        (f"plan --rate 1gbit --rtt 0ms {MODEL}", "with your numbers: --ranks P\n"),
+        (f"{FAR} --ranks-per-site 3", "--ranks 4 with --ranks-per-site 3: must be a multiple of it"),
+        (f"{FAR} --profile=/no/such", "--profile /no/such: it cannot be read"),
+        (f"{FAR} --json=/no/such/folder/a.json", "/no/such/folder/a.json: cannot be written"),
+    ],
+)
+def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured, in one line, without MPI and without starting ranks."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(launch.subprocess, "Popen", None)
+    assert main(line.split()) == 1
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.startswith("sparsecomm: ")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,42 +174,6 @@ def test_sites(capsys: pytest.CaptureFixture[str]) -> None:
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--ranks", "4"], "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
-        (["--ranks", "4", *MODEL, "--rtt", "0ms"], "with your numbers: --rate 50mbit, or --measure under mpirun"),
-        (["--rate", "1gbit", "--rtt", "0ms", *MODEL], "with your numbers: --ranks P\n"),
-        ([*FAR, "--ranks-per-site", "3"], "--ranks 4 with --ranks-per-site 3: must be a multiple of it"),
-        ([*FAR, "--profile=/no/such"], "--profile /no/such: it cannot be read"),
-        ([*FAR, "--json=/no/such/folder/a.json"], "/no/such/folder/a.json: cannot be written"),
-    ],
-)
-def test_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *given]) == 1
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
-    assert shown.out == ""
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--rate", "fast"], "fast: expected a number above 0 and a unit, such as 1gbit"),
-        (["--rtt", "80"], "80: expected a number and a unit"),
-        (["--loss", "200%"], "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
-        (["--step-time", "0ms"], "0ms: expected a number above 0 and a unit, such as 30ms"),
-        (["--parameters", "many"], "many: expected a number of at least 1"),
-        (["--sync-every", "8,0"], "0: expected a number of at least 1"),
-    ],
-)
-def test_numbers(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", *FAR, *given])
-    assert message in capsys.readouterr().err
-
-
 def test_one_rank_has_no_link() -> None:
     ran = shell(*MEASURE)
     assert ran.returncode == 1

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.cli import main
 from sparsecomm.tuning import profile
 from tests.cli.test_cli import shell
 from tests.processes import needs_mpirun
@@ -125,10 +124,3 @@ def test_one_rank_is_refused() -> None:
     assert ran.returncode == 1
     assert "run it under mpirun with the ranks that train" in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-@pytest.mark.parametrize("given", ["soon", "0", "nan", "3601"])
-def test_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["tune", "--seconds", given])
-    assert f"{given}: expected a number above 0, and 3600 at most" in capsys.readouterr().err
