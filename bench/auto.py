@@ -190,6 +190,8 @@ def by_ranks(rows: list[Row]) -> Table:
     summaries = []
     for P in RANKS:
         own = [row for row in rows if row["ranks"] == P]
+        if not own:
+            continue
         ratios, choices = [row["ratio"] for row in own], Counter(row["auto"] for row in own)
         often = ", ".join(f"{name} ({count})" for name, count in choices.most_common())
         above = sum(ratio > LIMIT for ratio in ratios)

@@ -232,20 +232,20 @@ def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, di
 def _adamw_rows(*, betas: bool) -> list[list[str]]:
     """Return rows of trainings: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
     best = _adamw_trainings()
-    dense = {(model, b2, told): found for (model, b2, _, way, told), (_, found) in best.items() if way == "dense"}
+    dense = {key[:2] + key[4:]: found for key, (_, found) in best.items() if key[3] == "dense"}
     compared = {(model, beta2) for model, beta2, _, way, _ in best if way == "sparse_adamw"}
     rows = []
-    for (model, beta2, P, way, told), (rate, found) in best.items():
-        if betas and (way not in ("dense", "sparse_adamw") or "lion" in told or (model, beta2) not in compared):
+    for (model, beta2, P, way, settings), (rate, found) in best.items():
+        if betas and (way not in ("dense", "sparse_adamw") or "lion" in settings or (model, beta2) not in compared):
             continue
         if not betas and (model, beta2, P) != ("transformer", 0.95, 8):
             continue
         losses = [outcome["loss"] for outcome in found.values()]
         spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
-        theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in told else ""]
+        theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in settings else ""]
         above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items()])
         outcome = next(iter(found.values()))
-        row = [f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
+        row = [f"`{way}`", settings, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
         row += [f"{above:+.3f}" if way != "dense" else "", number_text(outcome["bytes"]), f"{outcome['ring']:.0f}"]
         first = (model, f"{beta2:g}", str(P)) if betas else ()
         order = (model, beta2, way != "dense", -outcome["bytes"], P) if betas else (np.mean(losses),)

@@ -65,7 +65,7 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
     ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert ran.stderr == "This example needs matplotlib.pyplot: pip install scikit-learn matplotlib rich\n"
+    assert ran.stderr == "This example needs matplotlib.pyplot: pip install scikit-learn matplotlib\n"
 
 
 @pytest.mark.exhaustive
