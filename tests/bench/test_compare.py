@@ -1,4 +1,4 @@
-"""``python -m bench.compare`` on real ranks: results right, files written, nonsense refused before all else."""
+"""``python -m bench.compare`` on real ranks: correct results, files, and errors before any work."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_replay_moves_what_the_algorithm_moves() -> None:
 
 
 def main() -> None:
-    """On every rank: the messages recorded are those that the transport counts, and their replay comes to an end."""
+    """Check on every rank that the recorder sees the messages that the transport counts, and that the replay ends."""
     import sys
 
     sys.path.insert(0, str(ROOT))

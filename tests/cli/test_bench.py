@@ -1,4 +1,4 @@
-"""`sparsecomm bench`: what it refuses, and whether what it shows is so."""
+"""`sparsecomm bench`: its checks, its measurements and its output."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str
 def test_calls_begin_at_one_moment_where_links_are_long(
     alpha: float, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clocks of the ranks say: rank 0 names a time of its own clock."""
+    """Independently of clock offsets: rank 0 chooses a time on its own clock."""
     ahead, moment, slept = [3.0, -700.0, 50.0], 100.0, list[float]()
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=slept.append))
 
@@ -128,7 +128,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
 
 
 class Nested(runners.Clock):
-    """A clock that fails if one of its parts is inside another: the time would count twice."""
+    """A clock that fails if parts are nested, so that time would count twice."""
 
     inside = ""
 
@@ -185,7 +185,7 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
 
 
 class Alone:
-    """A communicator of one rank, as far as a check uses it."""
+    """A communicator of one rank with the methods that a check uses."""
 
     Get_rank, Get_size = (lambda self: 0), (lambda self: 1)
 
@@ -234,7 +234,7 @@ def bench(*options: str, ranks: int = 0, **settings: str) -> subprocess.Complete
 
 
 def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
-    """What simulated ranks send and receive in the same calls but the first, per call."""
+    """Return the bytes per call that simulated ranks send and receive, without the first call."""
     t = np.dtype(dtype)
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The shell commands, each in a process of its own: an MPI started in this one would disturb later `mpirun`s."""
+"""The commands, in separate processes: MPI started in this process would disturb later `mpirun`s."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
 
 
 def several(*lines: str, prepare: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run command lines one after another in one process, without mpirun; exit with 0 if all have ended with 1."""
+    """Run command lines in one process without mpirun; the exit status is 0 if all return 1."""
     program = f"import sys\nfrom sparsecomm.cli import main\n{prepare}\nlines = {list(map(str.split, lines))}\n"
     return shell("-c", program + "sys.exit([main(line) for line in lines] != [1] * len(lines))", **settings)
 
@@ -96,7 +96,7 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
     ],
 )
 def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is measured, in one line, without MPI and without starting ranks."""
+    """Errors are printed in one line before any measurement, without MPI and without starting ranks."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
@@ -126,7 +126,7 @@ def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """``sparsecomm info | head -1`` is no error to speak of."""
+    """``sparsecomm info | head -1`` prints no error."""
     command = ["sh", "-c", '"$0" -m sparsecomm info 2>said; echo $? >status', sys.executable]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE) as ran:
         assert ran.stdout is not None
@@ -184,7 +184,7 @@ def test_info_without_mpi() -> None:
 
 
 class FakeMPI:
-    """As much of mpi4py.MPI as the probes ask."""
+    """The attributes of mpi4py.MPI that the probes use."""
 
     def __init__(self, kinds: str | None) -> None:
         self.__file__ = "MPI.so"
@@ -333,7 +333,7 @@ sys.exit(status)
 
 @pytest.mark.exhaustive
 def test_under_torchrun(tmp_path: Path) -> None:
-    """No MPI is loaded, and none is needed."""
+    """The commands need no MPI."""
     pytest.importorskip("torch")
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
     command = [*TORCHRUN, str(tmp_path / "program.py"), str(tmp_path / "profile.json")]

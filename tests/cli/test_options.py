@@ -1,4 +1,4 @@
-"""Types of options: what they take, and how they say what they expect."""
+"""Option types: accepted values, and errors."""
 
 from __future__ import annotations
 

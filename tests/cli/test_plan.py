@@ -1,4 +1,4 @@
-"""`sparsecomm plan`: what it advises and why, what it refuses, and what it sees of the links between ranks."""
+"""`sparsecomm plan`: its advice, its checks, and its measurement of the links between ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_line_to_paste_can_be_run() -> None:
-    """The advice names options that LocalSteps takes."""
+    """The advice uses options of LocalSteps."""
     for network in (Network(50e6, 0.08), Network(50e6, 0.08, 0.001), Network(1e9)):
         taken = best(network)
         line = next(line for line in advice._code(taken) if line.startswith("local = "))
@@ -107,7 +107,7 @@ def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("method", methods.SETTINGS)
 def test_rows_are_the_settings_of_the_lines_to_paste(method: str) -> None:
-    """A reducer takes the arguments. The density and the wire that they leave out are the defaults of the library."""
+    """The arguments are valid for a reducer. Without them, density and wire are the defaults of the library."""
     for arguments, exchange in methods.SETTINGS[method]:
         options = eval(f"dict({arguments})")
         _reducer(**options)
@@ -148,7 +148,7 @@ def test_what_is_taken(network: Network, step: float, expected: set[str]) -> Non
 
 
 def test_it_does_not_advise_what_trains_badly() -> None:
-    """Of all networks: no H that left few rounds, and no delay of most of a round."""
+    """On no network does it advise an H with few rounds, or a delay of most of a round."""
     for rate in (1e6, 1e7, 1e8, 1e9, 1e10):
         for rtt in (0.0, 0.02, 0.3):
             for loss in (0.0, 0.001, 0.01):
@@ -258,7 +258,7 @@ def test_the_connections_of_a_process() -> None:
 
 
 def test_an_interface_inside_a_machine_is_told_of() -> None:
-    """Ranks 0 and 1 talk over docker0 and eth0; of rank 2 no connection is seen."""
+    """Ranks 0 and 1 communicate over docker0 and eth0; rank 2 has no visible connection."""
     a, b, stranger = ("172.17.0.1", 1), ("10.0.0.2", 2), ("10.0.0.9", 3)
     everyone = [([(a, b), (a, stranger)], {"docker0": a[0]}), ([(b, a)], {"eth0": b[0]}), ([], {"eth0": "10.0.0.3"})]
     comm: Any = SimpleNamespace(allgather=lambda mine: everyone)
@@ -278,7 +278,7 @@ def test_unequally_many_ranks_are_told_of() -> None:
 
 
 class Threads:
-    """Ranks that are threads of this process, as much of them as streams ask for."""
+    """Ranks as threads of this process, with the methods that streams use."""
 
     def __init__(self, size: int) -> None:
         self.told: list[Any] = [None] * size
@@ -307,7 +307,7 @@ def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> 
 
 @pytest.mark.parametrize("pace", [0.0, 8e6])
 def test_streams(pace: float) -> None:
-    """Who receives has the rate, who sends the segments; the third rank only waits; none exceeds its pace."""
+    """The receiver reports the rate, the sender the segments; the third rank only waits; no stream exceeds its pace."""
     found: list[streams.Report] = []
 
     def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
@@ -323,7 +323,7 @@ def test_streams(pace: float) -> None:
 
 
 def test_streams_that_cannot_be_made() -> None:
-    """All ranks say the same of it: one of them cannot listen at an address that is not its own."""
+    """All ranks report the same error: one of them cannot listen at a foreign address."""
     told = told_of({0: 1}, ["127.0.0.1", "192.0.2.1"], 0.0)
     assert told[0] == told[1]
     assert told[0].problem.startswith("rank 1 cannot listen on 192.0.2.1: ")

@@ -1,4 +1,4 @@
-"""`sparsecomm tune`: what it writes, what it refuses, and whether the figures are of what they say."""
+"""`sparsecomm tune`: its profile, its checks and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiments that compare rules: their plain NumPy and the library train alike, and results are kept and shown."""
+"""The experiments that compare rules: NumPy and the library train alike; files and tables of results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
 
 
 def ran(forks: Run, program: str) -> str:
-    """Return what a program prints that imports the experiments."""
+    """Return the output of a program that imports the experiments."""
     status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}")
     assert status == 0, said
     return said
@@ -38,7 +38,7 @@ def ran(forks: Run, program: str) -> str:
 
 
 def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
-    """The same trainings by both, of 20 steps: losses agree but for the order in which sums are rounded."""
+    """The losses of 20 steps agree, except for the rounding order of sums."""
     program = """
 from bench.experiments.ablation import Variant, train
 from bench.experiments.convergence.training import Setting, simulate
@@ -141,7 +141,7 @@ loss_plots.main()
 
 
 def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
-    """Under a gradient that stays, what an optimizer subtracts in so many steps."""
+    """Under a constant gradient, several steps at once equal single steps."""
     program = """
 import numpy as np
 from bench.experiments.adamw_rules import Optimizer
@@ -204,7 +204,7 @@ print(*[np.square(rounded(x, bits) - x).mean() if (np.sign(rounded(x, bits)) == 
 
 
 def test_the_rules_of_local_steps_are_the_librarys(forks: Run) -> None:
-    """Some rounds by both, with exact values: means and residuals agree but for the order in which sums are rounded."""
+    """Means and residuals of some rounds agree, except for the rounding order of sums."""
     program = """
 import numpy as np
 from bench.experiments.local_steps_rules import CHUNK, Ranks, Rule
@@ -245,7 +245,7 @@ print("alike")
 
 
 def test_results_of_local_steps_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
-    """By the library and by the rules, each is a line, made once; the tables show its loss. All in one process."""
+    """Each training is one line and is not repeated; tables show its loss. All in one process."""
     program = f"""
 from bench.experiments import local_steps, local_steps_rules
 runs = []

@@ -1,4 +1,4 @@
-"""What all tests of choices and profiles share: no profile is there."""
+"""Hides any profile of the machine."""
 
 from __future__ import annotations
 

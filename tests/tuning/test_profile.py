@@ -1,4 +1,4 @@
-"""The profile: what is read and used, what is not, and ranks that have different ones."""
+"""Profiles: valid and invalid files, and ranks with different profiles."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ Put = Callable[[str], Path]
 
 @pytest.fixture(params=["named", "found"])
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Put:
-    """Write a profile where it is looked for."""
+    """Write a profile to the default path."""
 
     def write(text: str) -> Path:
         file = profile.path()
@@ -123,7 +123,7 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def used_with_warnings() -> tuple[profile.KnownCosts | None, list[str]]:
-    """What is used, asked for twice, and what was said."""
+    """Return the costs, requested twice, and the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         used = profile.costs_for("An MPI 1.2", 4, 2)
@@ -209,7 +209,7 @@ def on_ranks_with_profiles(
     nodes: list[int] | None = None,
     **options: Any,
 ) -> list[simulated.Result[sc.SparseVector]]:
-    """A call on a rank for each profile; None stands for none."""
+    """Make a call with one rank per profile; ``None``: no profile."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         x = np.arange(1, 1001, dtype=np.float32)
