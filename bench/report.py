@@ -23,20 +23,6 @@ from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
 from sparsecomm.tensors.arrays import Array
 
-__all__ = [
-    "about",
-    "head",
-    "interval",
-    "number",
-    "parser",
-    "publish",
-    "quartiles",
-    "show",
-    "table",
-    "write",
-    "yes_or_no",
-]
-
 SETTINGS = (
     "OMPI_MCA_coll_tuned_",
     "OMPI_MCA_btl",

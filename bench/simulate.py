@@ -25,8 +25,6 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport import simulated
 from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
-__all__ = ["Found", "Problem", "in_seconds", "simulate", "step_seconds"]
-
 _FLOAT32 = np.dtype(np.float32)
 
 # Algorithms with few messages and entries per rank; the numbers of ranks up to which these and others are simulated.

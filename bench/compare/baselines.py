@@ -28,8 +28,6 @@ from mpi4py import MPI
 
 from sparsecomm import config
 
-__all__ = ["BASELINES", "Baseline", "DenseMpi", "DenseRing", "GtopkPaper", "Int8", "TopkGloo", "TopkNumpy"]
-
 Array = np.ndarray[Any, Any]
 Entries = tuple[Array, Array]  # indices and values
 

@@ -31,8 +31,6 @@ from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 
-__all__ = ["CONTENDERS", "Contender", "Ours", "Recorder", "wrong_elements"]
-
 Array = np.ndarray[Any, Any]
 ORACLE = 4_000_000  # entries of all ranks together that the slow oracle still merges
 STRIDE = 97  # sums over all ranks are compared at every 97th element

@@ -19,8 +19,6 @@ from rich.table import Table
 
 from bench import report
 
-__all__ = ["Grid", "Outcome", "mean_and_range"]
-
 T = TypeVar("T")
 Outcome = dict[str, Any]
 WIDTH = 180

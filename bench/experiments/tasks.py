@@ -25,8 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["TASKS", "TRANSFORMERS", "Samples", "Task", "evaluate", "weights_of"]
-
 
 @dataclass(frozen=True)
 class Samples:

@@ -22,8 +22,6 @@ from torch.nn import functional
 
 from bench.experiments.tasks import Samples, Task, evaluate
 
-__all__ = ["Trainer", "Vector", "Worker"]
-
 Vector = NDArray[np.float32]
 
 torch.set_num_threads(1)

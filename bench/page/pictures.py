@@ -15,8 +15,6 @@ from sparsecomm.cli.bench import plot
 from sparsecomm.cli.plots import log_axis, panels, size_axis, style
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 
-__all__ = ["PICTURES"]
-
 Text = Callable[[float], str]
 _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#bbbbbb"
 _PART_HATCHES = "", "//", "", "\\\\", "..", "xx", ""

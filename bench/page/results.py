@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Result", "read"]
-
 # A file is of the first kind whose keys are all in the file, or else in its first row.
 FILE_KINDS: dict[str, tuple[str, ...]] = {
     "compare": ("times", "ratios", "bounds"),

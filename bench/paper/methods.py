@@ -25,8 +25,6 @@ from bench.compare import baselines, contenders
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.runners import Vectors
 
-__all__ = ["METHODS", "Method"]
-
 COMM = MPI.COMM_WORLD
 Array = np.ndarray[Any, Any]
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["MODELS", "PAPER_LINK", "RANKS", "RATE", "Model"]
-
 RANKS = (4, 8, 16, 32)
 RATE = 1e9  # bits per second, of the paper's Ethernet
 PAPER_LINK = (0.436e-3, 9e-9)  # alpha in seconds, beta in seconds per byte, as the paper measured them

@@ -9,8 +9,6 @@ from typing import Any
 from sparsecomm.cli.plots import panels, pyplot
 from sparsecomm.quantities import number_text
 
-__all__ = ["draw", "draw_densities"]
-
 Group = dict[str, Any]  # a `bench.paper.beyond.Cell` for each method
 STYLES = {  # by ranks: colours of Okabe and Ito
     64: ("#0072B2", "o", "-"),

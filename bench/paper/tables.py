@@ -15,8 +15,6 @@ from bench import report
 from bench.paper.models import MODELS, RANKS, RATE, Model
 from sparsecomm.quantities import number_text, rate_text
 
-__all__ = ["notes", "pages", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
-
 Row = dict[str, Any]
 TARGETS = {  # of gTop-k's speed-up at 32 workers: over dense, over Top-k
     name: (model.published["gtopk"][-1] / model.published["dense"][-1],

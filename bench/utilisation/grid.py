@@ -9,24 +9,6 @@ from typing import Any
 
 from sparsecomm.quantities import number_text, percent_text, rate_text
 
-__all__ = [
-    "EXCHANGE",
-    "HERE",
-    "METHODS",
-    "PUBLISHED",
-    "RANKS",
-    "SHAPES",
-    "STEP",
-    "Cell",
-    "Network",
-    "cells",
-    "full",
-    "key",
-    "networks",
-    "quick",
-    "seconds",
-]
-
 RANKS, STEP = 4, 0.03  # seconds of a local step
 _DIM, _HIDDEN, _LAYERS, _VOCABULARY = 256, 768, 6, 50_257
 # Of the model of 30,846,720 parameters that was measured elsewhere: a tensor's elements, by its name.

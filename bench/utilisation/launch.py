@@ -11,8 +11,6 @@ from pathlib import Path
 
 from bench.utilisation.grid import HERE, Network
 
-__all__ = ["run"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,8 +13,6 @@ from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
 from bench.utilisation.plans import is_held_out
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 
-__all__ = ["cells_table", "pages", "plans_tables", "published_table"]
-
 Row = dict[str, Any]
 Found = dict[Cell, Row]
 LOCAL = ("dense", "blocking", "delayed")

@@ -16,8 +16,6 @@ from bench.experiments.convergence.training import METHODS
 from bench.experiments.tasks import weights_of
 from sparsecomm.transport import Transport, simulated
 
-__all__ = ["equal_density"]
-
 NEAR = 0.005  # relative error in bytes that ends the search
 TOLERANCE, MIN_RATIO = 0.02, 0.8  # relative excess, and ratio, that are accepted if bytes jump
 STEPS = 4  # with residuals, on which the bytes of `split` depend

@@ -16,8 +16,6 @@ from bench.experiments.tasks import TASKS
 from sparsecomm.cli.plots import log_axis, pyplot
 from sparsecomm.quantities import bytes_text, number_text, time_text
 
-__all__ = ["plot_costs", "plot_courses"]
-
 COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"), strict=True))
 MARKERS = dict(zip(METHODS, "os^vDPX", strict=True))
 FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot

@@ -15,8 +15,6 @@ from bench import report
 from bench.experiments.convergence.training import METHODS, Curve, Setting, recipe
 from bench.experiments.tasks import TASKS
 
-__all__ = ["Outcome", "Results", "Training", "about", "best", "grouped"]
-
 K = TypeVar("K")
 
 

@@ -12,8 +12,6 @@ from bench.experiments.convergence.training import METHODS, Setting
 from bench.experiments.tasks import TASKS
 from sparsecomm.quantities import bytes_text, number_text, percent_text
 
-__all__ = ["tables"]
-
 ENOUGH = {"accuracy": 0.5, "loss": 0.01}  # tolerated difference to dense: percent, nats
 
 

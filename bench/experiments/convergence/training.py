@@ -17,8 +17,6 @@ from sparsecomm.transport.memory import Bytes
 from sparsecomm.transport.simulated import SimulatedTransport
 from sparsecomm.wire import HEADER_BYTES
 
-__all__ = ["METHODS", "MOMENTUM", "WARMUP", "Curve", "Setting", "combined", "recipe", "simulate", "train"]
-
 # Methods: the name in the table, and arguments of `sparsecomm.Reducer`; None: only in earlier results.
 METHODS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "dense": ("Dense", {"algorithm": "dense", "momentum": 0.0, "clip": None}),
