@@ -30,7 +30,6 @@ __all__ = [
     "check_writable",
     "costs",
     "count",
-    "count_or_0",
     "density",
     "duration",
     "listed",
@@ -77,11 +76,6 @@ def number(
 def count(text: str) -> int:
     """Parse a positive integer."""
     return round(number(1, _MAX, "a number of at least 1, such as 4096, 64K (64,000) or 25.6M", _COUNTS)(text))
-
-
-def count_or_0(text: str) -> int:
-    """Parse an integer from 0."""
-    return int(text) if text == "0" else count(text)
 
 
 def nbytes(text: str) -> int:

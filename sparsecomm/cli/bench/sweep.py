@@ -42,7 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     calls, warmup = "timed calls per row (%(default)s)", "calls before them (%(default)s)"
     how.add_argument("-n", "--iterations", type=options.count, default=20, metavar="N", help=calls)
-    how.add_argument("-w", "--warmup", type=options.count_or_0, default=5, metavar="N", help=warmup)
+    how.add_argument(
+        "-w",
+        "--warmup",
+        type=lambda text: 0 if text == "0" else options.count(text),
+        default=5,
+        metavar="N",
+        help=warmup,
+    )
     how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
     how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
     start = "start N ranks on this machine, with mpirun; without MPI, with torchrun"

@@ -134,9 +134,12 @@ def _measure(transport: transport.Transport, comm: World, arguments: argparse.Na
     first, second = measured.links.farthest
     say("library", transport.library)
     say("interfaces", ", ".join(measured.interfaces) or measured.streams.problem)
-    say("round trip", f"{time_text(measured.rtt)}, the longest, between rank {first} and rank {second}")
+    say("round trip", f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}")
     say("rates", measured.rates_text)
-    say("losses", "unknown" if measured.loss is None else f"{percent_text(measured.loss)} of the packets")
+    say(
+        "losses",
+        "unknown" if measured.streams.loss is None else f"{percent_text(measured.streams.loss)} of the packets",
+    )
     say("TCP", measured.streams.control or "congestion control unknown")
     for warning in [*measured.warnings, *measurement.warnings(transport)]:
         say("! warning", warning)
@@ -144,9 +147,9 @@ def _measure(transport: transport.Transport, comm: World, arguments: argparse.Na
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
         arguments.ranks_per_site = P // transport.num_nodes
-    for name in ("rate", "rtt", "loss", "congestion"):
+    for name, value in measured.options.items():
         if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(measured, name))
+            setattr(arguments, name, value)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

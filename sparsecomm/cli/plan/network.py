@@ -113,25 +113,15 @@ class Measured:
     warnings: Sequence[str] = ()
 
     @property
-    def rtt(self) -> float:
-        """Seconds of the longest round trip."""
-        return self.links.round_trip
-
-    @property
-    def loss(self) -> float | None:
-        """Packet loss, or ``None`` if unknown."""
-        return self.streams.loss
-
-    @property
-    def rate(self) -> float:
-        """Bits per second of a link, including packet headers."""
-        messages = 8 / self.links.slowest.beta
-        return max(messages, self.streams.one or 0.0, self.streams.several or 0.0) * PACKET / SEGMENT
-
-    @property
-    def congestion(self) -> str:
-        """The ``congestion`` of `sparsecomm.tuning.utilisation.Network`."""
-        return "bbr" if self.streams.control.startswith("bbr") else "cubic"
+    def options(self) -> dict[str, Any]:
+        """The options of `sparsecomm plan` that describe the network, by name; ``None``: unknown."""
+        rates = 8 / self.links.slowest.beta, self.streams.one or 0.0, self.streams.several or 0.0
+        return {
+            "rate": max(rates) * PACKET / SEGMENT,  # including packet headers
+            "rtt": self.links.round_trip,
+            "loss": self.streams.loss,
+            "congestion": "bbr" if self.streams.control.startswith("bbr") else "cubic",
+        }
 
     @property
     def rates_text(self) -> str:
