@@ -109,7 +109,7 @@ docs: .venv-docs/installed
 RESULTS ?= bench/results
 
 report: $(VENV)/built-test
-	python -m bench.page $(RESULTS) --out build/report/index.html
+	python -m bench.page $(RESULTS) --out build/report
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

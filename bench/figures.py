@@ -1,14 +1,19 @@
-"""The figures of the documentation: each a ratio of two things timed in turn in one run.
+"""The figures of the documentation: ratios of two things that are timed in turn in one run.
 
     python -m bench.figures                    selection and merging, one thread
     mpirun -n 2 python -m bench.figures        sparse_allreduce between the ranks
+    python -m bench.figures --against FOLDER   calls of this checkout and of that in FOLDER, both built in place
 
-``--write FOLDER`` puts the table and a JSON file there, with the machine, the versions and the command.
+``--write FOLDER`` writes the table and a JSON file there, with the machine, the versions and the command. ``--against``
+measures the checkouts in turn, ``--times`` times, and prints medians with the smallest and the largest ratio.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -39,7 +44,7 @@ def seconds(action: Action) -> float:
 
 
 def paired(ours: Action, theirs: Action, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds of both, timed in turn, so that a change of the machine's speed meets both alike."""
+    """Return the seconds of both, timed in turn, so that changes of the machine's speed affect both."""
     ours(), theirs()
     times = np.array([(seconds(ours), seconds(theirs)) for _ in range(rounds)])
     return times[:, 0], times[:, 1]
@@ -61,7 +66,7 @@ class Figures:
         rounds: int = 21,
         faster: bool = False,
     ) -> None:
-        """Add a row: the time of ours / theirs, at most ``target``; with ``faster`` theirs / ours, at least that."""
+        """Add a row: the time of ours / theirs, at most ``target``; if ``faster``, theirs / ours, at least that."""
         a, b = paired(ours, theirs, rounds)
         self.add(what, a, against, b, target, faster)
 
@@ -69,7 +74,7 @@ class Figures:
         self._row(what, b / a if faster else a / b, against, target, ours=a, theirs=b, sense=">=" if faster else "<=")
 
     def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
-        """Add a row: an absolute figure, seconds (or what else was measured) * scale, at most ``target``."""
+        """Add a row: an absolute figure, measured values * scale, at most ``target``."""
         self._row(what, times * scale, unit, target, ours=times if timed else None)
 
     def _row(
@@ -169,7 +174,7 @@ def selection(figures: Figures, quick: bool) -> None:
 
 
 def _packing(figures: Figures, n: int) -> None:
-    """Measure packed entries of few bits, as many as 64 of each 4,096 are."""
+    """Measure packed entries of few bits at a density of 64 / 4,096."""
     backend, entries = CpuBackend(threads=1), _random_entries(n // 64, n, 3)
     values, _, _ = backend.quantize_values(entries.values, INT2)
     entries = SparseVector(entries.indices, values, n)
@@ -202,7 +207,7 @@ print(resident("VmHWM") - before)
 
 
 def _memory(figures: Figures, n: int, k: int) -> None:
-    """Measure the memory that a fused selection touches beyond x and the residual, the result included."""
+    """Measure the memory of a fused selection beyond x and the residual, including the result."""
     program = _PEAK.format(n=n, k=k)
     used = [
         int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) for _ in range(5)
@@ -246,8 +251,8 @@ def exchange(figures: Figures, quick: bool) -> None:
     figures.add(what, ours, "np.add on all ranks at once", add, 1.15)
     small = np.random.default_rng(comm.rank).standard_normal(65_536, dtype=np.float32)
     call = lambda: sc.sparse_allreduce(small, 256)  # noqa: E731
-    whole = np.empty_like(small)
-    dense = lambda: comm.Allreduce(small, whole)  # noqa: E731
+    total = np.empty_like(small)
+    dense = lambda: comm.Allreduce(small, total)  # noqa: E731
     together(call, 200), together(dense, 200)
     times = np.array([(together(call, 1)[0], together(dense, 1)[0]) for _ in range(2000)])
     what = f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256"
@@ -255,11 +260,98 @@ def exchange(figures: Figures, quick: bool) -> None:
     figures.value(what, times[:, 0], 1e6, "us per call", 80)
 
 
+# -- two checkouts ----------------------------------------------------------------------------------------------------
+
+# Runs with both checkouts, so it only uses what both have.
+PROGRAM = """
+import json, sys, time
+import numpy as np
+import sparsecomm as sc
+from mpi4py import MPI
+
+comm, large = MPI.COMM_WORLD, sys.argv[1] == "large"
+found = {}
+
+def ratio(name, ours, theirs, rounds):
+    times = np.empty((rounds, 2))
+    for i in range(-rounds // 5, rounds):
+        for j, action in enumerate((ours, theirs)):
+            comm.Barrier()
+            start = time.perf_counter()
+            action()
+            if i >= 0:
+                times[i, j] = time.perf_counter() - start
+    comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
+    a, b = np.median(times, axis=0)
+    found[name] = a / b, a * 1e6, b * 1e6
+
+n, k = 65_536, 256
+x, out = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32), np.empty(n, np.float32)
+r, plain = np.zeros_like(x), np.zeros_like(x)
+dense = lambda: comm.Allreduce(x, out)
+add = lambda: np.add(plain, x, out=plain)
+ratio("call, n = 65,536, k = 256 / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm), dense, 2000)
+ratio("with residual / MPI_Allreduce", lambda: sc.sparse_allreduce(x, k, comm=comm, residual=r), dense, 2000)
+queued = lambda: sc.isparse_allreduce(x, k, comm=comm).wait()
+ratio("on the queue's thread / here", queued, lambda: sc.sparse_allreduce(x, k, comm=comm), 1000)
+ratio("top-k with residual / np.add", lambda: sc.topk(x, k, residual=r), add, 500)
+if large:
+    n = 25_600_000
+    x = np.random.default_rng(comm.rank).standard_normal(n, dtype=np.float32)
+    r, plain = np.zeros_like(x), np.zeros_like(x)
+    step = lambda: sc.sparse_allreduce(x, n // 1000, comm=comm, residual=r)
+    ratio("step, n = 25.6M, k = n / 1,000 / np.add", step, add, 15)
+if comm.rank == 0:
+    print(json.dumps(found))
+"""
+
+
+def compare(options: Any) -> Table:
+    """Return ratios and microseconds of another checkout, "that", and of this one."""
+    folders = {"that": options.against.resolve(), "this": Path(__file__).parents[1]}
+    turns: dict[str, list[dict[str, list[float]]]] = {name: [] for name in folders}
+    for _ in range(options.times):
+        for name, folder in folders.items():
+            turns[name].append(_call_figures(folder, options.ranks, options.large))
+
+    def ratios(name: str) -> Callable[[str], str]:
+        def text(figure: str) -> str:
+            values = [turn[figure][0] for turn in turns[name]]
+            return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+
+        return text
+
+    def micros(name: str) -> Callable[[str], str]:
+        return lambda figure: " / ".join(
+            f"{statistics.median(turn[figure][i] for turn in turns[name]):.1f}" for i in (1, 2)
+        )
+
+    columns = [("figure", str), *((f"{name}: ratio", ratios(name)) for name in folders)]
+    return report.table(turns["this"][0], [*columns, *((f"{name}, us", micros(name)) for name in folders)])
+
+
+def _call_figures(folder: Path, ranks: int, large: bool) -> dict[str, list[float]]:
+    """Return a ratio and two times in microseconds for each figure, measured with the checkout in ``folder``."""
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
+    environment = os.environ | {"PYTHONPATH": str(folder), "SPARSECOMM_THREADS": "1"}
+    command = [mpirun, "-n", str(ranks), sys.executable, "-c", PROGRAM, "large" if large else "small"]
+    output = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True).stdout
+    figures: dict[str, list[float]] = json.loads(output.splitlines()[-1])
+    return figures
+
+
 def main() -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the size, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size, as a trial")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with another checkout")
+    parser.add_argument("--ranks", type=int, default=2, help="with --against (%(default)s)")
+    parser.add_argument("--times", type=int, default=5, help="turns of each checkout, with --against (%(default)s)")
+    parser.add_argument("--large", action="store_true", help="with --against, also a step of 25.6M elements")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the table and a JSON file there")
     options = parser.parse_args()
+    if options.against:
+        report.show([], [compare(options)], width=140)
+        return 0
     figures = Figures()
     (exchange if RANKS > 1 else selection)(figures, options.quick)
     if RANKS == 1 or _rank() == 0:

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 
 
 def samples() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Return the samples to train with, and those that are held out."""
+    """Return the training samples and the held-out samples."""
     text = Path(argparse.__file__).read_text()
     numbers = torch.tensor([min(max(ord(character) - 32, 0), 95) for character in text])
     rows = numbers[: len(numbers) // LENGTH * LENGTH].reshape(-1, LENGTH)
@@ -100,16 +100,18 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.09)
     parser.add_argument("--wire", default="packed_int2")
     parser.add_argument("--out", type=Path, default=Path("gpt2.jsonl"))
-    given = parser.parse_args()
+    choices = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    done = [json.loads(line)["setting"] for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    sparse = {"density": given.density, "wire": given.wire}
-    for steps in given.steps:
-        for rate in given.rates:
-            for seed in given.seeds:
-                for way in given.ways:
-                    setting = {"way": way, "steps": steps, "seed": seed, "rate": rate, "beta2": given.beta2}
-                    setting["clip"] = given.clip
+    done = (
+        [json.loads(line)["setting"] for line in choices.out.read_text().splitlines()] if choices.out.exists() else []
+    )
+    sparse = {"density": choices.density, "wire": choices.wire}
+    for steps in choices.steps:
+        for rate in choices.rates:
+            for seed in choices.seeds:
+                for way in choices.ways:
+                    setting = {"way": way, "steps": steps, "seed": seed, "rate": rate, "beta2": choices.beta2}
+                    setting["clip"] = choices.clip
                     setting |= sparse if way == "sparse" else {}
                     if setting in done:
                         continue
@@ -117,7 +119,7 @@ def main() -> None:
                         outcome = train(setting, folder)
                     if int(os.environ["RANK"]) == 0:
                         print(setting, outcome, flush=True)
-                        with given.out.open("a") as file:
+                        with choices.out.open("a") as file:
                             file.write(json.dumps({"setting": setting, "outcome": outcome}) + "\n")
 
 

@@ -31,7 +31,7 @@ simulated.run(2, program)
 
 
 def instructions(folder: Path, calls: int) -> int:
-    """Return how many instructions a program of so many calls takes, with its start."""
+    """Return the number of instructions of a program with that many calls, including its start."""
     command = [
         "valgrind",
         "--tool=callgrind",
@@ -42,9 +42,9 @@ def instructions(folder: Path, calls: int) -> int:
         f"{calls}",
     ]
     environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
-    said = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True).stderr
-    found = re.search(r"Collected : (\d+)", said)
-    assert found is not None, said
+    output = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True).stderr
+    found = re.search(r"Collected : (\d+)", output)
+    assert found is not None, output
     return int(found[1])
 
 

@@ -1,14 +1,14 @@
-"""What a round of local steps costs: bytes per rank, and seconds on a slow network.
+"""The cost of a round of local steps: bytes per rank, and seconds on a slow network.
 
     python -m bench.local_steps bytes [--ranks 8 20] [--elements 25600000]
     python -m bench.slow_network run --ranks 4 --rate 100mbit -- python -m bench.local_steps round
 
 The setting is SparseLoCo's (Sarfi et al., 2025): of each chunk of 4,096 elements 64 are selected, values have 2 bits.
 
-- ``bytes``: what a rank sends and receives in a round, on simulated ranks, by the shipped algorithms; the busiest of
-  all ranks. Beside it stands what SparseLoCo's format takes: 14 bits per entry, 12 for the index and 2 for the value,
-  and everyone has everyone's entries. "in pairs": a rank sends its own to each of the P - 1 others. "by a store": it
-  sends them once. The ranks' tensors are independent, so that their entries hardly coincide, which costs most.
+- ``bytes``: bytes that the busiest rank sends and receives in a round, on simulated ranks with the shipped algorithms,
+  beside SparseLoCo's format: 14 bits per entry, 12 for the index and 2 for the value, and every rank gets all entries.
+  "In pairs": a rank sends its entries to each of the P - 1 others. "By a store": it sends them once. The ranks' tensors
+  are independent, so that few entries coincide, which costs most.
 - ``round``: the time of a round's exchange: the dense mean of the pseudo-gradients by gloo's all_reduce, as DiLoCo has
   it, and `sparsecomm.Reducer`, selection, residuals and the dense result included.
 """
@@ -56,9 +56,9 @@ def main() -> None:
 
 
 def entries(n: int) -> int:
-    """Return how many entries a rank selects of n elements."""
-    whole, rest = divmod(n, CHUNK)
-    return whole * K + min(K, rest)
+    """Return the number of entries that a rank selects from n elements."""
+    full, rest = divmod(n, CHUNK)
+    return full * K + min(K, rest)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def count_bytes(args: argparse.Namespace) -> None:
 
 
 def theirs(P: int, n: int) -> list[Row]:
-    """Return what SparseLoCo's format takes, and a dense ring."""
+    """Return the bytes of SparseLoCo's format and of a dense ring."""
     mine = entries(n) * THEIR_BITS / 8
     ring = 2 * (P - 1) / P * 4 * n
     found = [
@@ -107,7 +107,7 @@ def theirs(P: int, n: int) -> list[Row]:
 
 
 def ours(P: int, n: int, algorithm: str, wire: str) -> Row:
-    """Return what the library takes, on simulated ranks; virtual time has no computation in it."""
+    """Return the bytes and the virtual time of the library on simulated ranks, without computation."""
 
     def program(transport: Transport) -> None:
         x = np.random.default_rng(transport.rank).standard_normal(n, np.float32)

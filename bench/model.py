@@ -38,7 +38,7 @@ from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
+from sparsecomm.cli.plots import log_axis, panels, pyplot, size_axis, style
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import pip_install
 from sparsecomm.primitives.costs import Costs
@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": found}))
     if arguments.plot is not None:
-        _plot(arguments.plot, problem, found)
+        figure = draw(_header(problem), found)
+        figure.savefig(arguments.plot, dpi=150)
+        pyplot().close(figure)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -200,15 +202,15 @@ def _header(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _plot(path: Path, problem: Problem, found: Sequence[Row]) -> None:
-    """Draw time, bytes and messages against ranks: dotted and without markers where rows were not simulated."""
+def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
+    """Return a figure of time, bytes and messages against ranks; rows that were not simulated are dotted."""
     from matplotlib.lines import Line2D
 
-    figure, (times, amounts, counts) = pyplot().subplots(1, 3, figsize=(16, 4.8), layout="constrained")
+    figure, (times, amounts, counts) = panels(3, 4.6, 4.3)
     handles = []
-    for name in dict.fromkeys(row["algorithm"] for row in found):
-        its, look = [row for row in found if row["algorithm"] == name], style(name)
-        done, beyond = ([row for row in its if row["simulated"] == simulated] for simulated in (True, False))
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        own, look = [row for row in rows if row["algorithm"] == name], style(name)
+        done, beyond = ([row for row in own if row["simulated"] == simulated] for simulated in (True, False))
         P = [row["ranks"] for row in done]
         times.plot(P, [row["step_seconds"] for row in done], **look)
         amounts.plot(P, [max(row["sent_bytes_per_rank"], row["received_bytes_per_rank"]) for row in done], **look)
@@ -217,7 +219,7 @@ def _plot(path: Path, problem: Problem, found: Sequence[Row]) -> None:
             line = [(row["ranks"], row["step_seconds"] or row["formula_step_seconds"]) for row in done[-1:] + beyond]
             times.plot(*zip(*line, strict=True), **{**look, "linestyle": ":", "marker": ""})
         handles.append(Line2D([], [], **look, label=name))
-    if not all(row["simulated"] for row in found):
+    if not all(row["simulated"] for row in rows):
         handles.append(Line2D([], [], color="black", linestyle=":", label="by the formula"))
 
     for axes, text, label in (
@@ -225,16 +227,18 @@ def _plot(path: Path, problem: Problem, found: Sequence[Row]) -> None:
         (amounts, bytes_text, "bytes that the busiest rank sends or receives"),
         (counts, number_text, "messages that the busiest rank sends or receives"),
     ):
-        size_axis(axes, sorted({float(row["ranks"]) for row in found}), number_text)
+        size_axis(axes, sorted({float(row["ranks"]) for row in rows}), number_text)
         log_axis(axes.yaxis, text)
-        axes.set_xlabel("ranks" + (f", {problem.per_node} per node" if problem.per_node > 1 else ""))
+        per_node = header["ranks_per_node"]
+        axes.set_xlabel("ranks" + (f", {per_node} per node" if per_node > 1 else ""))
         axes.set_ylabel(label)
     figure.legend(handles=handles, frameon=False, loc="outside right upper")
-    link = problem.costs.link
-    network = f"{rate_text(8 / link.beta) if link.beta else 'any rate'} and {time_text(link.alpha)} between nodes"
-    figure.suptitle(f"simulated: n={problem.n:,}, k={problem.k:,}, {network}")
-    figure.savefig(path, dpi=150)
-    pyplot().close(figure)
+    link = header["costs"]["link"]
+    network = (
+        f"{rate_text(8 / link['beta']) if link['beta'] else 'any rate'} and {time_text(link['alpha'])} between nodes"
+    )
+    figure.suptitle(f"simulated: n={header['n']:,}, k={header['k']:,}, {network}")
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What rounding to few bits leaves: the squared error of quantizers / the sum of squares, in per cent.
+"""The squared error of quantizers with few bits / the sum of squares, in percent.
 
     python -m bench.quantizers
 
@@ -161,17 +161,17 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1000, help="how many (%(default)s)")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     options = parser.parse_args()
-    given = {name: tails(draw, options.chunks) for name, draw in DISTRIBUTIONS.items()}
-    given |= {f"sums, {name}": sums(draw, options.chunks) for name, draw in DISTRIBUTIONS.items()}
+    inputs = {name: tails(draw, options.chunks) for name, draw in DISTRIBUTIONS.items()}
+    inputs |= {f"sums, {name}": sums(draw, options.chunks) for name, draw in DISTRIBUTIONS.items()}
     rows: list[dict[str, Any]] = []
     for bits, name, quantize in QUANTIZERS:
         row: dict[str, Any] = {"bits": bits, "quantizer": name}
-        for column, v in given.items():
+        for column, v in inputs.items():
             error = v - quantize(v).astype(np.float64)
             row[column] = float(np.sum(error**2) / np.sum(v.astype(np.float64) ** 2))
         rows.append(row)
     columns: list[report.Column] = [(name, itemgetter(name)) for name in ("bits", "quantizer")]
-    columns += [(name, report.number(name, "", 100)) for name in given]
+    columns += [(name, report.number(name, "", 100)) for name in inputs]
     run = report.about("-m bench.quantizers", [f"--chunks={options.chunks}"], threads=1)
     report.publish(options.write, report.head(run), [report.table(rows, columns)], run | {"rows": rows})
 

@@ -1,10 +1,10 @@
-"""The part of the true global top-k that the algorithms find, on gradients of a training.
+"""The share of the true global top-k that the algorithms find, on gradients of a training.
 
     python -m bench.recovery [--ranks 4,8,16,32] [--density 0.001,0.01] [--write bench/results]
 
 P simulated ranks train a network (64-512-256-10) on scikit-learn's handwritten digits, each on its own samples, from
 the same weights. Before the exchange every rank has its residual plus its gradient, and their dense sum is what
-a dense allreduce would give. Told are means over the last 40 of 50 steps:
+a dense allreduce would give. The tables show means over the last 40 of 50 steps:
 
     found    part of the k largest of the dense sum that is among the result's indices
     applied  L1 of the result, as a part of the L1 of the k largest of the dense sum
@@ -12,8 +12,8 @@ a dense allreduce would give. Told are means over the last 40 of 50 steps:
     KB       that the busiest rank sends or receives per step
     loss     on all samples, after the last step
 
-"On the same gradients": a training by Top-k (allgather) goes on, and at every step all algorithms are asked what they
-would do. "In a training of its own": each applies what it finds, and its residuals follow.
+"On the same gradients": at every step of a training by Top-k (allgather), all algorithms run on its gradients. "In a
+training of its own": each algorithm applies its result and updates its residuals.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Network:
-    """Layers of ReLU and a softmax. Weights are one flat vector, of which the layers are views."""
+    """Layers of ReLU and a softmax, whose weights are views of one flat vector."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -102,11 +102,11 @@ class Training:
     def ask(self, way: dict[str, Any], *, follow: bool) -> dict[str, float]:
         """Run an algorithm on the gradients; residuals and weights change if they are to ``follow``."""
         residuals = self._residuals if follow else [residual.copy() for residual in self._residuals]
-        whole = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
+        total = np.sum([*residuals, *self._gradients], axis=0, dtype=np.float64)
 
         def exchange(transport: simulated.SimulatedTransport) -> sc.SparseVector:
-            mine, kept = self._gradients[transport.rank], residuals[transport.rank]
-            return sc.sparse_allreduce(mine, self._k, comm=transport, residual=kept, **way)
+            mine, residual = self._gradients[transport.rank], residuals[transport.rank]
+            return sc.sparse_allreduce(mine, self._k, comm=transport, residual=residual, **way)
 
         ranks = simulated.run(self._P, exchange, node_of_rank=[rank // 4 for rank in range(self._P)])
         result = ranks[0].value
@@ -114,11 +114,11 @@ class Training:
         if follow:
             self._velocity = MOMENTUM * self._velocity + result.to_dense() / self._P
             self.network.weights -= RATE * self._velocity
-        best = np.argpartition(-np.abs(whole), self._k)[: self._k]
+        best = np.argpartition(-np.abs(total), self._k)[: self._k]
         return {
             "found": len(np.intersect1d(best, result.indices)) / self._k,
-            "applied": float(np.abs(result.values).sum() / np.abs(whole[best]).sum()),
-            "exact": float(np.isclose(result.values, whole[result.indices], rtol=1e-5, atol=0).mean()),
+            "applied": float(np.abs(result.values).sum() / np.abs(total[best]).sum()),
+            "exact": float(np.isclose(result.values, total[result.indices], rtol=1e-5, atol=0).mean()),
             "KB": max(max(r.counters.bytes_sent, r.counters.bytes_received) for r in ranks) / 1000,
         }
 
@@ -165,8 +165,8 @@ def main() -> None:
     digits = load_digits()
     data = (digits.data / 16).astype(np.float32), digits.target
 
-    given = ["--ranks", options.ranks, "--density", options.density]
-    run = report.about("-m bench.recovery", given, threads=1)
+    arguments = ["--ranks", options.ranks, "--density", options.density]
+    run = report.about("-m bench.recovery", arguments, threads=1)
     cases = [(title, density, P) for title in EXPERIMENTS for density in densities for P in sizes]
     found: list[dict[str, Any]] = []
     for title, density, P in track(cases, description="training"):
@@ -181,14 +181,14 @@ def main() -> None:
 def table(found: list[dict[str, Any]], title: str, density: float) -> Table:
     rows = [row for row in found if (row["experiment"], row["density"]) == (title, density)]
     columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
-    made = Table("algorithm", title=f"{title}, density {number_text(density)}", title_justify="left")
+    result_table = Table("algorithm", title=f"{title}, density {number_text(density)}", title_justify="left")
     for name in ("ranks", *columns):
-        made.add_column(name, justify="right")
+        result_table.add_column(name, justify="right")
     for way in dict.fromkeys(row["way"] for row in rows):
         for row in (row for row in rows if row["way"] == way):
-            made.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
-        made.add_section()
-    return made
+            result_table.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
+        result_table.add_section()
+    return result_table
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reports of benchmarks: the lines about a run, tables, and the files that hold both."""
+"""Reports of benchmarks: lines that describe a run, tables, and files with both."""
 
 from __future__ import annotations
 
@@ -23,20 +23,6 @@ from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
 from sparsecomm.tensors.arrays import Array
 
-__all__ = [
-    "about",
-    "head",
-    "interval",
-    "number",
-    "parser",
-    "publish",
-    "quartiles",
-    "show",
-    "table",
-    "write",
-    "yes_or_no",
-]
-
 SETTINGS = (
     "OMPI_MCA_coll_tuned_",
     "OMPI_MCA_btl",
@@ -49,7 +35,7 @@ SETTINGS = (
 
 
 def about(program: str, arguments: list[str], ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
-    """Return the command, the machine and the versions. ``threads``: of each rank, if that is not the setting."""
+    """Return the command, the machine and the versions. ``threads``: per rank, if not the setting."""
     launch = f"mpirun -n {ranks} " if ranks > 1 else ""
     threads = threads or config.threads()
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
@@ -63,7 +49,7 @@ def about(program: str, arguments: list[str], ranks: int = 1, threads: int | Non
 
 
 def quartiles(times: Array, scale: float = 1.0) -> list[float]:
-    """Return lower quartile, median and upper quartile, leaving NaN out."""
+    """Return the lower quartile, the median and the upper quartile, ignoring NaN."""
     return [float(q) for q in np.nanpercentile(times * scale, [25, 50, 75])]
 
 
@@ -76,7 +62,7 @@ def head(run: dict[str, Any]) -> list[str]:
 
 
 def show(lines: list[str], tables: list[Table], file: TextIO | None = None, width: int = 200) -> None:
-    """Print to standard output, or to a file. mpirun gives ranks a terminal of its own, so nothing is coloured."""
+    """Print to standard output, or to a file. Without colours, since mpirun gives ranks a terminal."""
     console = Console(width=width, file=file, force_terminal=False)
     console.print("\n".join(lines), *tables, sep="\n", highlight=False, markup=False)
 
@@ -90,7 +76,7 @@ def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any
 
 
 def finite(value: Any) -> Any:
-    """Replace what JSON has not, NaN and infinity, by None."""
+    """Replace NaN and infinity, which JSON does not have, by ``None``."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -105,20 +91,20 @@ Column = tuple[str, Callable[[Any], object]]
 
 
 def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Table:
-    """Return a table with a line for each row; a column is its heading and what a row has there, None for nothing.
+    """Return a table; a column is a heading and a function from a row to a cell, or ``None`` for an empty cell.
 
-    ``options`` are those of `rich.table.Table`.
+    ``options`` are passed on to `rich.table.Table`.
     """
-    made = Table(**options)
+    result = Table(**options)
     for heading, _ in columns:
-        made.add_column(heading)
+        result.add_column(heading)
     for row in rows:
-        made.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
-    return made
+        result.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
+    return result
 
 
 def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str | None]:
-    """Return what formats a row's value of that name, in three digits for ``form`` ""; nothing for None and NaN."""
+    """Return a function that formats the value ``key`` of a row; an empty ``form`` means three digits."""
 
     def text(row: Row) -> str | None:
         value = row.get(key)
@@ -130,7 +116,7 @@ def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str 
 
 
 def interval(key: str, form: str = ".3f") -> Callable[[Row], str]:
-    """Return what formats a row's quartiles of that name."""
+    """Return a function that formats the quartiles ``key`` of a row."""
     return lambda row: " - ".join(format(quartile, form) for quartile in row[key])
 
 

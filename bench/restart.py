@@ -2,9 +2,9 @@
 
     python -m bench.restart --ranks 4 --parameters 25000000
 
-A worker is killed by SIGKILL. torchrun ends the others and starts all again, which load the checkpoint of a step before
-(`sparsecomm.torch.load`) and go on. Written are the seconds from the kill to what the last of the new ones does; and of
-PyTorch alone, with DDP, AdamW, `torch.save` and `torch.load`, which is killed in turn.
+A worker is killed by SIGKILL. torchrun ends the others and starts all again, which load the last checkpoint
+(`sparsecomm.torch.load`) and continue. The table has the seconds from the kill to events of the last new worker, and
+the same for PyTorch alone, with DDP, AdamW, `torch.save` and `torch.load`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     parser.add_argument("--worker", type=Path, help="be a worker, which notes what it does in this folder")
     parser.add_argument("--way", choices=WAYS, default="sparse", help="of a worker")
-    given = parser.parse_args()
-    if given.worker:
-        return worker(given.worker, given.parameters, given.way)
+    choices = parser.parse_args()
+    if choices.worker:
+        return worker(choices.worker, choices.parameters, choices.way)
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(given.kills):
+    for _ in range(choices.kills):
         for way, times in runs.items():
-            times.append(killed(given.ranks, given.parameters, way))
+            times.append(killed(choices.ranks, choices.parameters, way))
 
     def seconds(way: str, event: str) -> str:
         quartiles = report.quartiles(np.array([run[event] for run in runs[way]]))
@@ -56,10 +56,10 @@ def main() -> None:
         ("from the kill to", lambda event: EVENTS[event]),
         *((f"{name}: s (quartiles)", partial(seconds, way)) for way, name in WAYS.items()),
     ]
-    title = f"a worker of {given.ranks} dies under torchrun, {given.parameters / 1e6:.0f}M parameters"
+    title = f"a worker of {choices.ranks} dies under torchrun, {choices.parameters / 1e6:.0f}M parameters"
     about = report.about("-m bench.restart", sys.argv[1:], ranks=1, threads=1)
     table = report.table(EVENTS, columns, title=title)
-    report.publish(given.write, report.head(about), [table], {"run": about, "seconds": runs})
+    report.publish(choices.write, report.head(about), [table], {"run": about, "seconds": runs})
 
 
 def killed(ranks: int, parameters: int, way: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One call on simulated ranks: the shipped algorithm, on a problem that is small enough, at the cost of the whole one.
+"""One call on simulated ranks: the shipped algorithm on a smaller problem, at the cost of the full one.
 
 A problem of n elements and k entries is run with n/s and k/s. A message with H bytes of header and table and B other
 bytes then counts as H + s B bytes, and work on m entries or elements as work on s m.
@@ -25,8 +25,6 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport import simulated
 from sparsecomm.wire import HEADER_BYTES, CallSignature, Messages, Wire
 
-__all__ = ["Found", "Problem", "in_seconds", "simulate", "step_seconds"]
-
 _FLOAT32 = np.dtype(np.float32)
 
 # Algorithms with few messages and entries per rank; the numbers of ranks up to which these and others are simulated.
@@ -40,7 +38,7 @@ _MIN = 256  # entries per rank; with fewer, what a wire format adds to them woul
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked of the ranks.
+    """A call of all ranks.
 
     Attributes:
         n, k: elements, and entries that each rank selects.
@@ -91,13 +89,13 @@ def simulate(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> Foun
 
 
 def step_seconds(problem: Problem, P: int, algorithm: Algorithm, wire: Wire) -> float:
-    """Return what a call takes with its work: see `Found`."""
+    """Return the seconds of a call with its work, see `Found`."""
     n, k = _smaller(algorithm.name, P, problem.n, problem.k)
     return _call(problem, P, algorithm, wire, n, k, problem.costs).seconds
 
 
 def in_seconds(name: str, ranks: int) -> bool:
-    """Return whether so many ranks can be simulated in seconds."""
+    """Return whether an algorithm on ``ranks`` ranks can be simulated in seconds."""
     inner = name.partition(":")[2] or name
     return ranks <= (_MAX_FEW if inner in _FEW or name == "hierarchical" else _MAX)
 
@@ -122,7 +120,7 @@ def _smaller(name: str, P: int, n: int, k: int) -> tuple[int, int]:
 
 
 class _Taken(NamedTuple):
-    """What a call takes: the rank that is done last, and those that send, receive and do either most."""
+    """The cost of a call: of the last rank in time, and of the ranks with the most bytes and messages."""
 
     seconds: float
     bytes_sent: int
@@ -131,13 +129,13 @@ class _Taken(NamedTuple):
 
 
 def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k: int, costs: Costs) -> _Taken:
-    """Run calls with n elements and k entries, at the cost of the whole problem; return what the last one takes.
+    """Run calls with n elements and k entries, at the cost of the full problem; return the cost of the last one.
 
     It is the second one where an algorithm keeps something from the first.
     """
     scale = problem.n / n
     call = CallSignature(algorithm.name, DTYPES["float32"].code, 0, wire.code, n, k)
-    weights: dict[int, int] = {}  # by id, of messages: of all that are made, so that none has the id of an earlier one
+    weights: dict[int, int] = {}  # by id of the message; all messages are kept, so that ids are unique
     common = _indices(np.random.default_rng([n, k]), n, round(problem.common * k))
 
     def program(transport: simulated.SimulatedTransport) -> list[_Taken]:
@@ -180,7 +178,7 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
 
 
 class _Weighed(Messages):
-    """Messages, and the bytes that each would have in the whole problem. Messages of words are not scaled."""
+    """Messages with their bytes in the full problem. Messages of words are not scaled."""
 
     weights: dict[int, int]
     scale: float
@@ -206,7 +204,7 @@ class _Weighed(Messages):
 
 
 class _Gradient:
-    """In place of a `Contribution`: one of which only the top-k exists, entries at random indices."""
+    """Replaces a `Contribution`: only the top-k exists, with entries at random indices."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
     mpirun -n 2 python -m pytest bench/test_collectives.py
 
 All ranks begin a round together, and its time is that of the rank which takes longest. Between ranks of one machine
-bytes travel through memory: what a network makes of them is told by ``bytes_sent``, the payload that the rank which
-sends most sends per call, as counted by the transport.
+bytes travel through memory. ``bytes_sent`` is the payload per call of the rank that sends most, as counted by the
+transport.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench.contenders import CONTENDERS, Contender, Ours
+from bench.compare.contenders import CONTENDERS, Contender, Ours
 from sparsecomm import transport
 from sparsecomm.cli.bench.runners import Vectors
 

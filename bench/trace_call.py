@@ -37,7 +37,7 @@ entered: dict[str, None] = {}  # files, in order
 
 
 class FromSource:
-    """Finds modules of the package by their ``.py`` file, also where a compiled one stands beside it."""
+    """Finds modules of the package by their ``.py`` file, even if a compiled module is beside it."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -74,7 +74,7 @@ def watch_compiled(module: ModuleType) -> None:
 
 
 def watch() -> None:
-    """Note what is entered, on all threads that begin from now on. Nothing of the package has been imported yet."""
+    """Record the entered files, on all threads that start from now on. Call it before importing the package."""
     assert PACKAGE not in sys.modules
     sys.meta_path.insert(0, FromSource)  # type: ignore[arg-type]
     execute = ExtensionFileLoader.exec_module
@@ -101,9 +101,9 @@ def watch() -> None:
     start = _thread.start_new_thread
 
     def started(function: Callable[..., Any], *arguments: Any) -> int:
-        def run(*given: Any, **options: Any) -> None:
+        def run(*args: Any, **options: Any) -> None:
             sys.setprofile(profile)
-            function(*given, **options)
+            function(*args, **options)
 
         return start(run, *arguments)
 
@@ -113,7 +113,7 @@ def watch() -> None:
 
 
 def call() -> Callable[[], None]:
-    """Return what makes a call over MPI."""
+    """Return a function that makes a call over MPI."""
     import numpy as np
 
     import sparsecomm as sc
@@ -123,7 +123,7 @@ def call() -> Callable[[], None]:
 
 
 def step() -> Callable[[], None]:
-    """Return what makes a step of DDP's hook, over gloo."""
+    """Return a function that makes a step with DDP's hook, over gloo."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

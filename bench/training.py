@@ -54,9 +54,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (3)")
     parser.add_argument("--width", type=int, default=2048, help="of the model's layers (2048: 11.5M parameters)")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step (4)")
-    parser.add_argument(
-        "--parts", type=int, default=16, help="gradients of which exchange and computation overlap (16)"
-    )
+    parser.add_argument("--parts", type=int, default=16, help="number of gradients, with overlap (16)")
     parser.add_argument("--elements", type=int, default=1 << 23, help="of all these gradients (2^23)")
     parser.add_argument("--density", type=float, default=DENSITY, help=f"({DENSITY})")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")

@@ -1,12 +1,13 @@
-"""How long do ranks compute, and how long do they wait, where they are not equally fast?
+"""Measure how long ranks of different speed compute and wait.
 
     mpirun -n 8 python -m bench.uneven [--sync-every 20] [--unit 0.01] [--deadline 2 --stall 3]
 
-Local steps are slept, so that many ranks can share a core: a step of rank r takes ``--unit`` times its number in
+Local steps sleep, so that many ranks can share a core: a step of rank r takes ``--unit`` times its number in
 ``--speeds``. Each line is a training by `sparsecomm.LocalSteps`: with equally many local steps on all ranks, by speed,
-and by speed with exchanges that go on for a tenth of a round. "Computing" is the time of local steps / the time of the
-rounds, the mean over ranks; the first round, in which speeds are measured, is left out. With ``--stall`` one local step
-of the first rank takes so many seconds in the middle of the training, and with ``--deadline`` the others go on without.
+and by speed with exchanges in the background for a tenth of a round. "Computing" is the time of local steps / the time
+of the rounds, on average over the ranks, without the first round, in which speeds are measured. With ``--stall`` one
+local step of the first rank takes that many seconds in the middle of the training; with ``--deadline`` the others
+continue without it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 HIERARCHICAL = "hierarchical"
-_LSTM = 196_743  # weights of the LSTM of examples/convergence.py
+_LSTM = 196_743  # weights of the LSTM of bench/experiments/convergence
 N, K = 25_600_000, 25_600  # what bytes per entry are given for
 
 
@@ -201,7 +201,7 @@ def slow_links_losses() -> list[list[str]] | str:
 
 
 def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:
-    """Return the trainings of examples/adamw_rules.py at the best rate: its value, and the outcomes by seed.
+    """Return the trainings of bench/experiments/adamw_rules.py at the best rate: its value, and the outcomes by seed.
 
     Keys are the model, beta2, P, the way and its settings. Rates with fewer seeds only served to find the best.
     """
@@ -232,20 +232,20 @@ def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, di
 def _adamw_rows(*, betas: bool) -> list[list[str]]:
     """Return rows of trainings: with ``betas`` of dense and SparseAdamW; else of all ways, P = 8, beta2 = 0.95."""
     best = _adamw_trainings()
-    dense = {(model, b2, told): found for (model, b2, _, way, told), (_, found) in best.items() if way == "dense"}
+    dense = {key[:2] + key[4:]: found for key, (_, found) in best.items() if key[3] == "dense"}
     compared = {(model, beta2) for model, beta2, _, way, _ in best if way == "sparse_adamw"}
     rows = []
-    for (model, beta2, P, way, told), (rate, found) in best.items():
-        if betas and (way not in ("dense", "sparse_adamw") or "lion" in told or (model, beta2) not in compared):
+    for (model, beta2, P, way, settings), (rate, found) in best.items():
+        if betas and (way not in ("dense", "sparse_adamw") or "lion" in settings or (model, beta2) not in compared):
             continue
         if not betas and (model, beta2, P) != ("transformer", 0.95, 8):
             continue
         losses = [outcome["loss"] for outcome in found.values()]
         spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
-        theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in told else ""]
+        theirs = dense[model, beta2, "optimizer=lion" if "optimizer=lion" in settings else ""]
         above = np.mean([outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items()])
         outcome = next(iter(found.values()))
-        row = [f"`{way}`", told, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
+        row = [f"`{way}`", settings, f"x {rate:g}", f"{np.mean(losses):.3f}{spread}"]
         row += [f"{above:+.3f}" if way != "dense" else "", number_text(outcome["bytes"]), f"{outcome['ring']:.0f}"]
         first = (model, f"{beta2:g}", str(P)) if betas else ()
         order = (model, beta2, way != "dense", -outcome["bytes"], P) if betas else (np.mean(losses),)
@@ -277,7 +277,7 @@ def gpt2() -> list[list[str]]:
 
 
 def few_bits() -> list[list[str]]:
-    """Return the trainings of the LSTM by examples/convergence.py with values of few bits, each at its best rate."""
+    """Return the trainings of the LSTM by bench/experiments/convergence with few bits, each at its best rate."""
     names = {"allgather": "Top-k (`allgather`)"}
     groups: dict[tuple[int, str, str, float, float], dict[tuple[float, float], dict[int, dict[str, Any]]]] = {}
     dense: dict[int, float] = {}

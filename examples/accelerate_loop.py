@@ -47,7 +47,7 @@ if arguments.adamw:  # sparsecomm: this optimizer exchanges gradients itself
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-# sparsecomm: gradients are exchanged sparsely. Checkpoints include what each rank has not sent yet.
+# sparsecomm: gradients are exchanged sparsely. Checkpoints include each rank's residuals.
 sparse = register(accelerator, model, optimizer, 0.1)
 
 begin = 0

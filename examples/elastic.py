@@ -1,4 +1,4 @@
-"""A training that goes on with fewer ranks, or with more, from checkpoints: PyTorch under torchrun, without MPI.
+"""A training that continues with fewer or more ranks, from checkpoints: PyTorch under torchrun, without MPI.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=localhost:29400 \\

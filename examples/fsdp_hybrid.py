@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 4 examples/fsdp_hybrid.py --local-steps 10
 
 In each step every rank exchanges its shard of the gradient with the rank that holds the same shard of the other
-replica. With ``--local-steps`` it is once in so many steps, and what they did (DiLoCo). Replicas are what slow links
-lie between: pass their number with ``--replicas``. A small network learns scikit-learn's digits. Each epoch ends with a
-checkpoint, and another call goes on from there. What switches sparsecomm on stands below ``# sparsecomm:``.
+replica. With ``--local-steps N`` ranks exchange the change of their shards once in N steps (DiLoCo). Slow links are
+between replicas: pass their number with ``--replicas``. A small network learns scikit-learn's digits. Each epoch ends
+with a checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sparsecomm.torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--replicas", type=int, default=2)
-parser.add_argument("--local-steps", type=int, default=0, help="in a round; 0: sum gradients in each step")
+parser.add_argument("--local-steps", type=int, default=0, help="steps per round; 0: sum gradients in each step")
 parser.add_argument("--folder", type=Path, default=Path("checkpoints/fsdp_hybrid"))
 arguments = parser.parse_args()
 
@@ -55,14 +55,14 @@ for layer in (model[2], model):
 replicas = mesh["replicate"].get_group()
 if arguments.local_steps:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    # sparsecomm: FSDP sums within each replica; optimizer.step() brings them together at the end of a round.
+    # sparsecomm: FSDP sums within each replica; optimizer.step() exchanges between replicas at the end of a round.
     sparse = sparsecomm.torch.DiLoCo(model, optimizer, sync_every=arguments.local_steps, comm=replicas)
     reducers = sparse.reducers
 else:
     sparse = sparsecomm.torch.register_fsdp(model, 0.1, comm=replicas)  # sparsecomm: shards are exchanged sparsely
     optimizer, reducers = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), (sparse.reducer,)
 
-# sparsecomm: every rank saves its shards, and what it has not sent yet. As many go on, with the same --replicas.
+# sparsecomm: every rank saves its shards and residuals. A later run needs the same ranks and --replicas.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
 found = sparsecomm.torch.load(arguments.folder, objects)
 begin = found.step if found else 0
@@ -78,7 +78,7 @@ for epoch in range(begin, arguments.epochs):
     sparsecomm.torch.save(arguments.folder, epoch + 1, objects)
 
 if isinstance(sparse, sparsecomm.torch.DiLoCo):
-    # sparsecomm: the global parameters are the result, of which this rank has its shards.
+    # sparsecomm: the result is the global parameters; this rank has its shards of them.
     sparse.finish()
     sparse.write_global_parameters()
 sparse.remove()

@@ -1,11 +1,11 @@
-"""A training that goes on when a rank dies.
+"""A training that continues when a rank dies.
 
     mpirun --with-ft ulfm -n 4 python examples/lost_rank.py
 
-A linear classifier learns ten clouds of points. In epoch 3 rank 1 is killed. The others agree on who is left, and go on
-from where they are: nobody loads a checkpoint. Before epoch 6 a new process takes the place of the lost one, and gets
-weights, epoch and the state of the `Reducer` from the others. What that takes stands below ``# sparsecomm:``. It needs
-Open MPI 5.
+A linear classifier learns ten clouds of points. In epoch 3 rank 1 is killed. The others agree on the surviving
+ranks and continue without a checkpoint. Before epoch 6 a new process replaces the lost one, and receives weights, epoch
+and the state of the `Reducer` from the others. Comments with ``# sparsecomm:`` mark the lines for that. Requires Open
+MPI 5.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ epoch = 0
 
 
 def points(*seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of noisy points, and their classes."""
+    """Return a batch of noisy points, and their classes."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, BATCH)
     return (centres[labels] + 4 * random.normal(size=(BATCH, FEATURES))).astype(np.float32), labels
 
 
 def gradients(x: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Those of the cross entropy."""
+    """Return the gradients of the cross-entropy."""
     scores = x @ weights["w"] + weights["b"]
     p = np.exp(scores - scores.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -50,7 +50,7 @@ def gradients(x: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def catch_up(joining: bool) -> None:
-    """Bring a new rank to where the others are."""
+    """Bring a new rank to the state of the others."""
     global epoch
     rebuilt = reducer.rebuild(comm, joining=joining)
     epoch = comm.bcast(epoch)
@@ -59,14 +59,14 @@ def catch_up(joining: bool) -> None:
     print(f"rank {comm.Get_rank()}: {rebuilt}\n", end="", flush=True)
 
 
-# sparsecomm: a process that `grow` has started joins those who started it, and has no state yet.
+# sparsecomm: a process started by `grow` joins the ranks that started it, and has no state yet.
 larger = sc.join()
 comm = larger or MPI.COMM_WORLD
 new = larger is not None
 if new:
     catch_up(joining=True)
 while epoch < arguments.epochs:
-    # sparsecomm: another process for the one that was lost.
+    # sparsecomm: start a process in place of the lost one.
     if epoch == arguments.replace and not new and comm.Get_size() < MPI.COMM_WORLD.Get_size():
         comm = sc.grow(comm)
         catch_up(joining=False)
@@ -77,8 +77,8 @@ while epoch < arguments.epochs:
         try:
             reducer.reduce(means)
         except sc.RankFailedError as error:
-            # sparsecomm: all survivors come here in the same step. They agree on who is left, and go on. Of the step
-            # that failed they apply what all have summed; the rest waits in residuals.
+            # sparsecomm: all survivors raise in the same step. They agree on the surviving ranks and continue. They
+            # apply the sums that all have received in the failed step; the residuals keep the rest.
             print(f"rank {comm.Get_rank()}: {error}\n", end="", flush=True)
             comm = sc.shrink(comm)
             print(f"now rank {comm.Get_rank()}: {reducer.rebuild(comm)}\n", end="", flush=True)
@@ -93,4 +93,4 @@ checksum = zlib.crc32(b"".join(values.tobytes() for values in weights.values()))
 who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 print(f"{who}: {reducer.step} steps, accuracy {accuracy:.1%}, weights {checksum:08x}\n", end="", flush=True)
 
-signal.alarm(10)  # now and then Open MPI's MPI_Finalize waits for ever where a rank has died
+signal.alarm(10)  # MPI_Finalize of Open MPI sometimes hangs after a rank has died

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/torch_ddp.py
 
-A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
-What switches sparsecomm on stands below ``# sparsecomm:``.
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, from which the next run continues.
+Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ddp = DistributedDataParallel(model)
 sparse = sparsecomm.torch.register(ddp, 0.1)  # sparsecomm: gradients are exchanged sparsely
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
-# sparsecomm: every rank saves its own, since what it has not sent yet is its own; their number may change.
+# sparsecomm: every rank saves its own residuals. A later run may have another number of ranks.
 objects = {"model": model, "optimizer": optimizer, "sparse": sparse}
 found = sparsecomm.torch.load(arguments.folder, objects)
 begin = found.step if found else 0

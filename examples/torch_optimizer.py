@@ -2,8 +2,8 @@
 
     mpirun -n 2 python examples/torch_optimizer.py
 
-A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, and another call goes on from there.
-What switches sparsecomm on stands below ``# sparsecomm:``.
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, from which the next run continues.
+Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 sparsecomm.torch.broadcast_parameters(model.state_dict())
 optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters(), 0.1)
 
-# sparsecomm: the optimizer's state has what a rank has not sent yet, so every rank saves its own.
+# sparsecomm: the optimizer's state includes the rank's residuals, so every rank saves its own.
 objects = {"model": model, "optimizer": optimizer}
 found = sparsecomm.torch.load(arguments.folder, objects)
 begin = found.step if found else 0

@@ -1,11 +1,20 @@
-"""``python -m bench.compare``: see `bench.compare.options`."""
+"""Every algorithm of sparsecomm beside every baseline, on the same inputs, in one run.
+
+    mpirun -n 8 python -m bench.compare                                     25.6M elements, density 0.001
+    mpirun -n 8 python -m bench.compare --n 4e6 --densities 0.001,0.01,0.1  the density above which dense wins
+
+docs/reports/baselines.md describes the timing and the checks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,26 +22,31 @@ from mpi4py import MPI
 from rich.table import Table
 
 from bench import report
-from bench.compare import links, tables
-from bench.compare.options import COMM, parsed, refusal
-from bench.contenders import CONTENDERS, Ours, wrong_elements
+from bench.compare import tables
+from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
+from bench.compare.tables import DENSE, SPARSE
+from sparsecomm import transport
+from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.bench.runners import Vectors
 from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
+from sparsecomm.wire import WIRES
 
+COMM = MPI.COMM_WORLD
+ARRAYS = 10  # arrays of n float32 that a rank has at once, at most: torch.topk takes four for itself
 Run = dict[str, Any]
 
 
 def main() -> int:
     options = parsed()
-    if why := refusal(options):
+    if text := problem(options):
         if COMM.rank == 0:
-            print(f"bench.compare: {why}", file=sys.stderr, flush=True)
+            print(f"bench.compare: {text}", file=sys.stderr, flush=True)
         return 2
-    link_of = {"measured": links.measured_link(COMM)}
-    if (given := links.given_link()) is not None:
-        link_of["given"] = given
+    link_of = {"measured": measured_link()}
+    if (link := given_link()) is not None:
+        link_of["given"] = link
     run: Run = report.about("-m bench.compare", sys.argv[1:], COMM.size) | {
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "P": COMM.size,
@@ -45,10 +59,102 @@ def main() -> int:
     }
     gradient = np.random.default_rng([0, COMM.rank]).standard_normal(options.n, dtype=np.float32)
     comparison = Comparison(options, Vectors(COMM, gradient), run)
-    made = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
+    all_tables = comparison.by_density() if options.densities else comparison.at_one_density(link_of)
     if COMM.rank == 0:
-        report.publish(options.write and options.write / options.name, heading(run, link_of), made, run)
+        report.publish(options.write and options.write / options.name, heading(run, link_of), all_tables, run)
     return 1 if run["wrong"] else 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args()
+    drain = (1 << 20 if os.environ.get("SLOW_NETWORK_LINK") else 0) if options.drain is None else options.drain
+    options.drain = max(0, int(drain))
+    options.n, options.only = int(options.n), set(options.only)
+    options.name = options.name or f"{'densities' if options.densities else 'compare'}-{COMM.size}"
+    if unknown := options.only - set(CONTENDERS):
+        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join(CONTENDERS)}")
+    if not all(0 < d <= 1 for d in options.densities or [options.density]) or options.n < 1:
+        parser.error("expected n >= 1 and densities in (0, 1]")
+    if min(options.rounds, options.slow_rounds, options.calls) < 1:
+        parser.error("--rounds, --slow-rounds and --calls must be at least 1")
+    options.slow_rounds = min(options.slow_rounds, options.rounds)
+    if options.densities:
+        options.only &= {*SPARSE, *DENSE}
+        if not options.only & set(SPARSE) or not options.only & set(DENSE):
+            parser.error("--densities needs a sparse one of ours and a dense one among --only")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = report.parser(__doc__, prog="python -m bench.compare")
+    usual = [name for name, contender in CONTENDERS.items() if contender.usual]
+    parser.add_argument("--n", type=float, default=25.6e6, help="elements (25.6e6)")
+    parser.add_argument("--density", type=float, default=0.001, help="k/n (0.001)")
+    parser.add_argument(
+        "--densities",
+        type=lambda text: sorted(map(float, text.split(","))),
+        metavar="D,D,...",
+        help="instead of the comparison: from which density on dense wins",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="timings of each (7)")
+    parser.add_argument("--slow-rounds", type=int, default=3, help="rounds in which slow baselines take part (3)")
+    parser.add_argument(
+        "--calls", type=int, default=1, help="calls in a row whose mean is a timing; short messages need several (1)"
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=usual,
+        metavar="NAME,...",
+        help=f"of {', '.join(CONTENDERS)} ({', '.join(usual)})",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        metavar="BYTES",
+        help="sent by all before each timing, to use up the bursts of a link that is limited by a "
+        "token bucket (2^20 if SLOW_NETWORK_LINK is set)",
+    )
+    parser.add_argument("--wire", default="plain", choices=["auto", *WIRES], help="sparsecomm's format (plain)")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
+    parser.add_argument("--name", metavar="STEM", help="name of these files")
+    return parser
+
+
+def problem(options: argparse.Namespace) -> str | None:
+    """Return why this run is impossible, or ``None``. Hosts of an emulated network share the memory of one machine."""
+    boot_ids = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    needed = boot_ids.count(boot_ids[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
+    text = None
+    if needed > available:
+        text = f"{needed / 2**30:.1f} GiB needed, {available / 2**30:.1f} available: take a smaller --n"
+    try:
+        if COMM.rank == 0 and options.write:
+            options.write.mkdir(parents=True, exist_ok=True)
+            for kind in ("json", "txt"):
+                (options.write / f"{options.name}.{kind}").open("a").close()
+    except OSError as error:
+        text = f"cannot write: {error}"
+    return next(filter(None, COMM.allgather(text)), None)
+
+
+def measured_link(seconds: float = 2.0) -> Link:
+    """Return the slowest link between ranks, measured with messages of the library. Collective."""
+    return Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport.of(COMM), seconds).slowest
+
+
+def given_link() -> Link | None:
+    """Return the link in the JSON file that ``SLOW_NETWORK_LINK`` names, of `bench.slow_network`."""
+    path = os.environ.get("SLOW_NETWORK_LINK")
+    if not path:
+        return None
+    try:
+        link = json.loads(Path(path).read_text())
+        return Link(float(link["alpha"]), float(link["beta"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"SLOW_NETWORK_LINK={path}: {error!r}; expected a JSON file with alpha and beta") from error
 
 
 class Comparison:
@@ -73,9 +179,9 @@ class Comparison:
         }
         for runner in runners.values():
             runner.close()
-        made = [tables.timing_table(self.run["times"])]
-        made += [tables.bound_table(self.run["bounds"], link_of)] if self.run["bounds"] else []
-        return made + ([tables.ratio_table(self.run["ratios"])] if self.run["ratios"] else [])
+        all_tables = [tables.timing_table(self.run["times"])]
+        all_tables += [tables.bound_table(self.run["bounds"], link_of)] if self.run["bounds"] else []
+        return all_tables + ([tables.ratio_table(self.run["ratios"])] if self.run["ratios"] else [])
 
     def by_density(self) -> list[Table]:
         """Time ours and the dense ones, density by density."""
@@ -90,19 +196,21 @@ class Comparison:
 
     def runners(self, k: int) -> dict[str, Runner]:
         """Set up all contenders that were asked for and work here, and check a step of each."""
-        made: dict[str, Runner] = {}
+        working: dict[str, Runner] = {}
         for name, contender in CONTENDERS.items():
             if name in self.options.only:
                 try:
-                    made[name] = contender.make(self.vectors, k, self.options.wire)
-                except ValueError as error:  # on every rank
+                    working[name] = contender.make(self.vectors, k, self.options.wire)
+                except ValueError as error:  # raised on every rank
                     say(f"left out: {error}")
-        for name, runner in made.items():
+        for name, runner in working.items():
             counts = COMM.allgather(wrong_elements(CONTENDERS[name], runner, self.vectors, k))
-            said = [f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong]
-            say(f"WRONG: {said[0]}" if said else f"checked {name}")
-            self.run["wrong"] += said
-        return made
+            failures = [
+                f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong
+            ]
+            say(f"WRONG: {failures[0]}" if failures else f"checked {name}")
+            self.run["wrong"] += failures
+        return working
 
     def measure(self, runners: dict[str, Runner], say: Any) -> dict[tuple[str, str], Timing]:
         """Time all in turn, round by round, so that a change of the machine's speed meets all alike."""
@@ -147,7 +255,7 @@ def heading(run: Run, link_of: dict[str, Link]) -> list[str]:
     return [
         *report.head(run),
         f"# {run['mpi']}; MPI's allreduce is {'its ring' if tables.launched_ring() else 'the one it chooses'}",
-        f"# {what}; {links.link_text(link_of)}",
+        f"# {what}; {tables.link_text(link_of)}",
         f"# before each timing all send {run['drain']:,} bytes, to use up bursts",
         f"# {len(run['wrong'])} results wrong",
         *(f"# WRONG: {text}" for text in run["wrong"]),

@@ -10,8 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from bench import report
-from bench.compare.links import link_text
-from bench.contenders import CONTENDERS, Ours
+from bench.compare.contenders import CONTENDERS, Ours
 from bench.report import interval, number, quartiles, yes_or_no
 from sparsecomm.cli.bench.timing import Runner, Timing
 from sparsecomm.primitives.costs import Costs, Link
@@ -25,12 +24,20 @@ DENSE = ["dense", "dense-ring", "dense-mpi"]
 TARGETED = (8, 25_600_000, 25_600)  # P, n, k
 
 
+def link_text(links: dict[str, Link]) -> str:
+    """Describe links by their source."""
+    return "; ".join(
+        f"{source}: alpha = {link.alpha * 1e6:.1f} us, beta = {link.beta * 1e9:.3f} ns/byte"
+        for source, link in links.items()
+    )
+
+
 def launched_ring() -> bool:
-    """Return whether Open MPI was told to take its ring for allreduce."""
-    said = {
+    """Return whether Open MPI uses its ring for allreduce."""
+    settings = {
         name: os.environ.get(f"OMPI_MCA_coll_tuned_{name}") for name in ("use_dynamic_rules", "allreduce_algorithm")
     }
-    return said == {"use_dynamic_rules": "1", "allreduce_algorithm": "4"}
+    return settings == {"use_dynamic_rules": "1", "allreduce_algorithm": "4"}
 
 
 def rings() -> list[str]:
@@ -130,7 +137,7 @@ def bound_table(rows: list[Row], links: dict[str, Link]) -> Table:
 
 
 def ratio_rows(times: Times, problem: tuple[int, int, int]) -> list[Row]:
-    """Return how much faster ours is. Dense ring and ours: the fastest that ran, of each.
+    """Return our speed-ups. "Dense ring" and "ours" are the fastest that ran, of each.
 
     Args:
         problem: P, n and k. Targets are for one problem.
@@ -211,8 +218,8 @@ def density_table(rows: list[Row]) -> Table:
         columns += [(f"{name}: ours, ms", side(kind, "ours")), ("dense, ms", side(kind, "dense"))]
         columns.append(("ratio", lambda row, kind=kind: f"{row[kind]['ratio']:.2f}"))
         columns.append(("winner", lambda row, kind=kind: row[kind]["winner"]))
-    said = "; ".join(f"{name}: {_crossing_text(rows, kind)}" for kind, name in KINDS.items())
-    return report.table(rows, columns, title="sparse against dense: the fastest of each", caption=said)
+    crossings = "; ".join(f"{name}: {_crossing_text(rows, kind)}" for kind, name in KINDS.items())
+    return report.table(rows, columns, title="sparse against dense: the fastest of each", caption=crossings)
 
 
 def _crossing_text(rows: list[Row], kind: str) -> str:

@@ -1,1 +1,1 @@
-"""One page of all results, with tables and plots: ``make report``, or ``python -m bench.page``."""
+"""A page of all results with tables and plots: ``make report``, or ``python -m bench.page``."""

@@ -1,4 +1,4 @@
-"""Result files: what kind each is, which command made it, and when."""
+"""Result files: their kind, the command that made them, and their tables."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "Result", "read"]
-
-# By which keys a kind of file is known, the first that fits.
-KINDS: dict[str, tuple[str, ...]] = {
-    "pytest-benchmark": ("machine_info", "benchmarks"),
-    "convergence": ("runs", "trainings"),
+# A file is of the first kind whose keys are all in the file, or else in its first row.
+FILE_KINDS: dict[str, tuple[str, ...]] = {
     "compare": ("times", "ratios", "bounds"),
     "densities": ("densities", "crossings"),
-    "beyond": ("errors", "cells", "work"),
-    "training": ("run", "ddp"),
+    "ddp": ("run", "ddp"),
     "hook": ("run", "hook"),
     "overlap": ("run", "overlap"),
-    "local-steps round": ("run", "round"),
-    "calls": ("run", "calls"),
-    "utilisation": ("setting", "runs", "rows"),
+    "round": ("run", "round"),
 }
-# The same by the keys of the rows.
 ROW_KINDS: dict[str, tuple[str, ...]] = {
     "bench": ("time_median_us", "algorithm_taken"),
     "model": ("formula_step_seconds", "messages_per_rank"),
@@ -32,95 +24,103 @@ ROW_KINDS: dict[str, tuple[str, ...]] = {
     "auto": ("fastest", "candidates"),
     "paper": ("slowdown", "method", "model"),
     "gpu": ("called_us",),
-    "kernels": ("against", "ours_ms"),
     "recovery": ("experiment", "way"),
-    "local-steps bytes": ("way", "received"),
-    "local steps": ("setting", "outcome"),
 }
 
 
 @dataclass(frozen=True)
 class Result:
-    """The contents of a result file.
+    """The contents of a result file; of a file of lines, their list as ``rows``."""
 
-    Attributes:
-        name: the file's name without its ending.
-        path: the file.
-        kind: a key of `KINDS` or `ROW_KINDS`; "other" for what is none of them.
-        data: the contents; of a file of lines, their list as ``rows``.
-    """
-
-    name: str
     path: Path
-    kind: str
     data: dict[str, Any]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the file's main table; empty if there is none."""
-        found = self.data.get("rows", [])
-        return found if isinstance(found, list) else []
+        """The rows of the main table; empty if there is none."""
+        rows = self.data.get("rows", [])
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+    @property
+    def kind(self) -> str:
+        """A key of `FILE_KINDS` or `ROW_KINDS`, or "other"."""
+        first: dict[str, Any] = next(iter(self.rows), {})
+        for kinds, keys_of in ((FILE_KINDS, self.data), (ROW_KINDS, first)):
+            for kind, keys in kinds.items():
+                if all(key in keys_of for key in keys):
+                    return kind
+        return "other"
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the file says of the run: command, machine, versions, date."""
-        runs = self.data.get("runs")
+        """Command, machine and date of the run."""
+        runs, machine = self.data.get("runs"), self.data.get("machine_info")
         if isinstance(runs, list) and runs:
-            return {**runs[0], "command": "; ".join(run["command"] for run in runs[:3])}
-        run = self.data.get("run") or self.data.get("header") or self.data
-        machine = self.data.get("machine_info")
+            return {**runs[0], "command": "\n".join(run["command"] for run in runs[:3])}
         if isinstance(machine, dict):
-            own = machine.get("sparsecomm", {})
-            said = (
-                f"{machine.get('machine')}, {machine.get('cores')} cores, {own.get('simd')}; {own.get('ranks')} rank(s)"
-            )
-            return {"command": "pytest bench --benchmark-json", "machine": said, "date": self.data.get("datetime")}
+            text = f"{machine.get('machine')}, {machine.get('cores')} cores"
+            return {"command": "pytest bench --benchmark-json", "machine": text, "date": self.data.get("datetime")}
+        run = self.data.get("run") or self.data.get("header") or self.data
         return run if isinstance(run, dict) else {}
 
     @property
-    def where(self) -> str:
-        """The machine and the date, in a line."""
-        about = self.about
-        said = [about.get("machine"), about.get("device"), about.get("date")]
-        return "; ".join(str(text) for text in said if text)
+    def text(self) -> str | None:
+        """The tables that the command wrote beside the file, if it did."""
+        file = self.path.with_suffix(".txt")
+        return file.read_text() if file.exists() else None
+
+    @property
+    def pictures(self) -> list[Path]:
+        """The pictures that the command wrote beside the file."""
+        folder, stem = self.path.parent, self.path.stem
+        return sorted([*folder.glob(f"{stem}.png"), *folder.glob(f"{stem}-*.png")])
+
+    @property
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """All lists of rows in the file, by name; rows within rows are flattened."""
+        lists = {name: rows for name, rows in self.data.items() if isinstance(rows, list) and rows}
+        return {
+            name: [_flat(row) for row in rows]
+            for name, rows in lists.items()
+            if name != "runs" and all(isinstance(row, dict) for row in rows)
+        }
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{key} {name}" if name in row else name: inner for name, inner in _flat(value).items()}
+        elif not isinstance(value, list):
+            flat[key] = value
+    return flat
 
 
 def read(paths: Iterable[Path]) -> list[Result]:
     """Return the results of files, and of all .json and .jsonl files in folders, by name.
 
     Raises:
-        ValueError: a file is no JSON, or there is none.
-        OSError: it cannot be read.
+        ValueError: a file is not JSON, or there is none.
+        OSError: a file cannot be read.
     """
-    found = []
-    for path in paths:
-        inside = sorted([*path.glob("*.json"), *path.glob("*.jsonl")]) if path.is_dir() else [path]
-        found += [_read(file) for file in inside]
-    if not found:
+    files = [
+        file
+        for path in paths
+        for file in (sorted([*path.glob("*.json"), *path.glob("*.jsonl")]) if path.is_dir() else [path])
+    ]
+    if not files:
         raise ValueError("there is no .json or .jsonl file to report on")
-    return found
+    return [_read(file) for file in files]
 
 
 def _read(file: Path) -> Result:
     try:
         text = file.read_text()
-        whole = (
-            {"rows": [json.loads(line) for line in text.splitlines() if line.strip()]}
-            if file.suffix == ".jsonl"
-            else json.loads(text)
-        )
+        if file.suffix == ".jsonl":
+            return Result(file, {"rows": [json.loads(line) for line in text.splitlines() if line.strip()]})
+        data = json.loads(text)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: it is no text") from error
+        raise ValueError(f"{file}: it is not text") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: it is no JSON ({error})") from error
-    data = whole if isinstance(whole, dict) else {"rows": whole}
-    return Result(file.stem, file, _kind(data), data)
-
-
-def _kind(data: dict[str, Any]) -> str:
-    rows = data.get("rows")
-    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-    for kind, keys in KINDS.items():
-        if all(key in data for key in keys):
-            return kind
-    return next((kind for kind, keys in ROW_KINDS.items() if all(key in first for key in keys)), "other")
+        raise ValueError(f"{file}: it is not JSON ({error})") from error
+    return Result(file, data if isinstance(data, dict) else {"rows": data})

@@ -5,7 +5,7 @@
 
 P ranks share this machine, so time is dilated: the links have 1 Gb/s divided by P, and times are divided by P. In
 dilated time every rank has as many cores as the machine, and the links 1 Gb/s. ``run`` needs what
-`bench.slow_network` needs. It keeps each result in ``--file`` as it comes; started again, it goes on from there.
+`bench.slow_network` needs. It writes results to ``--file`` one by one; start it again to continue.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main() -> int:
         return 1
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
-    made = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
+    all_tables = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
     report.publish(
         stem,
         [*report.head(run), *tables.notes(rows)],
-        made,
+        all_tables,
         run | {"rows": rows, "pages": tables.pages(rows)},
         width=200,
     )

@@ -70,7 +70,7 @@ class Cell:
 
 
 def simulated_seconds(model: Model, P: int, taken: Candidate, costs: Costs) -> float:
-    """Return the seconds of a call on simulated ranks, of which no two select the same entries on purpose."""
+    """Return the seconds of a call on simulated ranks, whose selections overlap only by chance."""
     problem = Problem(model.n, model.k, costs, common=0.0)
     return simulate.simulate(problem, P, taken.algorithm, taken.wire).step_seconds
 
@@ -121,14 +121,14 @@ def held_against(rows: list[Row]) -> list[Row]:
         predicted = simulated_seconds(model, P, choice.decide(query, costs), costs)
         emulated = median(row["steps"]) - row["parts"].get("densify", 0.0)
         scale = row["slowdown"]
-        whole = [row["compute"] + seconds / scale for seconds in (predicted, emulated)]
+        steps = [row["compute"] + seconds / scale for seconds in (predicted, emulated)]
         found.append(
             {
                 **{name: row[name] for name in ("model", "P", "method", "algorithm", "wire")},
                 "emulated": emulated / scale,
                 "simulated": predicted / scale,
                 "error": predicted / emulated - 1,
-                "error_of_step": whole[0] / whole[1] - 1,
+                "error_of_step": steps[0] / steps[1] - 1,
             }
         )
     return found
@@ -251,7 +251,7 @@ def cells_table(title: str, cells: list[Cell]) -> Table:
 
 
 def formula_lines(cells: list[Cell]) -> list[str]:
-    """Return how far formulas are from simulations where both are there."""
+    """Return the ratios of formulas to simulations."""
     lines = []
     for name in sorted({each.algorithm for each in cells if each.simulated}):
         ratios = [each.formula / each.seconds for each in cells if each.simulated and each.algorithm == name]
@@ -264,10 +264,12 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
     errors = [["P", "steps", "within 20 %", "median error", "largest error", "median error without the compute time"]]
     for P in sorted({row["P"] for row in found}):
         its = [row for row in found if row["P"] == P]
-        whole = [abs(row["error_of_step"]) for row in its]
+        step_errors = [abs(row["error_of_step"]) for row in its]
         parts = median(abs(row["error"]) for row in its)
-        within = str(sum(error <= TOLERANCE for error in whole))
-        errors.append([str(P), str(len(its)), within, f"{median(whole):.1%}", f"{max(whole):.1%}", f"{parts:.0%}"])
+        within = str(sum(error <= TOLERANCE for error in step_errors))
+        errors.append(
+            [str(P), str(len(its)), within, f"{median(step_errors):.1%}", f"{max(step_errors):.1%}", f"{parts:.0%}"]
+        )
     links = [["model", "ns per byte", "dense, ms", "Top-k, ms", "gTop-k, ms", "ours, ms", "over dense", "over Top-k"]]
     for group in grouped(own):
         steps = {method: each.step for method, each in group.items()}
@@ -301,7 +303,7 @@ def main() -> int:
         *formula_lines(cells + own),
         "# ~ the formula; compute times are those of the paper's GPUs (P102-100)",
     ]
-    made = [
+    all_tables = [
         errors_table(found),
         cells_table("32 ranks on the paper's link, as it was measured, and on one of a tenth of its rate", own),
         cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
@@ -314,7 +316,7 @@ def main() -> int:
         "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
         "work": {name: getattr(work, name) for name in WORKS},
     }
-    report.publish(options.write and options.write / "beyond-32", lines, made, data, width=190)
+    report.publish(options.write and options.write / "beyond-32", lines, all_tables, data, width=190)
     if options.write:
         from bench.paper import plots
 

@@ -6,7 +6,7 @@ sparsecomm's selection, so that their times differ by the exchange alone.
     dense     the whole gradient along gloo's ring, the fastest dense allreduce found on this network
     topk      Top-k S-SGD: allgather of 32-bit indices and float32 values, and their sum
     gtopk     the paper's gTopKAllReduce: a tree, and a broadcast, of 32-bit indices and float32 values
-    ours      what ``algorithm="auto"`` takes for the profile that `sparsecomm tune` has measured here
+    ours      the choice of ``algorithm="auto"`` with the profile that `sparsecomm tune` measured here
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench import baselines, contenders
+from bench.compare import baselines, contenders
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.runners import Vectors
-
-__all__ = ["METHODS", "Method"]
 
 COMM = MPI.COMM_WORLD
 Array = np.ndarray[Any, Any]
@@ -98,7 +96,7 @@ class Dense(Method):
 
 
 class TopK(Method):
-    """Selection of ours, `bench.baselines.TopkNumpy`'s exchange and sum."""
+    """Selection of ours, `bench.compare.baselines.TopkNumpy`'s exchange and sum."""
 
     choice = ("MPI's allgather", "plain")
 

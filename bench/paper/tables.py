@@ -15,8 +15,6 @@ from bench import report
 from bench.paper.models import MODELS, RANKS, RATE, Model
 from sparsecomm.quantities import number_text, rate_text
 
-__all__ = ["notes", "pages", "parts", "rows_of", "speedups", "step_seconds", "throughput"]
-
 Row = dict[str, Any]
 TARGETS = {  # of gTop-k's speed-up at 32 workers: over dense, over Top-k
     name: (model.published["gtopk"][-1] / model.published["dense"][-1],
@@ -49,9 +47,9 @@ def step_seconds(row: Row) -> float:
 def notes(rows: list[Row]) -> list[str]:
     """Return the lines above the tables."""
     rates = sorted({(row["P"], row["rate"], row["slowdown"]) for row in rows})
-    said = ", ".join(f"P = {P}: {rate_text(rate)} and 1/{slowdown:g}" for P, rate, slowdown in rates)
+    factors = ", ".join(f"P = {P}: {rate_text(rate)} and 1/{slowdown:g}" for P, rate, slowdown in rates)
     return [
-        f"# links of {rate_text(RATE)} in dilated time; rate of the links here, and the factor of all times: {said}",
+        f"# links of {rate_text(RATE)} in dilated time; rate of the links here, and the factor of all times: {factors}",
         f"# {os.cpu_count()} cores; the compute time is the paper's batch / its throughput of one worker, as a wait",
         "# published: Shi et al., ICDCS 2019, 32 workers on 1 Gb/s; ceiling: with an exchange that takes no time",
     ]
@@ -72,12 +70,12 @@ def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
 
 
 def _table(title: str, columns: list[str], lines: list[list[object]]) -> Table:
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for column in columns:
-        made.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
+        result.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
     for line in lines:
-        made.add_row(*("" if cell is None else str(cell) for cell in line))
-    return made
+        result.add_row(*("" if cell is None else str(cell) for cell in line))
+    return result
 
 
 def _published(model: Model, method: str, P: int) -> float | None:
@@ -92,7 +90,7 @@ def _number(value: float | None, form: str = "") -> str | None:
 
 
 def throughput(rows: list[Row]) -> Table:
-    """Samples per second and worker, and scaling efficiency, beside those published."""
+    """Return samples per second and worker, and scaling efficiency, beside the published ones."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         line: list[object] = [model.name, P]
@@ -115,7 +113,7 @@ def throughput(rows: list[Row]) -> Table:
 
 
 def speedups(rows: list[Row]) -> Table:
-    """How many times as fast ours is, beside what was published of gTop-k."""
+    """Return our speed-up, beside the published one of gTop-k."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         if "ours" not in its:
@@ -137,7 +135,7 @@ def speedups(rows: list[Row]) -> Table:
 
 
 def parts(rows: list[Row]) -> Table:
-    """Where the time of a step goes, and how an exchange alone compares with its formula."""
+    """Return the parts of a step, and the ratio of an exchange alone to its formula."""
     lines: list[list[object]] = []
     for model, P, its in _by_method(rows):
         for method in NAMES:

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
     parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
     parser.add_argument("--steps", type=int, required=True, help="timed, of the sparse methods")
-    parser.add_argument("--gradient", type=Path, required=True, help="float32 numbers, of which ranks take views")
+    parser.add_argument("--gradient", type=Path, required=True, help="file of float32 numbers; ranks use views of it")
     parser.add_argument("--file", type=Path, required=True, help="JSON lines")
     return parser
 
@@ -122,7 +122,7 @@ def _works() -> dict[str, float]:
     wait_all()
     found = dict.fromkeys(WORKS, 0.0)
     if COMM.rank == 0:
-        for name, (_, count, work) in tune._works().items():
+        for name, (_, count, work) in tune.works().items():
             work()
             found[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
     wait_all()

@@ -121,14 +121,14 @@ def _outside(args: argparse.Namespace) -> int:
             call += ["--mca", name, value]
         # In a session of its own, so that Ctrl-C reaches it once, from here.
         inside = subprocess.Popen([*call, "--", *command], start_new_session=True)
-        told, deadline = 0, 0.0
+        forwarded, deadline = 0, 0.0
         while inside.poll() is None:
-            if len(got) > told:
+            if len(got) > forwarded:
                 os.killpg(inside.pid, got[-1])
                 deadline = deadline or time.monotonic() + PATIENCE + 2
-                if told:
+                if forwarded:
                     deadline = 0.1  # asked twice
-                told = len(got)
+                forwarded = len(got)
             if deadline and time.monotonic() > deadline:
                 inside.kill()
             time.sleep(0.02)
@@ -235,7 +235,7 @@ def _say_relay(did: dict[str, Any], links: network.Links) -> None:
 
 
 def _others() -> int:
-    """Return how many other processes are at work on the machine."""
+    """Return the number of other running processes on the machine."""
     counts = []
     for _ in range(9):
         counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)

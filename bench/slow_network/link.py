@@ -1,7 +1,7 @@
-"""What the links give, by plain TCP: round trips, streams, and what is left of them when all hosts send.
+"""Measures the links with plain TCP: round trips, single streams, and streams of all hosts at once.
 
-A program on every host, `python link.py`, takes commands by standard input and answers by standard output, each a line
-of JSON, so that nothing but what is measured is on the links. `measure` is what gives the commands.
+`measure` starts a program on every host, `python link.py`, which reads commands from standard input and writes answers
+to standard output as lines of JSON, so that only the measured traffic is on the links.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STREAM, ECHO, RING = range(3)
 
 
 class Host:
-    """The commands: each method is one, and returns what its caller gets."""
+    """The commands: each public method is one."""
 
     def __init__(self) -> None:
         self._received = [0] * 1024  # by connection
@@ -63,7 +63,7 @@ class Host:
             while count := connection.recv_into(data):
                 self._received[number] += count
         except OSError:
-            pass  # its sender has measured what it wanted
+            pass  # the sender has finished
         connection.close()
 
     def connect(self, host: str, times: int) -> list[float]:

@@ -59,7 +59,7 @@ def parse_time(text: str, longest: float = 10.0) -> float:
 
 
 def parse_stall(text: str) -> tuple[float, float]:
-    """How long, and after how long on average, in seconds."""
+    """Parse a duration and an average interval, as seconds."""
     length, slash, every = text.partition("/")
     try:
         found = parse_time(length), parse_time(every, longest=3600.0)
@@ -80,14 +80,14 @@ def parse_loss(text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What every link is: `rate` in bits per second, `rtt`, `jitter` and `queue` in seconds, `loss` as a fraction."""
+    """Properties of every link: `rate` in bits per second; `rtt`, `jitter`, `queue` in seconds; `loss` from 0 to 1."""
 
     rate: float
     rtt: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
     queue: float = 0.0
-    stall: tuple[float, float] = (0.0, 0.0)  # how long a link stands still, and after how long on average
+    stall: tuple[float, float] = (0.0, 0.0)  # duration and average interval of stalls
     congestion: str = "cubic"
     sites: int = 0  # each with as many hosts, which share its link; 0: every host has a link of its own
 
@@ -114,7 +114,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--jitter", default="0", metavar="TIME", help="a packet takes rtt/2 more or less this: 5ms (0)")
     add("--loss", default="0", metavar="PERCENT", help="of the packets from one host to another: 0.1%% (0)")
     add("--queue", default="0", metavar="TIME", help="at each end of a link, in time at its rate (rtt, at least 32ms)")
-    add("--stall", default="0/0", metavar="TIME/EVERY", help="a link stands still so long and so often: 3s/60s (never)")
+    add(
+        "--stall",
+        default="0/0",
+        metavar="TIME/EVERY",
+        help="duration and average interval of stalls of a link: 3s/60s (never)",
+    )
     add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
     add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
 
@@ -182,7 +187,7 @@ def _which(tool: str) -> str | None:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """An empty folder, locked while its run lives: that is how a live run is told from a dead one."""
+    """Create an empty folder that is locked while its run is alive, which marks live runs."""
     clean()
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -200,7 +205,7 @@ def folder() -> Iterator[Path]:
 
 
 def clean() -> list[Path]:
-    """Remove what killed runs left, and nothing of those that live."""
+    """Remove the folders of killed runs, but not of live ones."""
     removed = []
     for path in sorted(Path(tempfile.gettempdir()).glob(_PREFIX + "*")):
         if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.geteuid():
@@ -230,7 +235,7 @@ def _remove(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ inside the namespaces
 
 
-# A host: a process that keeps its namespaces alive. The same TCP everywhere, as far as the kernel has it.
+# A host: a process that keeps its namespaces alive, with the same TCP settings everywhere.
 _HOST = """
 import json, signal, socket, sys
 socket.sethostname(sys.argv[1])
@@ -312,7 +317,7 @@ def enter(folder: Path, name: str) -> list[str]:
 
 
 def forget(folder: Path, names: list[str]) -> None:
-    """Let the hosts forget what TCP has learned of each other: connections to come begin as the first did."""
+    """Clear the hosts' TCP metrics, so that later connections start like the first one."""
     for name in names:
         _do([*enter(folder, name), "ip", "tcp_metrics", "flush", "all"])
 
@@ -334,7 +339,7 @@ def _shaped(pids: list[int], links: Links) -> None:
 
 
 def _relayed(pids: list[int], links: Links, program: Path) -> Relay:
-    """Make links of our own, to a relay. The hub's has no limits: what starts programs has no part in what they take.
+    """Make links to a relay. The hub's link has no limits, so starting programs does not affect measurements.
 
     A host is behind its link, or a site is: a bridge, to which its hosts are connected without limits.
     """
@@ -401,7 +406,7 @@ class Relay:
         return self._process.stdout.readline().strip()
 
     def counters(self) -> dict[str, Any]:
-        """Return what it has counted since the beginning."""
+        """Return its counters."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("\n")
@@ -417,7 +422,7 @@ class Relay:
 
 
 def _dropped(pid: str, device: str) -> int:
-    """Return how many packets a device of a process's network namespace had to drop when it sent."""
+    """Return the number of packets that a device in a process's network namespace dropped when sending."""
     for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
         name, _, numbers = line.strip().partition(":")
         if name == device:
@@ -426,7 +431,7 @@ def _dropped(pid: str, device: str) -> int:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return what the relay did between two looks at its counters.
+    """Return the difference of two readings of the relay's counters.
 
     `packets` and `bytes` that it carried; the shares of packets `lost` and dropped by full queues, `dropped_up` and
     `dropped_down`; `late`, the seconds by which 1 % of the packets were later than they should (a power of two of
@@ -480,12 +485,12 @@ def _compiled(source: Path) -> Path:
         raise CannotError("a C++ compiler is missing: install g++ (Debian, Ubuntu: apt-get install g++), or set CXX")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            call = [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{made}/relay"]
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            call = [*compiler.split(), "-std=c++17", "-O2", "-x", "c++", "-", "-o", f"{temporary}/relay"]
             done = subprocess.run(call, input=text, capture_output=True)
             if done.returncode:
                 raise CannotError(f"`{' '.join(call)}` failed: {done.stderr.decode(errors='replace').strip()}")
-            os.replace(f"{made}/relay", program)
+            os.replace(f"{temporary}/relay", program)
     except OSError as error:
         raise CannotError(f"the relay cannot be compiled to {folder}: {error}; set XDG_CACHE_HOME, or CXX") from None
     return program
@@ -520,8 +525,8 @@ def shaping(links: Links) -> tuple[str, str, str]:
         return f"gso_max_size {segment}", tbf, tbf
     # netem: one end delays and loses. It keeps what is under way in its queue, too, and loses whole segments.
     delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6f}%"
-    held = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
-    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, held):.0f}"
+    in_flight = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
+    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, in_flight):.0f}"
     tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(1e5, links.rate / 8 * links.longest_queue):.0f}"
     return f"gso_max_size {segment}" + " gso_max_segs 1" * bool(links.loss), netem, tbf
 
@@ -536,8 +541,8 @@ def _batch(tool: str, enter: list[str], lines: list[str]) -> None:
     try:
         _do([*enter, tool, "-batch", "-"], "\n".join([*lines, ""]))
     except CannotError as error:
-        said = str(error).lower()
-        if "qdisc" in said or "unknown" in said or "not supported" in said:
+        message = str(error).lower()
+        if "qdisc" in message or "unknown" in message or "not supported" in message:
             raise CannotError(
                 f"{error}: the kernel needs bridge, veth and tbf (modprobe bridge veth sch_tbf)"
             ) from None

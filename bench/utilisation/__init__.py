@@ -1,1 +1,1 @@
-"""How much of its time training computes, over links with a rate, a delay and losses: docs/reports/slow-links.md."""
+"""Compute time / wall time of training over links with a rate, a delay and losses: docs/reports/slow-links.md."""

@@ -1,4 +1,4 @@
-"""How much of its time training computes, on links with a rate, a delay and losses, by rounds of H local steps.
+"""Measure compute time / wall time of training over links with a rate, a delay and losses, by local steps H.
 
     python -m bench.utilisation                        # as root; all cells: hours
     python -m bench.utilisation --quick                # three networks, two H: minutes
@@ -10,7 +10,7 @@ steps of 30 ms that were measured elsewhere with dense sums. Steps are slept, so
 exchange. Methods: ``dense`` local steps by gloo, `sparsecomm.LocalSteps` as it is by default, ``blocking`` and with a
 ``fragment_sync_delay`` of half a round, ``delayed``; and with H = 1 ``per-step`` sparse means by a `Reducer`.
 
-Each result is kept in OUT.json as it comes; cells that are there are not measured again. OUT.txt has the tables, and
+Results are written to OUT.json one by one, and cells in it are not measured again. OUT.txt has the tables, and
 OUT.png the heat maps; docs/reports/slow-links.md has them, after ``python docs/tables.py --write``.
 
 The tables compare each cell with the prediction of `sparsecomm plan` of this checkout. Cells without delay and losses
@@ -53,14 +53,17 @@ def main() -> int:
         return 1
     store.update()
     run = store.data["runs"][-1]
-    made = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
-    report.publish(options.out, report.head(run), made, store.data)
+    all_tables = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
+    report.publish(options.out, report.head(run), all_tables, store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
         from bench.utilisation import plots
 
         plots.write(tables.found(rows), options.out.with_name(options.out.name + ".png"))
     for network in failed:
-        print(f"bench.utilisation: {network}: not measured, see above; started again, it goes on", file=sys.stderr)
+        print(
+            f"bench.utilisation: {network}: not measured, see above; start the command again to continue",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Store:
-    """The results in a file, which is whole at any time."""
+    """The results in a file, which is replaced atomically."""
 
     def __init__(self, out: Path, ranks: int, elements: int | None, step: float) -> None:
         self.file = out.with_name(out.name + ".json")
@@ -153,9 +156,9 @@ def on_network(
     """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
-        told = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
-        told["cells"] = [cell.plan for cell in cells]
-        plan.write_text(json.dumps(told))
+        content = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
+        content["cells"] = [cell.plan for cell in cells]
+        plan.write_text(json.dumps(content))
         results.touch()
         try:
             status = launch.run(network, options.ranks, [str(WORKER), str(plan), str(results)], link)

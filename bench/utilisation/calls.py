@@ -1,11 +1,11 @@
-"""What single exchanges take on links with a delay, beside what they took in another checkout, and the targets.
+"""Times of single exchanges on links with a delay, beside those of another checkout, and the targets.
 
     python -m bench.utilisation.calls                       # as root; some minutes
     python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
 
 Ranks are each behind a link of its own. An exchange begins on all ranks at one moment of the clock of the machine,
-which they share, and ends when the last rank has it: no barrier is in a time. Selection, residual and the dense result
-are. Between two exchanges connections are idle for a second, as between rounds.
+which they share, and ends when the last rank has the result. The time includes selection, residual and the dense
+result, and no barrier. Between two exchanges connections are idle for a second, as between rounds.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
     """Measure the exchanges once, with the library in a folder."""
     with tempfile.TemporaryDirectory(prefix="bench-calls.") as temporary:
         plan, results = Path(temporary, "plan.json"), Path(temporary, "results.jsonl")
-        told = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
-        plan.write_text(json.dumps(told))
+        content = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
+        plan.write_text(json.dumps(content))
         results.touch()
         more = {"PYTHONPATH": str(folder)}
         status = launch.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)

@@ -9,24 +9,6 @@ from typing import Any
 
 from sparsecomm.quantities import number_text, percent_text, rate_text
 
-__all__ = [
-    "EXCHANGE",
-    "HERE",
-    "METHODS",
-    "PUBLISHED",
-    "RANKS",
-    "SHAPES",
-    "STEP",
-    "Cell",
-    "Network",
-    "cells",
-    "full",
-    "key",
-    "networks",
-    "quick",
-    "seconds",
-]
-
 RANKS, STEP = 4, 0.03  # seconds of a local step
 _DIM, _HIDDEN, _LAYERS, _VOCABULARY = 256, 768, 6, 50_257
 # Of the model of 30,846,720 parameters that was measured elsewhere: a tensor's elements, by its name.
@@ -54,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 # Adnan082/diloco-measured, August 2026: four L40S, NCCL, TCP shaped by tc, steps of 26 ms, dense DiLoCo. Utilisation,
-# median of three runs, as its RESULTS.md has it; seconds of an exchange, from sync_blocked_s of the first run.
+# median of three runs, from its RESULTS.md; seconds of an exchange, from sync_blocked_s of the first run.
 PUBLISHED = {
     (1, 50e6): 0.0007, (8, 50e6): 0.0055, (32, 50e6): 0.0241, (128, 50e6): 0.1155,
     (1, 200e6): 0.0032, (8, 200e6): 0.0248, (32, 200e6): 0.1001, (128, 200e6): 0.3609,
@@ -83,7 +65,7 @@ class Network:
 
     @property
     def ahead(self) -> float:
-        """Seconds from now on to a moment of which all ranks have heard by then."""
+        """Seconds until a common start of which all ranks are informed by then."""
         return 0.05 if self == HERE else 0.3 + 10 * self.rtt + bool(self.loss)
 
     def __str__(self) -> str:
@@ -105,11 +87,11 @@ class Cell:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the worker is told."""
-        told = {"method": self.method, "H": self.H, **METHODS[self.method]}
+        """The cell in the plan of the worker."""
+        content = {"method": self.method, "H": self.H, **METHODS[self.method]}
         if self.method == "delayed":
-            told |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
-        return told
+            content |= {"options": {"fragment_sync_delay": self.H // 2, "fragment_update_alpha": 0.5}}
+        return content
 
 
 def key(row: dict[str, Any]) -> Cell:
@@ -128,7 +110,7 @@ def full() -> list[Network]:
 
 
 def quick() -> list[Network]:
-    """Return those of a grid that takes minutes."""
+    """Return the networks of a grid that takes minutes."""
     return [Network(50e6), Network(1e9), Network(200e6, 0.08, 0.001)]
 
 
@@ -160,5 +142,5 @@ def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float)
 
 
 def name(network: Network) -> str:
-    """Return what panels are called."""
+    """Return the title of a panel."""
     return f"{number_text(network.rtt * 1e3)} ms, {percent_text(network.loss)} lost"

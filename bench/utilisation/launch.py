@@ -11,8 +11,6 @@ from pathlib import Path
 
 from bench.utilisation.grid import HERE, Network
 
-__all__ = ["run"]
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,10 +37,10 @@ def run(
 
 
 def _here(P: int, command: Sequence[str], environment: dict[str, str]) -> int:
-    with socket.socket() as kept:  # so that the system gives its port to nobody else; rank 0 may listen beside it
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
-        port = str(kept.getsockname()[1])
+    with socket.socket() as reserved:  # so that the system gives its port to nobody else; rank 0 may listen beside it
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        port = str(reserved.getsockname()[1])
         common = {"WORLD_SIZE": str(P), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [
             subprocess.Popen([sys.executable, *command], env=environment | common | {"RANK": str(rank)})

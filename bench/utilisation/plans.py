@@ -15,8 +15,6 @@ from sparsecomm.local_steps.defaults import DEFAULTS, auto
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Exchange, Network, Prediction, Training, predict
 
-__all__ = ["is_held_out", "predictions"]
-
 Row = dict[str, Any]
 _DENSITY = 64 / 4096  # of local steps
 _PARTS = 8  # a slept step changes a part of the parameters, by `bench.utilisation.worker`: one of 8 at most

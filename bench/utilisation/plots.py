@@ -12,8 +12,6 @@ from bench.utilisation.tables import LOCAL, Found, percent
 from sparsecomm.cli.plots import pyplot
 from sparsecomm.quantities import rate_text
 
-__all__ = ["heat_maps", "write"]
-
 _TITLES = {"dense": "dense, gloo", "blocking": "ours", "delayed": "ours, delayed"}
 
 

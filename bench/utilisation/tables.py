@@ -13,8 +13,6 @@ from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
 from bench.utilisation.plans import is_held_out
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 
-__all__ = ["cells_table", "pages", "plans_tables", "published_table"]
-
 Row = dict[str, Any]
 Found = dict[Cell, Row]
 LOCAL = ("dense", "blocking", "delayed")
@@ -94,26 +92,26 @@ def published_table(rows: list[Row]) -> Table:
 
 def plans_tables(rows: list[Row]) -> list[Table]:
     """Return the errors of plans by method, and by link."""
-    made = []
+    result = []
     for name, group in (("method", _method), ("link", lambda row: str(key(row).network))):
         head, *lines = _plans(rows, name, group)
         columns = [(each, lambda line, i=i: line[i]) for i, each in enumerate(head)]
-        made.append(
+        result.append(
             report.table(lines, columns, title="`sparsecomm plan` against cells held out", title_justify="left")
         )
-    return made
+    return result
 
 
 def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
     """Return the tables of the page, as lists of cells, the heading first."""
     cells = found(rows)
-    made = {
+    result = {
         "utilisation_published": [PUBLISHED_HEAD, *_published_rows(cells)],
         "utilisation_local": _by_network(cells, LOCAL, sorted({cell.H for cell in cells})),
         "utilisation_steps": _by_network(cells, STEPS, [1]),
         "utilisation_plan": _plans(rows, "method", _method),
     }
-    return {name: table for name, table in made.items() if len(table) > 1}
+    return {name: table for name, table in result.items() if len(table) > 1}
 
 
 def _by_network(cells: Found, methods: tuple[str, ...], every: list[int]) -> list[list[str]]:

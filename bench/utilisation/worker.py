@@ -30,7 +30,7 @@ import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.torch import SparseAdamW
 
-SPREAD = 8  # parts of the parameters, of which a step changes one, at least
+SPREAD = 8  # a step changes one of at least 8 parts of the parameters
 LIMIT = timedelta(minutes=30)
 Vector = NDArray[np.float32]
 Cell = dict[str, Any]
@@ -82,7 +82,7 @@ class Dense:
         self._difference = torch.empty_like(self._global)
 
     def warm_up(self) -> None:
-        """Connect, and fill the pipes with a part of what a round sends: a whole one may take minutes."""
+        """Connect, and open windows with a 32nd of a round: a complete round may take minutes."""
         part = self._difference[: max(1, len(self._difference) // 32)]
         part.zero_()
         dist.all_reduce(part)
@@ -256,7 +256,7 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
 
 
 def timed(plan: dict[str, Any], cell: Cell) -> Cell:
-    """Return how long single exchanges take, from the moment when all ranks begin to the last one's end. Collective.
+    """Time single exchanges, from the common start of all ranks to the end of the last one. Collective.
 
     Between two of them the connections are idle for as long as it takes to agree on the next moment.
     """
@@ -282,7 +282,7 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
 
 
 def agreed(value: int) -> int:
-    """Return what rank 0 says."""
+    """Return the value of rank 0."""
     found = torch.tensor([value])
     dist.broadcast(found, 0)
     return int(found)
@@ -297,7 +297,7 @@ def begin_together(ahead: float) -> float:
 
 
 def _counted(reducers: Any, rounds: int) -> Cell:
-    """Return what rank 0 has sent in a round."""
+    """Return the bytes that rank 0 sent per round."""
     return {"sent": sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, rounds)}
 
 

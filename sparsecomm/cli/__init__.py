@@ -1,6 +1,6 @@
 """The command line: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
 
-A command is a module of this package that has the attributes of `Command`, and a line in `COMMANDS`.
+To add a command, add a module with the attributes of `Command` and a line to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 
 class Command(Protocol):
-    """A subcommand: a module, whose docstring is the long help."""
+    """A subcommand: a module whose docstring is the long help."""
 
     __doc__: str | None
 
@@ -32,7 +32,7 @@ class Command(Protocol):
         """One line for the list of commands."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
+        """Add the command's arguments to ``parser``."""
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the command; return the exit status, the same on all ranks. ``arguments.line`` is the command line."""
@@ -48,13 +48,13 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-# Errors of writing to standard output. Commands turn those of files into errors that name them.
-_OF_OUTPUT = errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE
+# Errors of writing to standard output; errors of other files name the file.
+_OUTPUT_ERRORS = errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Refuse the arguments: rank 0 at once, upon which most launchers end the others, before these say it too."""
+        """Print the error and exit. Most launchers end the other ranks after rank 0, before they print it, too."""
         if job.rank():
             time.sleep(2)
         super().error(message)
@@ -62,17 +62,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; return its exit status."""
-    if sys.stdout is None:  # the next file that is opened would get its number, and what is printed
+    if sys.stdout is None:  # the next opened file would become standard output
         return _fail("standard output is closed; send it to a file, or to /dev/null")
     parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        own = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=command.HELP, description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        command.add_arguments(own)
-        own.set_defaults(run=command.run)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     line = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(line, argparse.Namespace(line=line))
     try:
@@ -84,15 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SparseCommError as error:
         return _fail(str(error))
     except OSError as error:
-        if error.filename is not None or error.errno not in _OF_OUTPUT:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
-        if isinstance(error, BrokenPipeError):  # what reads the output, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes to it at exit
+        if isinstance(error, BrokenPipeError):  # the reader, for example `head`, has closed the pipe
             return 128 + signal.SIGPIPE
         return _fail(f"standard output cannot be written: {error.strerror}")
 
 
 def _fail(message: str) -> int:
-    """Print why a command failed, and return its exit status."""
+    """Print an error, and return the exit status."""
     print(f"sparsecomm: {message}", file=sys.stderr)
     return 1

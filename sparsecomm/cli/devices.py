@@ -1,4 +1,4 @@
-"""The memory that holds the vectors that are summed: the host's, or a CUDA device's."""
+"""The memory of the vectors that commands sum: host memory or memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DEVICES", "DeviceMemory", "add_argument", "check"]
 
 
 class DeviceMemory:
-    """A device's memory, here the host's: how arrays get there and back."""
+    """Host memory, and the base class for the memory of devices."""
 
     name = "cpu"
 
@@ -24,23 +24,23 @@ class DeviceMemory:
         return np.array(array)
 
     def fetch(self, tensor: Array) -> Array:
-        """Return the tensor's values in host memory; they may be the tensor's own."""
+        """Return the tensor's values in host memory, possibly without a copy."""
         return np.asarray(tensor)
 
     def assign(self, tensor: Array, source: Array) -> None:
-        """Copy ``source`` into ``tensor``; both are in this memory."""
+        """Copy ``source`` to ``tensor``, both in this memory."""
         np.copyto(tensor, source)
 
     def wait(self) -> None:
-        """Wait until the device has done everything that was started on it."""
+        """Wait for all work of the device."""
 
     def available_bytes(self) -> int | None:
-        """Return the bytes that this rank may take there; None where `sweep.check_memory` looks at it."""
+        """Return the free bytes per rank on a device; ``None`` for host memory."""
         return None
 
 
 class _Cuda(DeviceMemory):
-    """The memory of this rank's device. The ranks of one node take its devices in turn."""
+    """Memory of this rank's CUDA device. The ranks of a node are distributed over its devices."""
 
     def __init__(self) -> None:
         try:
@@ -67,8 +67,8 @@ class _Cuda(DeviceMemory):
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
 
     def put(self, array: Array) -> Array:
-        copied: Array = self._cupy.asarray(array)
-        return copied
+        tensor: Array = self._cupy.asarray(array)
+        return tensor
 
     def fetch(self, tensor: Array) -> Array:
         values: Array = self._cupy.asnumpy(tensor)
@@ -89,15 +89,15 @@ DEVICES: dict[str, type[DeviceMemory]] = {"cpu": DeviceMemory, "cuda": _Cuda}
 
 
 def add_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--device``."""
+    """Add ``--device``."""
     parser.add_argument("--device", default="cpu", choices=DEVICES, help="where the vectors are (%(default)s)")
 
 
 def check(device: str, dtype: str) -> None:
-    """Refuse a device that is unusable here, or has no such type.
+    """Check that a device is usable and supports a dtype.
 
     Raises:
-        InvalidInputError: why.
+        InvalidInputError: it is not, or does not.
     """
     if device == "cuda" and dtype == "bfloat16":
         raise InvalidInputError("--dtype bfloat16: expected another type with --device cuda; CuPy has no bfloat16")

@@ -26,7 +26,7 @@ from sparsecomm.transport import abi
 from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.job import launches
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "kernels", "processor", "run", "version_of"]
 
 HELP = "versions, CPU, MPI and CUDA, to paste into a bug report"
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the facts, one a line; return 0."""
-    # Each line is printed once it is known, and MPI comes last: an MPI that kills the process leaves the rest.
+    # Print each line once it is known, and MPI last: if MPI kills the process, the other lines are there.
     for label, text in _facts():
         if rank_of(None) in (None, 0):
             print(f"{label:<15} {text}", flush=True)
@@ -48,15 +48,15 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "sparsecomm", f"{sparsecomm.__version__}, in {Path(sparsecomm.__file__).parent}"
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
     yield "NumPy", np.__version__
-    yield "mpi4py", _version("mpi4py") or "not installed"
+    yield "mpi4py", version_of("mpi4py") or "not installed"
     yield "platform", platform.platform()
-    yield "CPU", _processor()
-    yield "kernels", _kernels()
+    yield "CPU", processor()
+    yield "kernels", kernels()
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")]
     yield "settings", " ".join(settings) or "none (no SPARSECOMM_* in the environment)"
-    frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := _version(name))]
+    frameworks = [f"{name} {found}" for name in ("torch", "jax") if (found := version_of(name))]
     yield "frameworks", ", ".join(frameworks) or "none (of torch, jax)"
-    # Their names tell for which CUDA they are, as in cupy-cuda12x; two at once break CuPy.
+    # The name says for which CUDA it is, as in cupy-cuda12x; two installations at once break CuPy.
     cupy = {f"{d.name} {d.version}" for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
     yield "CuPy", ", ".join(sorted(cupy)) or "not installed"
     yield "CUDA driver", _cuda_driver()
@@ -70,7 +70,7 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
     loaded: ModuleType | None = None
     try:
         from mpi4py import MPI
-    except Exception as error:  # any error belongs into the report
+    except Exception as error:  # report any error
         yield "MPI", f"cannot be loaded: {type(error).__name__}: {_line(error)}"
     else:
         loaded = MPI
@@ -100,7 +100,8 @@ def _transport() -> str:
     return f"loads {mpi.MpiTransport.__name__} ({file}, compiled with the headers of {module.built_with})"
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or ``None``."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -108,7 +109,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cuda_driver() -> str:
-    """Describe the driver by its own library, which exists if and only if a driver does; no CUDA toolkit is needed."""
+    """Describe the driver through its own library, which needs no CUDA toolkit."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -126,13 +127,15 @@ def _cuda_driver() -> str:
     return f"{text}, {count.value} GPU(s): {', '.join(names)}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Describe the CPU and the usable cores."""
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
 
 
-def _kernels() -> str:
+def kernels() -> str:
+    """Describe the instruction set and the threads of the kernels."""
     try:
         count = CpuBackend().threads
     except SparseCommError as error:  # a setting cannot be read
@@ -141,5 +144,5 @@ def _kernels() -> str:
 
 
 def _line(text: object) -> str:
-    """Return the text on one line. Open MPI's ends with the zero byte of its C string."""
+    """Return the text on one line, without the zero byte at the end of Open MPI's version."""
     return " ".join(str(text).rstrip("\0").split())

@@ -1,6 +1,6 @@
-"""Types of options, for argparse: numbers with units, lists of names, and files to write.
+"""Option types for argparse: numbers with units, lists of names, and output files.
 
-K, M, G and T are decimal, Ki, Mi, Gi and Ti binary; so it is for counts and for bytes, in every command.
+In all commands K, M, G and T are decimal, and Ki, Mi, Gi and Ti binary, for counts and for bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = [
     "check_writable",
     "costs",
     "count",
-    "count_or_0",
     "density",
     "duration",
     "listed",
@@ -59,14 +58,14 @@ _ABOVE_0 = math.ulp(0.0)
 def number(
     low: float, high: float, expected: str, scales: Mapping[str, float] = MappingProxyType({"": 1.0})
 ) -> Callable[[str], float]:
-    """Return the type of a number from ``low`` to ``high``; others are refused with what was ``expected``.
+    """Return a type for numbers from ``low`` to ``high``; ``expected`` describes them in errors.
 
-    ``scales`` has the units that may follow the number, in small letters.
+    ``scales`` maps the units that may follow the number, in lower case, to factors.
     """
 
     def parsed(text: str) -> float:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*)", text.strip().lower().replace("\xb5", "u"))
-        value = float(found[1]) * scales.get(found[2], math.nan) if found else math.nan
+        match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*)", text.strip().lower().replace("\xb5", "u"))
+        value = float(match[1]) * scales.get(match[2], math.nan) if match else math.nan
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
         return value
@@ -75,22 +74,17 @@ def number(
 
 
 def count(text: str) -> int:
-    """Return a whole number of things."""
-    return round(number(1, _MAX, "a number from 1 on, such as 4096, 64K (64,000) or 25.6M", _COUNTS)(text))
-
-
-def count_or_0(text: str) -> int:
-    """Return a whole number of things, of which there may be none."""
-    return int(text) if text == "0" else count(text)
+    """Parse a positive integer."""
+    return round(number(1, _MAX, "a number of at least 1, such as 4096, 64K (64,000) or 25.6M", _COUNTS)(text))
 
 
 def nbytes(text: str) -> int:
-    """Return a number of bytes."""
+    """Parse a number of bytes."""
     scales = {unit + b: scale for unit, scale in _COUNTS.items() for b in ("", "b")}
     return int(number(0, _MAX, "bytes, such as 4096, 64K (64,000), 64Ki (65,536), 1.5M or 2Gi", scales)(text))
 
 
-rate = number(  # bits per second, as `tc` writes them
+rate = number(  # bits per second, in the notation of `tc`
     _ABOVE_0,
     1e300,
     "a number above 0 and a unit, such as 1gbit or 100mbit",
@@ -103,19 +97,19 @@ duration = number(
     _ABOVE_0, 1e300, "a number above 0 and a unit, such as 30ms or 1.5s", {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 )
 density = number(_ABOVE_0, 1, "a number above 0 and up to 1")
-loss = number(0, 0.5, "a part of the packets up to 50%, such as 0.1% or 0.001", {"": 1.0, "%": 0.01})
+loss = number(0, 0.5, "a packet loss of at most 50%, such as 0.1% or 0.001", {"": 1.0, "%": 0.01})
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
 def listed(one: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    """Return the type of a list with commas, which has each once; ``one`` is the type of its elements."""
+    """Return a type for comma-separated lists without duplicates; ``one`` is the type of the elements."""
     return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
 
 
 def algorithms(text: str) -> tuple[str, ...]:
-    """Return the algorithms of a list with commas, or all."""
+    """Parse a comma-separated list of algorithms, or "all"."""
     if text == "all":
         return tuple(ALGORITHMS)
     names = listed(str)(text)
@@ -128,7 +122,7 @@ def algorithms(text: str) -> tuple[str, ...]:
 
 
 def wires(text: str) -> tuple[str, ...]:
-    """Return the wire formats of a list with commas, or all."""
+    """Parse a comma-separated list of wire formats, or "all"."""
     return tuple(WIRES) if text == "all" else listed(_wire)(text)
 
 
@@ -141,11 +135,11 @@ def _wire(text: str) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def add_files(parser: argparse.ArgumentParser, drawn: str) -> None:
-    """Declare ``--json`` and ``--plot``."""
+def add_files(parser: argparse.ArgumentParser, content: str) -> None:
+    """Add ``--json`` and ``--plot``; ``content`` describes the plot."""
     output = parser.add_argument_group("output, besides the table")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
-    output.add_argument("--plot", type=_plot, metavar="FILE", help=f"draw {drawn}: {', '.join(_PLOTS)}")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    output.add_argument("--plot", type=_plot, metavar="FILE", help=f"draw {content}: {', '.join(_PLOTS)}")
 
 
 def _plot(text: str) -> Path:
@@ -158,10 +152,10 @@ def _plot(text: str) -> Path:
 
 
 def costs(file: Path | None) -> Costs:
-    """Return the costs in a profile; without a file, those that are assumed.
+    """Return the costs of a profile, or the assumed costs if ``file`` is ``None``.
 
     Raises:
-        InvalidInputError: it cannot be used.
+        InvalidInputError: the profile cannot be used.
     """
     try:
         return profile.read(file).costs if file else profile.DEFAULT
@@ -170,10 +164,10 @@ def costs(file: Path | None) -> Costs:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Check that files can be written. One that exists keeps its contents.
+    """Check that files can be written, without changing them.
 
     Raises:
-        InvalidInputError: one cannot.
+        InvalidInputError: a file cannot be written.
     """
     for path in filter(None, paths):
         with writing(path):
@@ -185,7 +179,7 @@ def check_writable(*paths: Path | None) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise `InvalidInputError`, which names the file, for an error of the system while it is written."""
+    """Turn an `OSError` while a file is written into an `InvalidInputError` that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The oracles: what every algorithm must return, in plain NumPy on dense vectors, sharing no code with the library.
+"""The oracles: the expected result of every algorithm, in plain NumPy on dense vectors, without code of the library.
 
-A sparse vector is a dense one with zeros, so merging is adding. A new algorithm adds a function and its line in
-`ORACLES`; `sparsecomm selftest`, `sparsecomm bench -c`, `bench.compare` and the tests all ask `oracle`.
+A sparse vector is a dense one with zeros, so merging is adding. To add an algorithm, add a function and a line to
+`ORACLES`. `sparsecomm selftest`, `sparsecomm bench -c`, `bench.compare` and the tests use `oracle`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]
 
 
 def oracle(name: str) -> Oracle:
-    """Return what computes an algorithm's dense result from all ranks' gradients, k and the node of each rank.
+    """Return the function from all ranks' gradients, k and the node of each rank to an algorithm's dense result.
 
-    Gradients are flat arrays of the accumulator dtype, and so is the result.
+    Gradients and result are flat arrays of the accumulator dtype.
     """
     outer, _, inner = name.partition(":")
     if outer == "split" and inner:
@@ -34,17 +34,17 @@ def oracle(name: str) -> Oracle:
 
 
 def top(v: Vector, k: int) -> Vector:
-    """Return ``v`` with zeros in place of all but the first k by (NaN, |v| descending, index ascending)."""
+    """Return ``v`` with all but the first k elements set to zero, by (NaN, |v| descending, index ascending)."""
     entries = np.flatnonzero(v)
     values = v[entries]
-    first = entries[np.lexsort((-np.abs(values), ~np.isnan(values)))[:k]]  # stable: of equals the lower index is first
-    kept = np.zeros_like(v)
-    kept[first] = v[first]
-    return kept
+    first = entries[np.lexsort((-np.abs(values), ~np.isnan(values)))[:k]]  # stable: ties go to the lower index
+    selected = np.zeros_like(v)
+    selected[first] = v[first]
+    return selected
 
 
 def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vector]) -> Vector:
-    """Combine neighbours until one is left. Rounding depends on the order, so the order is a part of the promise."""
+    """Combine neighbours until one vector is left. Rounding depends on this order, so the library guarantees it."""
     while len(vectors) > 1:
         paired = [combine(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
         vectors = [*paired, *vectors[2 * len(paired) :]]
@@ -52,7 +52,7 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
 
 
 def dense(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the sum. There is one segment per rank; its sum begins at the next rank and goes around the ring."""
+    """Return the sum. Each rank has a segment, whose sum starts at the next rank and goes around the ring."""
     P = len(gradients)
     bounds = [gradients[0].size * i // P for i in range(P + 1)]
     around = [[gradients[(rank + 1 + i) % P][bounds[rank] : bounds[rank + 1]] for i in range(P)] for rank in range(P)]
@@ -60,19 +60,19 @@ def dense(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
 
 
 def allgather(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the sum of what all ranks select, added in pairs of neighbours."""
+    """Return the sum of all ranks' selections, added in pairs of neighbours."""
     return in_pairs([top(v, k) for v in gradients], np.add)
 
 
 def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int = 1) -> Vector:
-    """Return the top-(ratio * k) of the sum of what all ranks select."""
+    """Return the top-(ratio * k) of the sum of all ranks' selections."""
     return top(allgather(gradients, k, node_of_rank), ratio * k)
 
 
 def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the first sums of every range, of what its owner has there and what the others select there.
+    """Return the largest sums of every range: the owner's gradient there plus the other ranks' selections.
 
-    Every range has its part of k, and so have the selections.
+    The result and the selections of a range have the range's share of k.
     """
     P, n = len(gradients), gradients[0].size
     owners = min(P, max(1, k // 16))
@@ -86,12 +86,12 @@ def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
 
 
 def tree(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return what the paper's tree makes on any number of ranks: every pair reselects k."""
+    """Return the result of the paper's tree, in which every pair reselects k, on any number of ranks."""
     return in_pairs([top(v, k) for v in gradients], lambda a, b: top(a + b, k))
 
 
 def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return what the tree makes, after as many pairs of neighbours were folded as leave a power of two."""
+    """Return the result of the tree, after folding pairs of neighbours down to a power of two."""
     P = len(gradients)
     rem = P - (1 << P.bit_length() - 1)
     selected = [top(v, k) for v in gradients]
@@ -100,12 +100,12 @@ def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
 
 
 def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return what the butterfly makes if nothing is rejected."""
+    """Return the result of a butterfly that rejects nothing."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
 
 
 def contributors(gradients: Sequence[Vector], k: int) -> Vector:
-    """Return how many ranks select each element, by which ``op="mean_of_contributors"`` divides its sum; at least 1."""
+    """Return the number of ranks that select each element, at least 1: the divisor of ``op="mean_of_contributors"``."""
     counts: Vector = np.sum([top(v, k) != 0 for v in gradients], axis=0)
     return np.maximum(counts, 1)
 
@@ -123,7 +123,7 @@ ORACLES: dict[str, Oracle] = {
 
 
 def _hierarchical(inner: str, gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return what the inner algorithm makes of the sums inside every node."""
+    """Return the result of the inner algorithm on the sums of all nodes."""
     every_node = [
         [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
         for node in dict.fromkeys(node_of_rank)
@@ -132,5 +132,5 @@ def _hierarchical(inner: str, gradients: Sequence[Vector], k: int, node_of_rank:
         sums = [tree(its, k, node_of_rank) for its in every_node]
     else:
         sums = [allgather(its, k, node_of_rank) for its in every_node]
-        k = sums[0].size  # of these nothing is selected any more
+        k = sums[0].size  # the inner algorithm selects nothing
     return ORACLES[inner](sums, k, range(len(sums)))

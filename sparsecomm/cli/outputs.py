@@ -1,4 +1,4 @@
-"""What commands print and write: tables whose columns have widths, and JSON with a line for each row."""
+"""Output of commands: tables with columns of fixed width, and JSON with one row per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Column", "json_text", "table_head", "table_line"]
 
 
 class Column(NamedTuple):
-    """A column of a table: its heading in two lines, its width, and what a row has there."""
+    """A column of a table: a heading of two lines, the width, and a function from a row to its cell."""
 
     name: str
     unit: str
@@ -19,7 +19,7 @@ class Column(NamedTuple):
 
 
 def table_head(header: Mapping[str, object], columns: Sequence[Column]) -> str:
-    """Return the lines above a table, of a header that is also in the JSON file, and its headings, as comments."""
+    """Return the header and the headings of a table, as comment lines."""
     lines = [f"{name:<15} {value}" for name, value in header.items()]
     headings = (
         "".join(f"{text:>{c.width}}" for text, c in zip(texts, columns, strict=True))[2:]
@@ -29,12 +29,12 @@ def table_head(header: Mapping[str, object], columns: Sequence[Column]) -> str:
 
 
 def table_line(row: object, columns: Sequence[Column]) -> str:
-    """Return the line of a row."""
+    """Return a row as a line of text."""
     return "".join(f" {column.cell(row):>{column.width - 1}}" for column in columns)
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """Return ``data`` as JSON with a line for each key, and for each row where a value is a list of rows."""
+    """Return ``data`` as JSON with one line per key, and per row of a list of rows."""
 
     def lines(value: Any) -> str:
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

@@ -1,15 +1,15 @@
-"""The look of plots: one colour and one marker for each algorithm, whatever else is in the plot, and axes with units.
+"""The style of plots: one colour and one marker for each algorithm in every plot, and axes with units.
 
-Colours differ for the colour-blind (Okabe and Ito; Tol), and markers differ where there is no colour.
+The colours are distinguishable for colour-blind readers (Okabe and Ito; Tol), and the markers without colour.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["log_axis", "pyplot", "size_axis", "style"]
+__all__ = ["log_axis", "panels", "pyplot", "size_axis", "style"]
 
 _STYLES = {
     "dense": ("#4d4d4d", "o"),
@@ -28,8 +28,8 @@ _OTHERS = [(colour, marker) for marker in "*pd8" for colour in ("#117733", "#aa4
 def style(name: str) -> dict[str, Any]:
     """Return the arguments of ``plot`` for an algorithm.
 
-    A name such as ``hierarchical:tree`` has the colour of the first part and the marker, hollow, of the second. "auto"
-    lies on another line: it is rings around that line's markers.
+    A name such as ``hierarchical:tree`` has the colour of the first part and the hollow marker of the second. "auto"
+    coincides with another line, so it is drawn as rings around the markers of that line.
     """
     if name == "auto":
         rings = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "zorder": 5}
@@ -41,7 +41,7 @@ def style(name: str) -> dict[str, Any]:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, for files: no display is needed."""
+    """Return `matplotlib.pyplot` with a backend for files, which needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,8 +50,22 @@ def pyplot() -> Any:
     return plt
 
 
+def panels(count: int, width: float, height: float, columns: int = 3, **options: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a figure and ``count`` axes of that size in inches, with room for a legend on the right.
+
+    ``options`` are passed on to ``subplots``.
+    """
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    size = (width * columns + 2.2, height * rows + 0.5)
+    figure, grid = pyplot().subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    for unused in grid.flat[count:]:
+        unused.set_visible(False)
+    return figure, list(grid.flat[:count])
+
+
 def log_axis(axis: Any, text: Callable[[float], str], base: int = 10) -> None:
-    """Make an axis logarithmic, with every label in ``text``, and with enough labels to read it by."""
+    """Make an axis logarithmic, with enough labels to read it; ``text`` formats the labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis._set_axes_scale("log", base=base)
@@ -66,12 +80,12 @@ def log_axis(axis: Any, text: Callable[[float], str], base: int = 10) -> None:
 
 
 def size_axis(axes: Any, values: list[float], text: Callable[[float], str]) -> None:
-    """Make the x axis logarithmic, with a label at every value, or at so many of them as fit."""
+    """Make the x axis logarithmic, with a label at every value or, if there are many, at some of them."""
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)
-    shown = values[:: -(-len(values) // 12)]
-    axes.set_xticks(shown, [text(value) for value in shown], rotation=45 if len(shown) > 6 else 0)
+    labelled = values[:: -(-len(values) // 12)]
+    axes.set_xticks(labelled, [text(value) for value in labelled], rotation=45 if len(labelled) > 6 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlim(values[0] / 1.2, values[-1] * 1.2)
     axes.grid(True, which="major", alpha=0.35)

@@ -1,10 +1,10 @@
 """Check that this installation keeps the library's guarantees on these nodes. Run it alone, or under mpirun,
 srun or torchrun.
 
-The command calls every algorithm with every dtype and with hard inputs. Every rank compares its result with an oracle:
-plain NumPy on dense vectors, which shares no code with the library. The checks are also that all ranks hold the same
-bits, no gradient is lost, inputs are not written, and calls that do not match raise on every rank. The exit status is 0
-if all checks passed on all ranks. Under a launcher of several ranks that do not find each other, it is 1.
+The command calls every algorithm with every dtype and with difficult inputs. Every rank compares its result with an
+oracle in plain NumPy, which shares no code with the library. The command also checks that all ranks hold the same bits,
+that no gradient is lost, that inputs are not written, and that calls that differ between ranks raise on every rank. The
+exit status is 0 if all checks passed on all ranks. It is 1 if ranks of a launcher do not reach each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HELP = "check every algorithm on this node, or under a launcher on all ranks"
 
 
 def _special(rng: np.random.Generator, shape: tuple[int, ...]) -> Vector:
-    special = rng.choice([np.nan, np.inf, -np.inf, -0.0, 6e-8], shape)  # the last is subnormal in float16
+    special = rng.choice([np.nan, np.inf, -np.inf, -0.0, 6e-8], shape)  # 6e-8 is subnormal in float16
     return np.where(rng.random(shape) < 0.02, special, rng.standard_normal(shape))
 
 
@@ -64,7 +64,7 @@ def _dtypes(device: str) -> list[ArrayDType]:
 
 @dataclass(frozen=True)
 class Case:
-    """What goes into a call that is checked, and into two more, which take means, where it is not whole numbers."""
+    """The inputs of a checked call. Inputs that are not integers are also averaged, in two more calls."""
 
     dtype: ArrayDType
     n: int
@@ -78,7 +78,7 @@ class Case:
         return np.dtype(np.float64 if self.dtype.itemsize == 8 else np.float32)
 
     def data(self, P: int) -> tuple[Vector, Vector]:
-        """Return the gradients and the residuals of all ranks, two arrays of shape (P, n), the same on every rank."""
+        """Return the gradients and residuals of all ranks: two arrays of shape (P, n), the same on every rank."""
         rng = np.random.default_rng([self.n, self.k, *self.content.encode()])
         x, residual = INPUTS[self.content](rng, (2, P, self.n))
         return x.astype(self.dtype), residual.astype(self.accumulator)
@@ -90,90 +90,92 @@ class Case:
 # -- the checks -------------------------------------------------------------------------------------------------------
 
 
-class Findings:
-    """The checks of an algorithm on this rank. Every rank counts its own; `run` adds them up."""
+class Checks:
+    """The checks of an algorithm on this rank, and their failures."""
 
     def __init__(self, algorithm: str, comm: World, memory: devices.DeviceMemory) -> None:
         self.algorithm, self.comm, self.memory = algorithm, comm, memory
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.checks, self.failures = 0, list[str]()
+        self.count, self.failures = 0, list[str]()
 
-    def call(self, x: Vector, k: int, **given: Any) -> sc.SparseVector:
-        """Make a call with the algorithm, on all ranks."""
-        given = {"algorithm": sc.algorithms()[self.algorithm]} | given
-        return sc.sparse_allreduce(x, k, comm=comm_of(self.comm), **given)
+    def call(self, x: Vector, k: int, **options: Any) -> sc.SparseVector:
+        """Call the algorithm. Collective."""
+        options = {"algorithm": sc.algorithms()[self.algorithm]} | options
+        return sc.sparse_allreduce(x, k, comm=comm_of(self.comm), **options)
 
     def check(self, holds: object, what: str) -> None:
-        """Count a check, and record ``what`` as a failure unless it holds."""
-        self.checks += 1
+        """Count a check, and record the failure ``what`` unless it holds."""
+        self.count += 1
         if not holds:
             self.failures.append(what)
 
 
-def _check_results(found: Findings, device: str) -> None:
+def _check_results(checks: Checks, device: str) -> None:
     """Check all cases with all ops."""
     every = product(_dtypes(device), SIZES, INPUTS, (False, True))
     cases = [Case(dtype, n, k, content, residual) for dtype, (n, k), content, residual in every]
-    bits = [_check(found, case) for case in cases]
-    for case, mine, first in zip(cases, bits, found.comm.bcast(bits), strict=True):
-        found.check(mine == first, f"{case}: other bits than on rank 0")
+    bits = [_check(checks, case) for case in cases]
+    for case, mine, first in zip(cases, bits, checks.comm.bcast(bits), strict=True):
+        checks.check(mine == first, f"{case}: other bits than on rank 0")
 
 
-def _check(found: Findings, case: Case) -> int:
+def _check(checks: Checks, case: Case) -> int:
     """Check the calls of a case; return a checksum of their entries."""
-    memory, rank, checksum = found.memory, found.rank, 0
-    gradients, residuals = case.data(found.size)
-    whole = gradients.astype(case.accumulator) + residuals if case.residual else gradients.astype(case.accumulator)
-    total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm_of(found.comm)).node_of_rank)
+    memory, rank, checksum = checks.memory, checks.rank, 0
+    gradients, residuals = case.data(checks.size)
+    accumulated = gradients.astype(case.accumulator)
+    if case.residual:
+        accumulated = accumulated + residuals
+    total = oracle(checks.algorithm)(list(accumulated), case.k, transport.of(comm_of(checks.comm)).node_of_rank)
     indices = np.flatnonzero(total)
     expected: dict[Op, Vector] = {"sum": total}
     if case.residual and case.content not in EXACT:
-        expected["mean"] = total / found.size
-        if not sc.algorithms()[found.algorithm].contributors_unknown:
-            expected["mean_of_contributors"] = (total / contributors(list(whole), case.k)).astype(total.dtype)
+        expected["mean"] = total / checks.size
+        if not sc.algorithms()[checks.algorithm].contributors_unknown:
+            expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
     for op, dense in expected.items():
         call, result = f"{case} op={op}", None
-        x, kept, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
+        x, residual, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
         try:
-            entries = found.call(x, case.k, op=op, residual=kept if case.residual else None, out=out)
+            entries = checks.call(x, case.k, op=op, residual=residual if case.residual else None, out=out)
             result = memory.fetch(entries.indices), memory.fetch(entries.values)
         except Exception as error:
-            found.check(False, f"{call}: {type(error).__name__}: {error}")
+            checks.check(False, f"{call}: {type(error).__name__}: {error}")
         if result is not None:
             checksum = zlib.crc32(result[1].tobytes(), zlib.crc32(result[0].tobytes(), checksum))
-            found.check(np.array_equal(result[0], indices), f"{call}: wrong indices")
-            found.check(_same(result[1], dense[indices]), f"{call}: wrong values")
-            found.check(_same(memory.fetch(out), dense.astype(case.dtype)), f"{call}: wrong dense result")
-            found.check(_same(memory.fetch(x), gradients[rank]), f"{call}: the input was written")
+            checks.check(np.array_equal(result[0], indices), f"{call}: wrong indices")
+            checks.check(_same(result[1], dense[indices]), f"{call}: wrong values")
+            checks.check(_same(memory.fetch(out), dense.astype(case.dtype)), f"{call}: wrong dense result")
+            checks.check(_same(memory.fetch(x), gradients[rank]), f"{call}: the input was written")
         if case.residual and case.content in EXACT and op == "sum":
             left = np.empty(case.n)
-            found.comm.Allreduce(memory.fetch(kept).astype(np.float64), left)  # whatever it is: the others wait for it
+            checks.comm.Allreduce(memory.fetch(residual).astype(np.float64), left)  # even after an error
             if result is not None:
                 left[result[0]] += result[1]
-                found.check(_same(left, whole.sum(0, np.float64)), f"{call}: gradient was lost or made")
+                checks.check(_same(left, accumulated.sum(0, np.float64)), f"{call}: gradient was lost or made")
     return checksum
 
 
-def _check_mismatches(found: Findings) -> None:
-    """Check that all ranks raise, and lose nothing, if the last one makes another call than the others."""
-    other = next(name for name in sc.algorithms() if name != found.algorithm)
+def _check_mismatches(checks: Checks) -> None:
+    """Check that all ranks raise, and lose no gradient, if the last rank makes a different call."""
+    other = next(name for name in sc.algorithms() if name != checks.algorithm)
     for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
-        call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": found.algorithm}
-        if found.rank == found.size - 1:
+        call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": checks.algorithm}
+        if checks.rank == checks.size - 1:
             call[what] = value
-        given = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))
-        residual = found.memory.put(np.ones_like(given))
+        x = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))
+        residual = checks.memory.put(np.ones_like(x))
         try:
-            found.call(found.memory.put(given), residual=residual, **call)
-            seen = "nothing was raised"
+            checks.call(checks.memory.put(x), residual=residual, **call)
+            outcome = "nothing was raised"
         except sc.CollectiveMismatchError:
-            seen = ""
+            outcome = ""
         except Exception as error:
-            seen = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
         what = f"calls that differ in {what}"
-        found.check(not seen, f"{what}: expected CollectiveMismatchError, but {seen}")
-        kept = _same(found.memory.fetch(residual), given + 1)
-        found.check(kept, f"{what}: the residual does not hold the gradient")
+        checks.check(not outcome, f"{what}: expected CollectiveMismatchError, but {outcome}")
+        unchanged = _same(checks.memory.fetch(residual), x + 1)
+        checks.check(unchanged, f"{what}: the residual does not hold the gradient")
 
 
 def _same(a: Vector, b: Vector) -> bool:
@@ -183,44 +185,44 @@ def _same(a: Vector, b: Vector) -> bool:
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
-_SHOWN = 10  # failures listed per algorithm
+_MAX_FAILURES = 10  # printed per algorithm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options."""
     devices.add_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print a line per algorithm; return 0 if all passed on all ranks, otherwise 1."""
-    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # a test should fail within seconds, not minutes
+    os.environ.setdefault("SPARSECOMM_TIMEOUT", "30")  # fail within seconds, not minutes
     device: str = arguments.device
     devices.check(device, "float32")
     memory, comm = devices.DEVICES[device](), world()
-    P, shown = comm.Get_size(), comm.Get_rank() == 0
+    P, is_first = comm.Get_size(), comm.Get_rank() == 0
     ranks = f"{P} rank{'s' * (P > 1)}"
     width = max(map(len, sc.algorithms()))
-    if shown:
+    if is_first:
         print(f"sparsecomm {sc.__version__} on {ranks}; {', '.join(map(str, _dtypes(device)))} on {memory.name}\n")
         print(f"{'algorithm':<{width}}{'checks':>9}{'failures':>10}", flush=True)
 
     failed = 0
     for algorithm in sc.algorithms():
-        found = Findings(algorithm, comm, memory)
-        with np.errstate(all="ignore"):  # infinity minus infinity is meant
-            _check_results(found, device)
+        checks = Checks(algorithm, comm, memory)
+        with np.errstate(all="ignore"):  # inputs contain infinities
+            _check_results(checks, device)
         if P > 1:
-            _check_mismatches(found)
-        everyone = comm.allgather((found.checks, found.failures))
-        failures = [f"  rank {rank}: {text}" for rank, (_, its) in enumerate(everyone) for text in its]
+            _check_mismatches(checks)
+        everyone = comm.allgather((checks.count, checks.failures))
+        failures = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
         failed += len(failures)
-        if shown:
-            checks = sum(count for count, _ in everyone)
-            print(f"{algorithm:<{width}}{checks:>9}{len(failures):>10}")
-            more = [f"  ... and {len(failures) - _SHOWN} more"] if len(failures) > _SHOWN else []
-            print(*(f"{line}\n" for line in failures[:_SHOWN] + more), sep="", end="", flush=True)
+        if is_first:
+            total = sum(count for count, _ in everyone)
+            print(f"{algorithm:<{width}}{total:>9}{len(failures):>10}")
+            more = [f"  ... and {len(failures) - _MAX_FAILURES} more"] if len(failures) > _MAX_FAILURES else []
+            print(*(f"{line}\n" for line in failures[:_MAX_FAILURES] + more), sep="", end="", flush=True)
     comm.Free()
 
-    if shown:
+    if is_first:
         print(f"\n{f'FAILED: {failed} checks' if failed else 'All passed'} on {ranks}.", flush=True)
     return 1 if failed else 0

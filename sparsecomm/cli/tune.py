@@ -1,11 +1,11 @@
-"""Measure what messages and work cost on this system, and write the profile that "auto" uses.
+"""Measure the costs of messages and work on this system, and write the profile that "auto" uses.
 
-Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is for that
-number of ranks and nodes, and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
+Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is valid for
+that number of ranks and nodes and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
-Messages are those of the library's own transport. Between nodes, one rank of each exchanges them with one of another
-node, on all nodes at once; inside nodes, all ranks do so at once. Work is that of the CPU, of all ranks at once. The
-profile holds the slowest pair's and the slowest rank's median.
+Messages use the library's own transport. Between nodes, one rank of each node exchanges them with a rank of another
+node, all at once; inside nodes, all ranks do. Work is measured on the CPU, on all ranks at once. The profile holds the
+median of the slowest pair and of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,58 +35,55 @@ from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run", "works"]
 
 HELP = 'measure this system, under mpirun, so that "auto" chooses well here'
 
-
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001
-_K = 25_600  # random entries of a vector, as of 25.6 million elements at this density
-_SHOWN = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.001, 0.01))
+_K = 25_600  # entries of a vector: 25.6 million elements at this density
+_EXAMPLES = tuple((n, density) for n in (1_000_000, 25_000_000) for density in (0.001, 0.01))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    where = "where the profile is written (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
+    """Add the options."""
+    where = "where to write the profile (SPARSECOMM_PROFILE, or ~/.cache/sparsecomm/profile.json)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=where)
-    often = "about how long each of the seven measurements may take (%(default)s s)"
+    duration = "approximate duration of each of the seven measurements (%(default)s s)"
     seconds = options.number(1e-9, 3600, "a number above 0, and 3600 at most")
-    parser.add_argument("--seconds", type=seconds, default="1", metavar="S", help=often)
+    parser.add_argument("--seconds", type=seconds, default="1", metavar="S", help=duration)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and write the profile; return 0."""
-    # A rank that does not answer should be reported in seconds, but may time messages for as long as was asked for.
+    # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    ranks = transport.of(comm_of(comm))
-    shown = ranks.rank == 0
+    mine = transport.of(comm_of(comm))
     file: Path = (arguments.output or profile.path()).absolute()
 
     def say(text: str) -> None:
-        if shown:
+        if mine.rank == 0:
             print(text, flush=True)
 
-    agreed(comm, lambda: _check(ranks, file))
-    nodes = f"{ranks.num_nodes} node{'s' * (ranks.num_nodes != 1)}"
-    say(f"sparsecomm {sc.__version__} on {ranks.size} ranks of {nodes}, {ranks.library}\n")
-    costs = _measure(ranks, comm, arguments.seconds, say)
-    made = Profile(ranks.library, ranks.size, ranks.num_nodes, costs)
+    agreed(comm, lambda: _check(mine, file))
+    nodes = f"{mine.num_nodes} node{'s' * (mine.num_nodes != 1)}"
+    say(f"sparsecomm {sc.__version__} on {mine.size} ranks of {nodes}, {mine.library}\n")
+    costs = _measure(mine, comm, arguments.seconds, say)
+    measured = Profile(mine.library, mine.size, mine.num_nodes, costs)
     say("")
-    for n, density in _SHOWN:
-        query = choice.CostQuery(ranks.size, ranks.num_nodes, n, round(n * density), value_bytes=4)
-        best = choice.decide(query, costs)
-        taken = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
-        say(f"auto for n={n}, density {number_text(density)}: {taken}")
-    bucket = choice.bucket_bytes(ranks.size, ranks.num_nodes, 0.001, costs)
+    for n, density in _EXAMPLES:
+        best = choice.decide(choice.CostQuery(mine.size, mine.num_nodes, n, round(n * density), value_bytes=4), costs)
+        text = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
+        say(f"auto for n={n}, density {number_text(density)}: {text}")
+    bucket = choice.bucket_bytes(mine.size, mine.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
 
-    agreed(comm, lambda: _write(file, made.as_json()) if shown else None)
-    blind = [rank for rank, sees in enumerate(comm.allgather(_sees(made, file))) if not sees]
+    agreed(comm, lambda: _write(file, measured.as_json()) if mine.rank == 0 else None)
+    without = [str(rank) for rank, sees in enumerate(comm.allgather(_sees(measured, file))) if not sees]
     say(f"\nThe profile is in {file}")
-    if blind:
-        say(f"Ranks that do not see it there: {', '.join(map(str, blind))}. Copy it to their nodes.")
+    if without:
+        say(f"Ranks that do not see it there: {', '.join(without)}. Copy it to their nodes.")
     if file != profile.path().absolute():
         say(f"Train with SPARSECOMM_PROFILE={file} in the environment of all ranks.")
     return 0
@@ -96,35 +93,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(transport: transport.Transport, file: Path) -> None:
-    """Refuse what there is no point in measuring."""
+    """Check that there are messages to measure, and that the file can be written."""
     if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
         )
     if transport.rank == 0:
-        with suppress(OSError):  # it is told then that the file cannot be written
+        with suppress(OSError):  # `check_writable` reports it
             file.parent.mkdir(parents=True, exist_ok=True)
         options.check_writable(file)
         if file.exists() and not file.is_file():
-            raise InvalidInputError(f"{file}: is no regular file; name another with --output")
+            raise InvalidInputError(f"{file}: is not a regular file; name another with --output")
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the file, all of it or nothing: programs that begin may read it at any time."""
-    beside = file.resolve().with_name(f".{file.name}.{os.getpid()}")
+    """Write the file atomically: programs that start may read it at any time."""
+    temporary = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     with options.writing(file):
         try:
-            beside.write_text(text)
-            beside.replace(file.resolve())
+            temporary.write_text(text)
+            temporary.replace(file.resolve())
         except OSError:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
 
-def _sees(made: Profile, file: Path) -> bool:
-    """Return whether this rank can read the profile. Its node may have another file system than rank 0's."""
+def _sees(measured: Profile, file: Path) -> bool:
+    """Return whether this rank can read the profile; its node may have a different file system."""
     try:
-        return profile.read(file) == made
+        return profile.read(file) == measured
     except InvalidInputError:
         return False
 
@@ -141,11 +138,13 @@ def _measure(transport: transport.Transport, comm: World, seconds: float, say: C
     say(f"{'inside a node':<20}{_described(node) if node else 'nothing: each rank has a node of its own'}")
 
     say(f"\n{'work':<20}{'per':>12}{'time':>16}")
-    found = {}
-    for name, (per, count, work) in _works().items():
-        found[name] = _slowest(comm, _median_seconds(work, comm, seconds)) / count
-        say(f"{name:<20}{per:>12}{1e9 * found[name]:>13.3f} ns")
-    return Costs(link=link, node=node, **found)
+    costs = {}
+    for name, (unit, count, work) in works().items():
+        median = _median_seconds(work, comm, seconds)
+        quiet_barrier(comm)
+        costs[name] = float(max(comm.allgather(median))) / count
+        say(f"{name:<20}{unit:>12}{1e9 * costs[name]:>13.3f} ns")
+    return Costs(link=link, node=node, **costs)
 
 
 def _described(link: Link) -> str:
@@ -153,23 +152,14 @@ def _described(link: Link) -> str:
     return f"{1e6 * link.alpha:>9.2f} us{1e6 * link.gap:>9.2f} us{1e9 * link.beta:>11.4f} ns/B{rate:>26}"
 
 
-def _slowest(comm: World, seconds: float) -> float:
-    """Return the maximum over ranks. Collective."""
-    quiet_barrier(comm)
-    return float(max(comm.allgather(seconds)))
-
-
-# -- work -------------------------------------------------------------------------------------------------------------
-
-
-def _works() -> dict[str, tuple[str, int, Callable[[], object]]]:
-    """Return for each cost its unit, how many units a call works on, and the call."""
+def works() -> dict[str, tuple[str, int, Callable[[], object]]]:
+    """Return, for each cost of work, its unit, the number of units in a call, and the call."""
     backend, rng = backends.of(interop.CPU), np.random.default_rng(os.getpid())
     gradient, residual, total = (rng.standard_normal(_N, np.float32) for _ in range(3))
     x, r = interop.tensor(gradient, "x"), interop.tensor(residual, "residual", writable=True)
     n = round(_K / _DENSITY)
-    at = (np.sort(rng.choice(n, _K, replace=False)).astype(np.int32) for _ in range(2))
-    a, b = (SparseVector.trusted(indices, rng.standard_normal(_K, np.float32), n, (n,)) for indices in at)
+    indices = (np.sort(rng.choice(n, _K, replace=False)).astype(np.int32) for _ in range(2))
+    a, b = (SparseVector.trusted(each, rng.standard_normal(_K, np.float32), n, (n,)) for each in indices)
     few = a.part(0, 4)
 
     def codec() -> None:
@@ -186,7 +176,7 @@ def _works() -> dict[str, tuple[str, int, Callable[[], object]]]:
 
 
 def _median_seconds(work: Callable[[], object], comm: World, seconds: float) -> float:
-    """Call ``work`` repeatedly for ``seconds``, on all ranks together; return the median time of a call. Collective."""
+    """Call ``work`` for ``seconds`` on all ranks at once; return the median time of a call. Collective."""
     for _ in range(3):
         work()
     quiet_barrier(comm)

@@ -1,4 +1,4 @@
-"""The ranks that run a command: those of MPI, or those that torchrun has started, for which no MPI is needed."""
+"""The ranks that run a command: ranks of MPI, or of torchrun without MPI."""
 
 # ruff: noqa: N802 - the names are those of mpi4py
 
@@ -27,53 +27,53 @@ _R = TypeVar("_R")
 
 
 def world() -> World:
-    """Return the ranks that this process was started with, alone if it was. Collective.
+    """Return a communicator of all ranks of the job. Collective.
 
     Raises:
-        InvalidInputError: the ranks of the job do not find each other.
-        TransportError: there is no MPI, and torchrun has not started this process.
+        InvalidInputError: the ranks of the job cannot reach each other.
+        TransportError: there is no MPI, and torchrun did not start this process.
     """
     if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
-    transport.of(None)  # raises what is wrong with MPI, if it is
+    transport.of(None)  # raises if MPI does not work
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
 
 
-class Refused(SparseCommError):  # noqa: N818 - nothing has failed
-    """Raised on all ranks when rank 0 has said why nothing is done."""
+class Refused(SparseCommError):  # noqa: N818 - the input is wrong, and nothing has failed
+    """Raised on all ranks after rank 0 has printed why the input is refused."""
 
 
 def agreed(comm: World, action: Callable[[], _R]) -> _R:
-    """Return what ``action`` returns. If it refuses on one rank, rank 0 says why, for the lowest. Collective.
+    """Return ``action()``. If it refuses its input on any rank, rank 0 prints the first error. Collective.
 
     Raises:
-        Refused: `InvalidInputError` was raised on one rank.
+        Refused: ``action`` raised `InvalidInputError` on some rank.
     """
-    found, why = None, None
+    result, error_text = None, None
     try:
-        found = action()
+        result = action()
     except InvalidInputError as error:
-        why = str(error)
-    why = next(filter(None, comm.allgather(why)), None)
-    if why is None:
-        return found  # type: ignore[return-value]
+        error_text = str(error)
+    error_text = next(filter(None, comm.allgather(error_text)), None)
+    if error_text is None:
+        return result  # type: ignore[return-value]
     if comm.Get_rank() == 0:
-        print(f"sparsecomm: {why}", file=sys.stderr, flush=True)
-    comm.Barrier()  # a launcher may end all ranks when the first has left
+        print(f"sparsecomm: {error_text}", file=sys.stderr, flush=True)
+    comm.Barrier()  # some launchers end all ranks when the first one exits
     raise Refused
 
 
 def comm_of(world: World) -> transport.Comm:
-    """Return what `sparse_allreduce` takes as ``comm``."""
+    """Return the ``comm`` argument of `sparse_allreduce`."""
     return world.group if isinstance(world, ProcessGroupWorld) else world
 
 
 class ProcessGroupWorld:
-    """The ranks of ``group``, the default process group; one of gloo is made if there is none.
+    """The default process group as ``group``, with the methods of an mpi4py communicator that commands use.
 
-    It has what commands use of an mpi4py communicator, under its names.
+    Creates a group of gloo if there is none.
     """
 
     def __init__(self) -> None:

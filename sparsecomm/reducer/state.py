@@ -14,7 +14,7 @@ from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import DAMAGED, as_float, reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tuning.profile import Used, measured
+from sparsecomm.tuning.profile import KnownCosts, measured
 
 __all__ = ["REDUCER", "costs_dict", "fit", "measured_costs", "read_arrays"]
 
@@ -74,7 +74,7 @@ def fit(found: Mapping[str, Any], specs: Mapping[str, TensorSpec], momentum: boo
     return {**found, "residuals": residuals, "velocities": velocities}
 
 
-def costs_dict(used: Used | None) -> CostsDict | None:
+def costs_dict(used: KnownCosts | None) -> CostsDict | None:
     """Return the costs of the links that the ranks measured, for a state; ``None`` if they did not measure."""
     if used is None:
         return None
@@ -82,7 +82,7 @@ def costs_dict(used: Used | None) -> CostsDict | None:
     return {name: None if link is None else list(astuple(link)) for name, link in links}
 
 
-def measured_costs(costs: CostsDict) -> Used:
+def measured_costs(costs: CostsDict) -> KnownCosts:
     """Return the costs that `costs_dict` converted."""
     link, node = (None if (numbers := costs[name]) is None else Link(*map(float, numbers)) for name in _LINKS)
     return measured(link, node)

@@ -1,1 +1,1 @@
-"""Algorithm selection: the choice that "auto" makes, and the profile of costs that it goes by."""
+"""Algorithm selection: the choice that "auto" makes, the costs that it uses, and their measurement."""

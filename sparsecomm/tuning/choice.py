@@ -1,4 +1,4 @@
-"""The choice that "auto" stands for: every algorithm with every exact wire format, by predicted time."""
+"""The choice that "auto" makes among all algorithms and exact wire formats, by predicted time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Candidate", "CostQuery", "Explanation", "bucket_bytes", "candidates"
 
 @dataclass(frozen=True)
 class CostQuery:
-    """A call, as far as its cost depends on it.
+    """The sizes and options of a call that its predicted time depends on.
 
     Attributes:
-        P, num_nodes: ranks, and nodes that they are on.
-        n, k: elements, entries per rank.
-        value_bytes: of a value in the accumulator dtype.
-        algorithm, wire: as the caller gave them, "auto" or a name, or names with | between them, and weights.
-        contributors: whether the algorithm must know how many ranks contribute to an entry.
+        P, num_nodes: number of ranks, and of their nodes.
+        n, k: number of elements, and of entries per rank.
+        value_bytes: bytes of a value in the accumulator dtype.
+        algorithm, wire: arguments of the call: "auto", a name, or weighted names separated by ``|``.
+        contributors: whether the algorithm must know how many ranks contribute to each entry.
     """
 
     P: int
@@ -40,7 +40,7 @@ class CostQuery:
     contributors: bool = False
 
     def problem(self, wire: Wire) -> Problem:
-        """Return the sizes that decide its cost with that wire format."""
+        """Return the sizes that determine the cost with a wire format."""
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
         hidden = self.contributors or wire.kind is not EXACT
@@ -53,8 +53,8 @@ class Candidate:
 
     Attributes:
         algorithm, wire: of the call.
-        seconds: that it would take.
-        weight: by which they are multiplied where candidates are compared.
+        seconds: predicted time.
+        weight: factor on `seconds` when candidates are compared.
     """
 
     algorithm: Algorithm
@@ -64,18 +64,18 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """What is compared."""
+        """The weighted time by which candidates are compared."""
         return self.weight * self.seconds
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons of a choice. Printing it shows the candidates, the cheapest first.
+    """The reasons for a choice. Printing it lists the candidates, the cheapest first.
 
     Attributes:
         query: the call.
-        costs: what it was evaluated with; ``source`` says where they are from.
-        candidates: the cheapest first: that is the one taken.
+        costs, source: the costs of messages and work, and where they come from.
+        candidates: the cheapest first, which is the choice.
     """
 
     query: CostQuery
@@ -99,12 +99,12 @@ class Explanation:
             counts = f"   counts {number_text(c.weight)} times" if c.weight != 1 else ""
             lines.append(f"{c.algorithm.name:<24} {c.wire.name:<16} {c.seconds * 1e3:>9.3f} ms{counts}")
         best, *others = self.candidates
-        why = f"{best.algorithm.name} with {best.wire.name} takes least"
+        reason = f"{best.algorithm.name} with {best.wire.name} takes least"
         if others:
             longer = others[0].cost / best.cost if best.cost else 1
             verb = "take" if best.weight == others[0].weight == 1 else "count"
-            why += f"; {others[0].algorithm.name} with {others[0].wire.name} would {verb} {longer:.2f} times as long"
-        return "\n".join([*lines, why])
+            reason += f"; {others[0].algorithm.name} with {others[0].wire.name} would {verb} {longer:.2f} times as long"
+        return "\n".join([*lines, reason])
 
 
 def _link(link: Link) -> str:
@@ -116,51 +116,50 @@ def _ns(seconds: float) -> str:
 
 
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
-    """Return what can be taken, the cheapest first; of equals the first of `alternatives`, with the plainest format.
+    """Return the candidates, the cheapest first; ties go to the earlier of `alternatives` and the plainer format.
 
     Raises:
-        InvalidInputError: the algorithm that was named does not support such a call.
+        InvalidInputError: no algorithm in ``query`` supports such a call.
     """
     return _candidates(query, costs, len(ALGORITHMS))
 
 
 @lru_cache(maxsize=1024)
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
-    """``num_registered`` tells the states of the registry apart: it only grows."""
+    """``num_registered`` is part of the cache key: users register algorithms, and never remove them."""
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
         algorithms = [(a, weight) for a, weight in algorithms if not a.contributors_unknown]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
-    found, reasons = [], []
+    supported, reasons = [], []
     for algorithm, weight in algorithms:
         for wire in wires:
             problem = query.problem(wire)
             if algorithm.unsupported is not None and (reason := algorithm.unsupported(problem)):
                 reasons.append(f"algorithm={algorithm.name!r} {reason}")
                 continue
-            found.append(Candidate(algorithm, wire, algorithm.predicted_time(problem, costs), weight))
-    if not found:
+            supported.append(Candidate(algorithm, wire, algorithm.predicted_time(problem, costs), weight))
+    if not supported:
         raise InvalidInputError("; ".join(dict.fromkeys(reasons)) + "; choose another algorithm, or auto")
-    return tuple(sorted(found, key=lambda c: c.cost))
+    return tuple(sorted(supported, key=lambda c: c.cost))
 
 
 def decide(query: CostQuery, costs: Costs) -> Candidate:
-    """Return the cheapest candidate. It is the same on all ranks: it depends on nothing else."""
+    """Return the cheapest candidate. It depends on the arguments only, so it is the same on all ranks."""
     return candidates(query, costs)[0]
 
 
-_EXTRA = 0.25  # that an element may cost in a small bucket, beside its cost in the largest
+_EXTRA = 0.25  # extra cost of an element in a small bucket, relative to the largest bucket
 _BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float32
 
 
 def bucket_bytes(
     P: int, num_nodes: int, density: float, costs: Costs, algorithm: str = "auto", wire: str = "auto"
 ) -> int:
-    """Return the bytes of the smallest bucket in which an element costs at most a quarter more than in the largest.
+    """Return the bytes of the smallest float32 bucket in which an element costs at most 25 % more than in the largest.
 
-    Buckets are of float32 gradients. Small ones begin early, so that more of them is hidden behind the backward pass;
-    each pays latency.
+    Small buckets start earlier, so the backward pass hides more of them, but each pays the latency.
     """
 
     def per_element(n: int) -> float:

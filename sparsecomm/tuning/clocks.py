@@ -1,8 +1,7 @@
-"""By how much the clocks of ranks differ, from messages that went both ways between them.
+"""Estimates the clock offsets between ranks from messages in both directions.
 
-A message cannot arrive before it was sent. So the fastest message of each direction bounds by how much one clock is
-ahead of the other; the middle between the two bounds is taken, as NTP does (RFC 5905, section 8). Pairs are taken in
-the order of how narrow their bounds are, so that each rank is compared with those that know it best.
+A message cannot arrive before it was sent, so the fastest message of each direction bounds the offset. The estimate is
+the middle of the two bounds, as in NTP (RFC 5905, section 8). Ranks are added in the order of the narrowest bound.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["Offset", "offsets"]
 
 
 class Offset(NamedTuple):
-    """By how many seconds the clock of a rank is ahead, and the maximum error."""
+    """Seconds by which the clock of a rank is ahead, and the maximum error."""
 
     seconds: float
     bound: float
@@ -27,17 +26,17 @@ def offsets(
     fastest: Mapping[tuple[int, int], float],
     share_clock: Callable[[int, int], bool] = lambda a, b: False,
 ) -> dict[int, Offset]:
-    """Return by how much the clock of each rank is ahead of that of the first one.
+    """Return the clock offset of each rank to the first one.
 
-    Ranks that exchanged no messages with it, not even through others, get offset 0 and an infinite bound.
+    Ranks that no chain of messages connects to the first one get offset 0 and an infinite bound.
 
     Args:
-        ranks: their numbers.
-        fastest: by sender and receiver, the receiver's time when a message came less the sender's when it left, of the
-            fastest message.
-        share_clock: whether two ranks have one clock.
+        ranks: rank numbers.
+        fastest: by sender and receiver, the receiver's arrival time minus the sender's departure time of the fastest
+            message.
+        share_clock: whether two ranks share one clock.
     """
-    ranks, found = list(ranks), dict[int, Offset]()
+    ranks, known = list(ranks), dict[int, Offset]()
 
     def between(a: int, b: int) -> Offset:
         if share_clock(a, b):
@@ -47,12 +46,12 @@ def offsets(
             return Offset(0.0, math.inf)
         return Offset((there - back) / 2, abs(there + back) / 2)
 
-    while missing := [rank for rank in ranks if rank not in found]:
-        known = [(between(a, b), a, b) for a, b in permutations(ranks, 2) if a in found and b not in found]
-        if not known:
-            found[missing[0]] = Offset(0.0, 0.0 if not found else math.inf)
+    while missing := [rank for rank in ranks if rank not in known]:
+        pairs = [(between(a, b), a, b) for a, b in permutations(ranks, 2) if a in known and b not in known]
+        if not pairs:
+            known[missing[0]] = Offset(0.0, math.inf if known else 0.0)
             continue
-        ahead, a, b = min(known, key=lambda pair: (pair[0].bound, pair[1:]))
-        start = found[a] if math.isfinite(ahead.bound) else Offset(0.0, 0.0)
-        found[b] = Offset(start.seconds + ahead.seconds, start.bound + ahead.bound)
-    return found
+        ahead, a, b = min(pairs, key=lambda pair: (pair[0].bound, pair[1:]))
+        start = known[a] if math.isfinite(ahead.bound) else Offset(0.0, 0.0)
+        known[b] = Offset(start.seconds + ahead.seconds, start.bound + ahead.bound)
+    return known

@@ -1,7 +1,7 @@
 """Measures the links between ranks. All timing of messages is in this module.
 
 The first call over a network, `sparsecomm tune`, `sparsecomm plan --measure` and the benchmarks use a `Probe`. Ranks
-time messages in pairs and exchange their times, so all of them find the same links.
+time messages in pairs and exchange the times, so the result is the same on all ranks.
 
 Without a time budget, each rank is paired with the one half its group away. That takes one and a half round trips
 between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
@@ -35,26 +35,26 @@ __all__ = ["Links", "Probe"]
 Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
 Turns: TypeAlias = Sequence[Sequence[Pair]]  # no rank is twice in one turn
 Times: TypeAlias = tuple[float, float, float]  # seconds: of a trip, of one more message at once, of a long message
-Both: TypeAlias = tuple[Times, Times]  # what the two ranks of a pair have found
+Both: TypeAlias = tuple[Times, Times]  # the times of the two ranks of a pair
 
-_FAR = 5e-3  # seconds of a round trip from which on nothing is timed twice
+_FAR = 5e-3  # seconds: on longer round trips nothing is timed twice
 _TRAIN = 6_144  # bytes that a connection of TCP can still send before the first acknowledgement: ten packets in all
 _TRIPS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
 _MAX_TRIPS, _MAX_TURNS = 200, 15  # with a time budget; 15 turns are all pairs of 16 ranks
 _MIN_STREAM, _MAX_STREAM = 1 << 16, 1 << 24  # bytes of a message
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
-_MIN = 1e-7, 1e-11, 1e-8  # of alpha, beta and gap: less than that nobody can measure
+_MIN = 1e-7, 1e-11, 1e-8  # alpha, beta and gap: lower limits of what can be measured
 _ZERO = 1 << 62  # the word for 0 seconds, which may be negative between two clocks
 
 
 @dataclass(frozen=True)
 class Links:
-    """What was found, the same on all ranks.
+    """Measured links, the same on all ranks.
 
     Attributes:
-        between: the slowest link between nodes, of one rank of each; ``None``: there is one node.
-        inside: the slowest link between ranks of a node; ``None``: no node has two.
+        between: the slowest link between nodes, measured by one rank of each; ``None`` if there is one node.
+        inside: the slowest link between ranks of a node; ``None`` if no node has two ranks.
         farthest: the pair with the longest trip between nodes, or inside if there is one node; ``None`` without a time
             budget.
         fastest: for a sender and a receiver, the time on the receiver's clock when a message came, minus that on the
@@ -69,7 +69,7 @@ class Links:
 
     @property
     def slowest(self) -> Link:
-        """The link that calls of all ranks wait for; that of `DEFAULT` for one rank."""
+        """The link that calls of all ranks wait for; the link of `DEFAULT` for one rank."""
         return self.between or self.inside or DEFAULT.link
 
     @property
@@ -82,10 +82,9 @@ class Links:
 
 
 class Probe:
-    """Times messages within one collective call, which its user begins and ends on ``comm``."""
+    """Times messages within one collective call, which the caller begins and ends on ``comm``."""
 
     def __init__(self, transport: Transport) -> None:
-        """Prepare it."""
         host = CpuBackend()
         signature = CallSignature(MEASUREMENT, FLOAT32.code, 0, PLAIN.code, 0, 0)
         self._transport = transport
@@ -99,11 +98,11 @@ class Probe:
         self._round = 0
 
     def measure(self, seconds: float = 0.0) -> Links:
-        """Return the links. Collective.
+        """Measure the links. Collective.
 
         Args:
-            seconds: the budget, for each of the two links; 0: the shortest measurement, whose values are rounded so
-                that choices do not change from run to run.
+            seconds: the budget for each of the two links. With 0 the measurement is as short as possible, and values
+                are rounded, so that choices do not change from run to run.
         """
         self._round = 0
         if seconds:
@@ -148,10 +147,10 @@ class Probe:
         return _measurable(alpha, (_slowest(found, 2, fmean) - alpha) / nbytes, gap), farthest, fastest
 
     def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, Both]]:
-        """Have pairs time messages, job by job and turn by turn; return what both ranks of each pair found. Collective.
+        """Time messages in pairs, job by job and turn by turn; return the times of both ranks of each pair. Collective.
 
         Args:
-            jobs: the turns of pairs, and what a rank calls with its peer.
+            jobs: the turns of pairs, and the function that times messages with a peer.
         """
         own: list[int] = []
         for turns, times in jobs:
@@ -196,7 +195,7 @@ class Probe:
         return (answered - began) / 2, DEFAULT.link.gap, done - answered
 
     def _near(self, nbytes: int, peer: int) -> Times:
-        """Time several round trips, a burst, and messages of ``nbytes`` to and fro."""
+        """Time several round trips, a burst, and messages of ``nbytes`` in both directions."""
         trip, _, _ = self._trips(_TRIPS, peer)
         _, burst, _ = self._burst(peer)
         clock, first, data, longs = self._transport.clock, self._transport.rank < peer, _bytes(nbytes), []
@@ -212,7 +211,7 @@ class Probe:
         return trip, burst / _BURST, min(longs) / 2 - trip
 
     def _trips(self, count: int, peer: int) -> Times:
-        """Time round trips; return half of their median, and by how much the peer's fastest mark came late: both."""
+        """Time round trips; return half of their median, and the delay of the peer's fastest mark on both clocks."""
         clock, first = self._transport.clock, self._transport.rank < peer
         times, late = [], math.inf if first else self._receive_mark(peer)
         for _ in range(count):
@@ -225,7 +224,7 @@ class Probe:
         return median(times) / 2, late, 0.0
 
     def _burst(self, peer: int) -> Times:
-        """Time several marks at once, on the higher rank: all of them, and those after the first."""
+        """Time several marks at once on the higher rank: all of them, and all but the first."""
         if self._transport.rank < peer:
             for _ in range(_BURST):
                 self._send_mark(peer)
@@ -239,9 +238,9 @@ class Probe:
         return 0.0, ended - began, ended - first
 
     def _stream(self, nbytes: int, count: int, peer: int) -> Times:
-        """Time ``count`` messages of so many bytes that go both ways at once; return the seconds of one.
+        """Time ``count`` messages of ``nbytes`` in both directions at once; return the seconds of one.
 
-        Of two ranks one begins a trip later, and its time is shorter by that: the mean of both counts.
+        One of the two ranks begins a trip later, so its time is shorter by a trip; the mean of both times counts.
         """
         data = _bytes(nbytes)
         self._send_mark(peer)
@@ -257,7 +256,7 @@ class Probe:
         self.comm.send_words([_word(self._transport.clock())], to, self._round)
 
     def _receive_mark(self, source: int) -> float:
-        """Return by how many seconds its sender's clock was behind this one when it left."""
+        """Return the seconds from its departure, on the sender's clock, to its arrival on this one."""
         (left,) = self.comm.receive_words(source, 1, self._round)
         return self._transport.clock() - _seconds(left)
 
@@ -270,7 +269,7 @@ class Probe:
 
 
 def _half_apart(groups: Sequence[Sequence[int]]) -> Turns:
-    """Return turns in which each member of a group is paired with the one half the group away, the odd one at last."""
+    """Return turns that pair each member with the one half the group away; an odd one has a turn of its own."""
     turns: list[list[Pair]] = [[], []]
     for members in groups:
         half, odd = divmod(len(members), 2)
@@ -281,7 +280,7 @@ def _half_apart(groups: Sequence[Sequence[int]]) -> Turns:
 
 
 def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
-    """Return turns in which all members of a group are paired with each other, `_MAX_TURNS` at most (circle method)."""
+    """Return turns that pair all members of a group with each other, at most `_MAX_TURNS` (circle method)."""
     turns: list[list[Pair]] = []
     for members in groups:
         circle = [*members, *([-1] if len(members) % 2 else [])]
@@ -299,7 +298,7 @@ def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
 
 
 def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[float]], float] = min) -> Link | None:
-    """Return the slowest link of pairs, whose long messages have ``nbytes``; ``None``: there are no pairs.
+    """Return the slowest link of pairs whose long messages have ``nbytes``; ``None`` without pairs.
 
     The shorter of the times of a pair's two ranks counts. For long messages, ``of_two`` combines them.
     """
@@ -310,17 +309,17 @@ def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[fl
 
 
 def _measurable(alpha: float, beta: float, gap: float) -> Link:
-    """Return the link with these values, none below what can be measured, and the gap no longer than a trip."""
+    """Return a link with these values, limited to what can be measured; the gap is at most a trip."""
     return Link(*(max(value, limit) for value, limit in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
 
 
 def _slowest(found: Mapping[Pair, Both], which: int, of_two: Callable[[Sequence[float]], float] = min) -> float:
-    """Return a time of the pair for which it is longest; ``of_two``: what counts of the times of its ranks."""
+    """Return the longest time over all pairs; ``of_two`` combines the times of the two ranks of a pair."""
     return max(of_two((a[which], b[which])) for a, b in found.values())
 
 
 def _bytes(nbytes: int) -> Array:
-    """Return so many bytes that no network can compress much, as numbers of float32."""
+    """Return ``nbytes`` of float32 numbers that networks cannot compress."""
     words: Array = np.arange(nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
     return words.view(np.float32)
 
@@ -340,10 +339,7 @@ def _times(words: Sequence[int]) -> Times:
 
 
 def _rounded(link: Link) -> Link:
-    """Return it with ten values of each decade, as people write them: a Renard series (ISO 3).
-
-    A busy machine does not tell more, and choices should not change from run to run.
-    """
+    """Round to a Renard series of ten values per decade (ISO 3), so that choices do not change between runs."""
     return Link(_nearest(link.alpha), 8 / _nearest(8 / link.beta), _nearest(link.gap))
 
 

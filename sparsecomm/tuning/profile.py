@@ -1,9 +1,9 @@
-"""The profile: what messages and work cost on this system, as `sparsecomm tune` measured it.
+"""The profile: costs of messages and work on this system, as `sparsecomm tune` measured them.
 
-It is a small JSON file at ``SPARSECOMM_PROFILE``, or ``sparsecomm/profile.json`` in the user's folder for caches.
-Without one that fits, links are measured when a communicator is set up (`sparsecomm.calls.measurement`), and the costs
-of work are assumed. With ``SPARSECOMM_PROFILE=none`` neither happens: 1 Gb/s Ethernet is assumed between nodes, and
-shared memory inside.
+A profile is a small JSON file at ``SPARSECOMM_PROFILE``, or ``sparsecomm/profile.json`` in the user's cache folder.
+Without a profile for these ranks, `sparsecomm.calls.measurement` measures the links when a communicator is set up, and
+the costs of work are assumed. ``SPARSECOMM_PROFILE=none`` turns both off: the library assumes 1 Gb/s Ethernet between
+nodes and shared memory inside them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text, time_text
 
-__all__ = ["DEFAULT", "NONE", "Profile", "Used", "assumed", "measured", "path", "read", "used"]
+__all__ = ["DEFAULT", "NONE", "KnownCosts", "Profile", "assumed", "costs_for", "measured", "path", "read"]
 
 SCHEMA = 1
-NONE = "none"  # in place of a file: assume costs
-_MAX_BYTES = 2**20  # one takes some hundred
+NONE = "none"  # instead of a file name: assume costs
+_MAX_BYTES = 2**20  # a profile takes a few hundred
 
 # 1 Gb/s Ethernet between nodes; shared memory inside; a core of 2024.
 DEFAULT = Costs(
@@ -42,7 +42,7 @@ DEFAULT = Costs(
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs, and the system that they were measured on."""
+    """Costs, and the system on which they were measured."""
 
     mpi: str
     ranks: int
@@ -56,32 +56,31 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Return the profile that `as_json` wrote.
+        """Parse the output of `as_json`.
 
         Raises:
-            InvalidInputError: it is no profile of this version.
+            InvalidInputError: ``text`` is not a profile of this version.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.pop("schema") != SCHEMA:
-                raise InvalidInputError("it is of another version of sparsecomm")
+                raise InvalidInputError("it was written by another version of sparsecomm")
             costs = fields["costs"]
-            link = Link(**costs.pop("link"))
-            node = costs.pop("node")
-            made = Costs(link=link, node=None if node is None else Link(**node), **costs)
-            numbers = [*asdict(made.link).values(), *asdict(made.node or link).values(), *costs.values()]
-            if not all(type(v) in (int, float) and 0 <= v < 1e9 for v in numbers):
+            link, node = Link(**costs.pop("link")), costs.pop("node")
+            parsed = Costs(link=link, node=None if node is None else Link(**node), **costs)
+            seconds = [*asdict(link).values(), *asdict(parsed.node or link).values(), *costs.values()]
+            if not all(type(value) in (int, float) and 0 <= value < 1e9 for value in seconds):
                 raise InvalidInputError("a cost is not a number of seconds")
-            return cls(str(fields["mpi"]), int(fields["ranks"]), int(fields["nodes"]), made)
+            return cls(str(fields["mpi"]), int(fields["ranks"]), int(fields["nodes"]), parsed)
+        except InvalidInputError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            if isinstance(error, InvalidInputError):
-                raise
             raise InvalidInputError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
-class Used:
-    """The costs that "auto" goes by, where they are from, and a checksum by which ranks compare them."""
+class KnownCosts:
+    """The costs with which "auto" chooses, their source, and a checksum with which ranks compare them."""
 
     costs: Costs
     source: str
@@ -93,61 +92,61 @@ def path() -> Path:
     return _path(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"))
 
 
-def _path(told: str | None, caches: str | None) -> Path:
-    file = Path(told) if told else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
+def _path(setting: str | None, caches: str | None) -> Path:
+    file = Path(setting) if setting else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
     try:
         return file.expanduser()
-    except RuntimeError:  # there is no home: nor will there be this file
+    except RuntimeError:  # there is no home folder, and so no such file
         return file
 
 
 def read(file: Path) -> Profile:
-    """Return the profile in a file.
+    """Read a profile.
 
     Raises:
-        InvalidInputError: there is none, or it cannot be used.
+        InvalidInputError: ``file`` does not exist or is not a valid profile.
     """
     try:
-        with open(file, "rb", opener=_at_once) as opened:
+        with open(file, "rb", opener=_open_without_waiting) as opened:
             regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
             data = opened.read(_MAX_BYTES + 1) if regular else b""
     except OSError as error:
         raise InvalidInputError(f"it cannot be read: {error.strerror}") from error
     if not regular or len(data) > _MAX_BYTES:
-        raise InvalidInputError("it cannot be read: it is no regular file of at most 1 MiB")
+        raise InvalidInputError("it cannot be read: it is not a regular file of at most 1 MiB")
     try:
         return Profile.from_json(data.decode())
     except UnicodeDecodeError as error:
-        raise InvalidInputError("it cannot be read: it is no text") from error
+        raise InvalidInputError("it cannot be read: it is not text") from error
 
 
-def _at_once(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NONBLOCK)  # to open a FIFO waits otherwise
+def _open_without_waiting(file: str, flags: int) -> int:
+    return os.open(file, flags | os.O_NONBLOCK)  # opening a FIFO blocks otherwise
 
 
-def used(mpi: str, ranks: int, num_nodes: int) -> Used | None:
-    """Return the costs for so many ranks and nodes under this MPI; None if they are to be measured.
+def costs_for(mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
+    """Return the costs for this MPI and these numbers of ranks and nodes; ``None`` if they must be measured.
 
-    A profile that cannot be used is warned of once.
+    Warns once about a profile that cannot be used.
     """
-    return _used(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
+    return _costs_for(os.environ.get("SPARSECOMM_PROFILE"), os.environ.get("XDG_CACHE_HOME"), mpi, ranks, num_nodes)
 
 
 @cache
-def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used | None:
-    if told == NONE:
+def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
+    if setting == NONE:
         return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
-    file = _path(told, caches)
-    if told or os.path.exists(file):  # false, too, where nobody may look
+    file = _path(setting, caches)
+    if setting or os.path.exists(file):  # False also if the folder is not accessible
         try:
             profile = read(file)
-            for what, theirs, ours in (
+            for name, theirs, ours in (
                 ("MPI", profile.mpi, mpi),
                 ("ranks", profile.ranks, ranks),
                 ("nodes", profile.num_nodes, num_nodes),
             ):
                 if theirs != ours:
-                    raise InvalidInputError(f"it is for {what} {theirs}, and this is {ours}")
+                    raise InvalidInputError(f"it is for {name} {theirs}, and this is {ours}")
         except InvalidInputError as error:
             warnings.warn(
                 f"the profile {file} is not used: {error}. Links are measured in the first call instead; to measure "
@@ -160,21 +159,26 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
     return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
 
 
-def assumed() -> Used:
-    """Return the costs that are assumed where nothing was measured."""
+def assumed() -> KnownCosts:
+    """Return the costs that are assumed if nothing was measured."""
     return _with_checksum(DEFAULT, "assumed: 1 Gb/s")
 
 
-def measured(link: Link | None, node: Link | None) -> Used:
-    """Return the costs with these links between nodes and inside; ``None``: there is none. The work's are assumed."""
-    said = []
-    for each, where in ((link, "between nodes"), (node, "inside")):
-        if each is not None:
-            said.append(f"{time_text(each.alpha)}, {rate_text(8 / each.beta)} {where}")
+def measured(link: Link | None, node: Link | None) -> KnownCosts:
+    """Return the costs for these links between and inside nodes, with assumed costs of work.
+
+    Args:
+        link, node: between nodes, and inside a node; ``None`` if there is no such link.
+    """
+    texts = [
+        f"{time_text(each.alpha)}, {rate_text(8 / each.beta)} {where}"
+        for each, where in ((link, "between nodes"), (node, "inside"))
+        if each is not None
+    ]
     costs = replace(DEFAULT, link=link or node or DEFAULT.link, node=node)
-    return _with_checksum(costs, f"measured at set-up: {'; '.join(said)}")
+    return _with_checksum(costs, f"measured at set-up: {'; '.join(texts)}")
 
 
-def _with_checksum(costs: Costs, source: str) -> Used:
-    # An interrupt within the repr of a dataclass makes it "..." for good.
-    return Used(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)
+def _with_checksum(costs: Costs, source: str) -> KnownCosts:
+    # An interrupt within the repr of a dataclass turns it into "..." for good, so the tuple is printed instead.
+    return KnownCosts(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)

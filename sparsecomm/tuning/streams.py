@@ -1,8 +1,8 @@
-"""Measures TCP over a link: the rates of one stream and of several, and the loss.
+"""Measures TCP over a link: the rates of one stream and of several, and the packet loss.
 
-Streams are TCP connections of their own, between addresses over which ranks talk anyway: members send to the next one,
-half of them at a time. Losses are the segments that were sent again, as the kernel counts them, by connections that are
-kept from filling the link: queues then drop nothing.
+Streams are separate TCP connections between the addresses that ranks already use. Each member sends to the next one,
+half of the members at a time. The loss is the share of segments that the kernel sent again, on connections that are
+paced below the rate of the link, so that queues do not drop packets.
 """
 
 from __future__ import annotations
@@ -15,89 +15,86 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["STREAMS", "Streams", "World", "measure"]
+__all__ = ["STREAMS", "Streams", "measure"]
 
 STREAMS = 8
-_PACED = 0.5  # of the rate, so that a link is not full
-_CONNECT = 5.0  # seconds that a connection may take
+_PACED = 0.5  # share of the rate, so that the link does not fill
+_CONNECT = 5.0  # seconds until a connection attempt fails
 _SO_MAX_PACING_RATE = 47  # of Linux: bytes per second
-_TCP_INFO = 192  # bytes of struct tcp_info that are asked for
-_RETRANSMITTED, _SENT = 100, 156  # where tcpi_total_retrans and tcpi_data_segs_out are in it, since Linux 4.6
-
-
-class World(Protocol):
-    """What streams need of the ranks, as mpi4py names it."""
-
-    def Get_rank(self) -> int: ...  # noqa: N802
-
-    def allgather(self, value: Any, /) -> list[Any]: ...
+_TCP_INFO = 192  # bytes of struct tcp_info
+_RETRANSMITTED, _SENT = 100, 156  # offsets of tcpi_total_retrans and tcpi_data_segs_out in it, since Linux 4.6
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What was found, the same on all ranks.
+    """Measured streams, the same on all ranks.
 
     Attributes:
-        one, several: bits per second of one connection, and of `STREAMS` together; ``None``: they could not be made,
-            for the reason ``unseen``.
-        loss: the part of segments that were sent again; ``None`` as well where the kernel does not count them.
+        one, several: bits per second of one connection, and of `STREAMS` together; ``None`` if there were none.
+        loss: share of segments that were sent again; ``None`` also if the kernel does not count them.
         control: the congestion control of TCP, such as "cubic".
+        problem: why there were no streams.
     """
 
     one: float | None = None
     several: float | None = None
     loss: float | None = None
     control: str = ""
-    unseen: str = ""
+    problem: str = ""
 
 
-def measure(comm: World, members: Sequence[int], addresses: Sequence[str | None], seconds: float) -> Streams:
-    """Return what streams between ``members`` are like. Collective over all ranks.
-
-    Args:
-        members: ranks, one behind each link.
-        addresses: by rank, that at which it can be reached; ``None`` where it is not known.
-        seconds: about how long each of six groups of streams is timed.
-    """
-    if any(addresses[member] is None for member in members):
-        return Streams(unseen="no TCP connections between the ranks are seen")
-    told: list[list[_Told]] = []
-    for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
-        pace = _PACED * min(its.rate for its in told[1] if its.rate is not None) / count if paced else 0.0
-        told.append([])
-        for pairs in _one_way(members):
-            told[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
-        if reason := next((its.problem for its in told[-1] if its.problem), ""):
-            return Streams(unseen=reason)
-    one, several, _ = (min(its.rate for its in each if its.rate is not None) for each in told)
-    again, sent = (sum(getattr(its, name) for its in told[2]) for name in ("again", "sent"))
-    control = next(its.control for its in told[0] if its.control)
-    return Streams(one, several, again / sent if sent else None, control)
-
-
-class _Told(NamedTuple):
-    """What a rank has seen of streams.
+class Report(NamedTuple):
+    """The streams of one rank.
 
     Attributes:
-        rate: bits per second that came; None: it has sent.
-        again, sent: segments that it has sent again, and sent in all.
-        control: the congestion control of those that it has sent.
+        rate: bits per second received; ``None`` for a sender.
+        retransmitted, sent: segments sent again, and sent in all.
+        control: congestion control of the sending connections.
         problem: why there were no streams.
     """
 
     rate: float | None = None
-    again: int = 0
+    retransmitted: int = 0
     sent: int = 0
     control: str = ""
     problem: str = ""
 
 
-def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
-    """Return turns in each of which some members send to the next one, and none both sends and receives.
+def measure(comm: Any, members: Sequence[int], addresses: Sequence[str | None], seconds: float) -> Streams:
+    """Measure streams between ``members``. Collective over all ranks.
 
-    Where a link is full of data in one direction, the acknowledgements of the other direction wait behind it.
+    Args:
+        comm: a communicator with ``Get_rank`` and ``allgather``, as of mpi4py.
+        members: ranks, one behind each link.
+        addresses: by rank, the address at which it can be reached; ``None`` if unknown.
+        seconds: approximate duration of each of six groups of streams.
+    """
+    if any(addresses[member] is None for member in members):
+        return Streams(problem="no TCP connections between the ranks are seen")
+    groups: list[list[Report]] = []
+    for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
+        pace = _PACED * _min_rate(groups[1]) / count if paced else 0.0
+        groups.append([])
+        for pairs in _one_way(members):
+            groups[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
+        if problem := next((report.problem for report in groups[-1] if report.problem), ""):
+            return Streams(problem=problem)
+    retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
+    control = next(report.control for report in groups[0] if report.control)
+    loss = retransmitted / sent if sent else None
+    return Streams(_min_rate(groups[0]), _min_rate(groups[1]), loss, control)
+
+
+def _min_rate(reports: Sequence[Report]) -> float:
+    return min(report.rate for report in reports if report.rate is not None)
+
+
+def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
+    """Return turns in which some members send to the next one, and no member both sends and receives.
+
+    On a link that is full in one direction, the acknowledgements of the other direction would wait behind the data.
     """
     count = len(members)
     turns: list[dict[int, int]] = [{} for _ in range(2 + count % 2)]
@@ -107,16 +104,11 @@ def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
 
 
 def _streams(
-    comm: World,
-    pairs: Mapping[int, int],
-    addresses: Sequence[str | None],
-    count: int,
-    seconds: float,
-    pace: float = 0.0,
-) -> _Told:
+    comm: Any, pairs: Mapping[int, int], addresses: Sequence[str | None], count: int, seconds: float, pace: float = 0.0
+) -> Report:
     """Send over ``count`` connections from each key of ``pairs`` to its value, all at once. Collective over all ranks.
 
-    ``pace``: bits per second that each may send at most.
+    ``pace`` limits the bits per second of each connection.
     """
     rank, problem, port = comm.Get_rank(), "", 0
     with ExitStack() as sockets:
@@ -127,28 +119,27 @@ def _streams(
                 port = server.getsockname()[1]
             except OSError as error:
                 problem = f"rank {rank} cannot listen on {addresses[rank]}: {error}"
-        told = comm.allgather((port, problem))
-        ways: list[socket.socket] = []
-        if not any(its for _, its in told):
+        ports = comm.allgather((port, problem))
+        connections: list[socket.socket] = []
+        if not any(text for _, text in ports):
             try:
-                if rank in pairs:
-                    to = pairs[rank]
-                    for _ in range(count):
-                        way = sockets.enter_context(socket.create_connection((addresses[to], told[to][0]), _CONNECT))
-                        if pace:
-                            way.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(2**32 - 1, int(pace / 8)))
-                        ways.append(way)
-                elif server is not None:
-                    for _ in range(count):
-                        ways.append(sockets.enter_context(server.accept()[0]))  # noqa: PERF401 - closed if one fails
+                for _ in range(count if rank in pairs else 0):
+                    to = addresses[pairs[rank]], ports[pairs[rank]][0]
+                    connections.append(sockets.enter_context(socket.create_connection(to, _CONNECT)))
+                    if pace:
+                        rate = min(2**32 - 1, int(pace / 8))
+                        connections[-1].setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+                for _ in range(0 if server is None else count):
+                    assert server is not None
+                    connections.append(sockets.enter_context(server.accept()[0]))
             except OSError as error:
-                problem = f"streams cannot be made between rank {rank} and others: {error}; is there a firewall?"
+                problem = f"rank {rank} cannot connect to others: {error}; is there a firewall?"
         if problem := next(filter(None, comm.allgather(problem)), ""):
-            return _Told(problem=problem)
+            return Report(problem=problem)
         end = time.monotonic() + seconds
         if rank in pairs:
-            return _sent(ways, end)
-        return _Told(_received(ways, end - seconds / 2, end)) if ways else _Told()
+            return _send_until(connections, end)
+        return Report(_receive_until(connections, end - seconds / 2, end)) if connections else Report()
 
 
 def _listening(address: str, count: int) -> socket.socket:
@@ -158,13 +149,13 @@ def _listening(address: str, count: int) -> socket.socket:
     return server
 
 
-def _received(ways: Sequence[socket.socket], begin: float, end: float) -> float:
-    """Receive until ``end``; return the bits per second that came after ``begin``, when windows have opened."""
+def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
+    """Receive until ``end``; return the bits per second from ``begin`` on, when windows have opened."""
     buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
     with selectors.DefaultSelector() as selector:
-        for way in ways:
-            way.setblocking(False)
-            selector.register(way, selectors.EVENT_READ, way)
+        for connection in connections:
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ, connection)
         while (now := time.monotonic()) < end:
             for key, _ in selector.select(end - now):
                 try:
@@ -179,32 +170,32 @@ def _received(ways: Sequence[socket.socket], begin: float, end: float) -> float:
     return 8 * nbytes / max(last - first, 1e-6)
 
 
-def _sent(ways: Sequence[socket.socket], end: float) -> _Told:
-    """Send until ``end``; return how many segments went out."""
-    senders = [threading.Thread(target=_send, args=(way, end), daemon=True) for way in ways]
+def _send_until(connections: Sequence[socket.socket], end: float) -> Report:
+    """Send until ``end``; return the number of segments."""
+    senders = [threading.Thread(target=_send, args=(connection, end), daemon=True) for connection in connections]
     for sender in senders:
         sender.start()
     for sender in senders:
         sender.join()
-    counts = [_segments(way) for way in ways]
-    control = ways[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-    for way in ways:
-        way.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # what waits need not arrive
-    return _Told(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
+    counts = [_segments(connection) for connection in connections]
+    control = connections[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # discard unsent data
+    return Report(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
 
 
-def _send(way: socket.socket, end: float) -> None:
+def _send(connection: socket.socket, end: float) -> None:
     data = bytes(1 << 18)
-    with suppress(OSError):  # it is full at the end
+    with suppress(OSError):  # the buffer is full at the end
         while (left := end - time.monotonic()) > 0:
-            way.settimeout(left)
-            way.send(data)
+            connection.settimeout(left)
+            connection.send(data)
 
 
-def _segments(way: socket.socket) -> tuple[int, int]:
-    """Return how many segments a connection has sent again, and in all; 0 where the kernel does not say."""
+def _segments(connection: socket.socket) -> tuple[int, int]:
+    """Return the number of segments that a connection sent again, and in all; 0 if the kernel does not count them."""
     with suppress(OSError, struct.error):
-        info = way.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
         (again,), (sent,) = (struct.unpack_from("=I", info, offset) for offset in (_RETRANSMITTED, _SENT))
         return again, sent
     return 0, 0

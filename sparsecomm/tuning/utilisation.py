@@ -1,10 +1,9 @@
-"""Predict the utilisation of training over a network: the time of computation / the time that passes.
+"""Predicts the utilisation of training over a network: compute time / wall time.
 
 The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of messages. This module adds:
 
-- Buckets. A step makes one call for each bucket, one after another. A call begins when its bucket is full and the call
-  before it has ended. With ``overlap`` buckets fill during the backward pass; calls that are left at its end delay the
-  step.
+- Buckets. A step makes one call per bucket, one after another. A call begins when its bucket is full and the previous
+  call has ended. With ``overlap`` buckets fill during the backward pass; calls left at its end delay the step.
 - Slow start. After a pause a TCP connection sends 10 segments in the first round trip, and twice as many in each
   further one (RFC 6928, RFC 5681). Its window shrinks by half for each retransmission timeout of the pause (RFC 7661).
 - Full queues. Connections that begin at once send their first windows at once. If these do not fit into the queue of
@@ -35,12 +34,12 @@ GLOO = "gloo"  # dense sums by gloo's all_reduce, over one connection: the basel
 
 SEGMENT, PACKET = 1448, 1500  # bytes of a packet's payload, and of the packet, on Ethernet
 _FIRST_WINDOW = 10.0  # packets
-_KEPT = 0.7  # of the window after a loss (CUBIC, RFC 9438)
-_GROWTH = 1.22**2 * (1 - _KEPT)  # packets per round trip, which gives the window of Mathis et al. in the long run
+_BACKOFF = 0.7  # factor on the window after a loss (CUBIC, RFC 9438)
+_GROWTH = 1.22**2 * (1 - _BACKOFF)  # packets per round trip, which gives the window of Mathis et al. in the long run
 _MIN_TIMEOUT = 0.2  # seconds that Linux adds to the round trip for a retransmission timeout, at least
 # Connections of a process group to a peer: one if the round trip is below `_LOCAL`, else one per `_STREAM_EACH`.
 _LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 1.5e-3, 48
-_LITTLE = 1e-3  # relative change of a cost that is too small to change the choice of an algorithm
+_SMALL_CHANGE = 1e-3  # relative change of a cost that does not change the choice of an algorithm
 
 _GLOO_SEGMENT, _GLOO_THREADS = 1 << 20, 2  # bytes; all_reduce calls that a process group of gloo runs at once
 _DDP_BUCKET = 25 << 20  # bytes
@@ -61,17 +60,17 @@ _LINE_PASSES, _LINE = 100.0, 16
 
 @dataclass(frozen=True)
 class Network:
-    """The network between sites, whose links are all alike.
+    """The network between sites with equal links.
 
     Attributes:
         rate: bits per second of a site's link, each way.
         rtt: seconds of a round trip between sites.
-        loss: the part of packets that is lost.
+        loss: packet loss, from 0 to 1.
         per_site: ranks at each site, which share its link.
-        connections: TCP connections from a rank to each other rank; ``None``: the default of a process group.
-        congestion: the congestion control of TCP: "cubic" stands for all that slow down after a loss, "bbr" for those
-            that do not, that pace what they send, and that keep their windows through pauses.
-        queue: seconds that a packet may wait in front of a link before it is dropped.
+        connections: TCP connections from a rank to each other rank; ``None`` for the default of a process group.
+        congestion: TCP congestion control: "cubic" for all that slow down after a loss; "bbr" for those that do not,
+            pace their packets, and keep their windows during pauses.
+        queue: seconds that a packet may wait in the queue of a link before it is dropped.
     """
 
     rate: float
@@ -96,10 +95,10 @@ class Training:
 
     Attributes:
         ranks: P.
-        parameters: of the model, in float32.
-        step_seconds: seconds that a rank computes in a step, without any exchange.
-        cores_per_rank: CPU cores that a rank has for the work of exchanges. Below 1, ranks share cores, and work takes
-            longer accordingly; more than 1 are not counted.
+        parameters: number of float32 parameters of the model.
+        step_seconds: compute time of a step, without any exchange.
+        cores_per_rank: CPU cores of a rank for the work of exchanges. Below 1, ranks share cores and work takes longer
+            accordingly; values above 1 count as 1.
     """
 
     ranks: int
@@ -110,16 +109,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What ranks exchange, and when.
+    """The exchanges of a training.
 
     Attributes:
-        algorithm: as in `sparse_allreduce`; or `GLOO`.
-        wire: as in `sparse_allreduce`.
-        density: the part of the elements that a rank selects.
-        sync_every: local steps of a round; ``None``: gradients are summed in every step.
+        algorithm: of `sparse_allreduce`, or `GLOO`.
+        wire: of `sparse_allreduce`.
+        density: share of the elements that a rank selects.
+        sync_every: local steps per round; ``None`` to sum gradients in every step.
         delay: ``fragment_sync_delay`` of `LocalSteps`.
         overlap: whether the calls of a step begin during the backward pass, as in DistributedDataParallel.
-        adamw: whether the sums update the weights by `SparseAdamW`.
+        adamw: whether `SparseAdamW` applies the sums.
     """
 
     algorithm: str = GLOO
@@ -136,12 +135,12 @@ class Prediction:
     """The predicted cost of a training.
 
     Attributes:
-        algorithm, wire: the choice, if "auto" was asked for.
-        seconds: the exchange of a round, from its beginning to its end, with its work.
+        algorithm, wire: the choice of "auto", or the names in the `Exchange`.
+        seconds: of the exchange of a round, including its work.
         nbytes: bytes that the link of a site sends in a round.
-        round_seconds: seconds from one round to the next.
-        utilisation: the time of computation / the time that passes, from 0 to 1.
-        work: seconds of `seconds` for which a rank uses a core.
+        round_seconds: wall time of a round.
+        utilisation: compute time / wall time, from 0 to 1.
+        work: CPU seconds of a rank within `seconds`.
     """
 
     algorithm: str
@@ -164,10 +163,10 @@ class _Call(NamedTuple):
 
 
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
-    """Return the predicted time and utilisation.
+    """Predict the time and the utilisation of a training.
 
     Args:
-        training, network, exchange: see these classes.
+        training, network, exchange: the problem.
         costs: of work, and of messages inside a site.
 
     Raises:
@@ -199,7 +198,7 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
 
 
 def _end_of_queue(calls: Iterable[tuple[float, float]]) -> float:
-    """Return when the last call ends, of calls that are made one after another: when each is ready, and its seconds."""
+    """Return when the last of consecutive calls ends; a call is the time when it is ready, and its duration."""
     end = 0.0
     for ready, seconds in calls:
         end = max(end, ready) + seconds
@@ -227,7 +226,7 @@ def _calls(training: Training, network: Network, exchange: Exchange, costs: Cost
 
 @lru_cache(maxsize=4096)
 def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, costs: Costs) -> _Call:
-    """Return a call for n elements over connections that have been idle for so many seconds."""
+    """Return a call for n elements over connections that were idle for ``idle`` seconds."""
     sites = -(-P // network.per_site)
     costs = replace(costs, link=_link(network), node=costs.node or costs.link)
     rounds = exchange.sync_every is not None
@@ -243,15 +242,15 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
         return _Call(name, best.wire.name, without, 0.0, work)
 
     def count(cost: str) -> float:
-        """Return how often a site pays a cost of its link. Formulas are sums of products: a small difference tells."""
+        """Return how often a site pays a cost of its link: the derivative of the formula, which is linear in it."""
         now = float(getattr(link, cost))
-        dearer = replace(costs, link=replace(link, **{cost: (1 + _LITTLE) * now}))
-        return (best.algorithm.predicted_time(problem, dearer) - without) / (_LITTLE * now)
+        dearer = replace(costs, link=replace(link, **{cost: (1 + _SMALL_CHANGE) * now}))
+        return (best.algorithm.predicted_time(problem, dearer) - without) / (_SMALL_CHANGE * now)
 
     nbytes, trips = count("beta"), count("alpha")
     # A rank that sends to several at once sends to all of them in every trip, otherwise to another one in each.
     peers = 1 + count("gap") / trips
-    phases = trips if peers < 1 + _LITTLE else 1.0
+    phases = trips if peers < 1 + _SMALL_CHANGE else 1.0
     connections = peers * network.streams
     burst = nbytes / trips / connections  # bytes that a connection sends at once
     stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle, burst)
@@ -263,7 +262,7 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
 
 
 def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once: int) -> _Call:
-    """Return a call of gloo's ring, ``at_once`` of which share the link and its round trips."""
+    """Return a call of gloo's ring; ``at_once`` calls share the link and its round trips."""
     sites, work = -(-P // network.per_site), 2 * costs.add * n
     trips = (P - 1) * max(-(-4 * n // _GLOO_SEGMENT // P), 2.0)  # round trips, each with two segments
     link = _link(network) if sites > 1 else costs.node or costs.link
@@ -277,7 +276,7 @@ def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once
 
 
 def _link(network: Network) -> Link:
-    """Return what a message costs between sites, on connections whose windows are open."""
+    """Return the cost of a message between sites, on connections with open windows."""
     alpha, beta = DEFAULT.link.alpha + network.rtt / 2, 8 * PACKET / SEGMENT / network.rate
     return replace(DEFAULT.link, alpha=alpha, beta=beta)
 
@@ -298,8 +297,8 @@ def _stalled(
 ) -> float:
     """Return the seconds for which a link waits for windows to open, while ``streams`` send ``nbytes`` each.
 
-    Each has sent as many before, and then nothing for ``idle`` seconds. A sender gives TCP ``burst`` bytes at once, and
-    has at most ``limit`` under way.
+    Each stream sent as many bytes before, and was then idle for ``idle`` seconds. A sender passes ``burst`` bytes to
+    TCP at once, and has at most ``limit`` bytes in flight.
     """
     rtt, packets = network.rtt, nbytes / SEGMENT
     if not rtt or not packets:
@@ -321,15 +320,15 @@ def _stalled(
 
 
 def _burst(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
-    """Return the round trips for which a stream waits, of which ``full`` packets fill one, and its window after.
+    """Return the round trips that a stream waits, and its final window; ``full`` packets fill a round trip.
 
-    A connection that has had losses opens its window fast only up to that after a loss, in the mean 1 / sqrt(loss). Of
-    ``several`` streams the slowest counts: one that has had a loss more.
+    After losses, a connection opens its window fast only up to the window after a loss, on average 1 / sqrt(loss). Of
+    ``several`` streams the slowest counts, which had one loss more.
     """
     stalled, sent, window = 0.0, 0.0, min(window, full)
     if packets <= window:
         return 0.0, window
-    slow = (_KEPT if several else 1) / math.sqrt(loss) if loss else math.inf
+    slow = (_BACKOFF if several else 1) / math.sqrt(loss) if loss else math.inf
     while True:
         left = packets - sent
         if left <= window:  # the last ones: half a round trip less, in the mean over lengths
@@ -337,9 +336,9 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
         if window < slow:
             grown = min(2 * window, slow)
         else:
-            grown = max(1.0, window + _GROWTH - (1 - _KEPT) * window * (1 - (1 - loss) ** window))
+            grown = max(1.0, window + _GROWTH - (1 - _BACKOFF) * window * (1 - (1 - loss) ** window))
         grown = min(full, grown)
-        rounds = 1.0 if abs(grown - window) > 1e-4 * window else left / window  # from here on it goes on so
+        rounds = 1.0 if abs(grown - window) > 1e-4 * window else left / window  # the window stays like this
         stalled += rounds * (1 - window / full)
         sent += rounds * window
         if sent >= packets:
@@ -348,10 +347,10 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
 
 
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
-    """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
+    """Return the seconds that losses add to ``trips``, when all sites together send ``nbytes`` in each."""
     packets = max(nbytes / SEGMENT, 1.0)
-    # Only a timeout tells of the loss of a connection's last packets. But on several connections to a peer, the library
-    # sends a short frame behind each message, whose acknowledgement tells of it.
+    # Only a timeout detects the loss of a connection's last packets. With several connections to a peer, the library
+    # sends a short frame after each message, whose acknowledgement detects it.
     last = min(packets, 3.0 * streams) if network.streams == 1 else 0.0
     again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))

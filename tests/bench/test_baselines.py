@@ -1,4 +1,4 @@
-"""The baselines of `bench.compare` do what they say, on real ranks: run by itself, or as the ranks of that run."""
+"""The baselines of `bench.compare` on real ranks. The file is the test, and the program of its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = [1, 7, 4096, 30_011]
 
 
 def gradients(P, n, whole=True):
-    """Every rank's gradient. Whole numbers are added exactly in any order, and few magnitudes are equal."""
+    """Return every rank's gradient: integers, whose sums are exact in any order, with few equal magnitudes."""
     rng = np.random.default_rng(n)
     made = rng.integers(-(2**20), 2**20, (P, n)) * 4 + 1 if whole else rng.standard_normal((P, n))
     return [x.astype(np.float32) for x in made]
@@ -30,7 +30,7 @@ def check_dense(comm, baseline):
 
 
 def check_int8(comm, baseline):
-    from bench import baselines
+    from bench.compare import baselines
 
     block = baselines.BLOCK
     for n in SIZES:
@@ -93,7 +93,7 @@ CHECKS = {
 
 @pytest.mark.mpi
 def test_baselines() -> None:
-    """On 4 ranks, on 3 of them and on 2."""
+    """Run on 4, 3 and 2 ranks."""
     from tests.processes import mpirun
 
     status, said = mpirun(4, "-m", "mpi4py", __file__)
@@ -105,7 +105,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from mpi4py import MPI
 
-    from bench.baselines import BASELINES
+    from bench.compare.baselines import BASELINES
 
     assert set(CHECKS) == set(BASELINES)
     for P in (4, 3, 2):

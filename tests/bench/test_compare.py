@@ -1,4 +1,4 @@
-"""``python -m bench.compare`` on real ranks: results right, files written, nonsense refused before all else."""
+"""``python -m bench.compare`` on real ranks: correct results, files, and errors before any work."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_densities(tmp_path: Path) -> None:
         (["--n", "1e13"], "GiB needed"),
         (["--only", "ring"], "--only ring: expected names of"),
         (["--densities", "0.1", "--only", "tree"], "--densities needs a sparse one of ours and a dense one"),
-        (["--calls", "0"], "expected one round at least, and one call"),
+        (["--calls", "0"], "must be at least 1"),
         (["--density", "2"], "densities in"),
     ],
 )
@@ -110,14 +110,14 @@ def test_replay_moves_what_the_algorithm_moves() -> None:
 
 
 def main() -> None:
-    """On every rank: the messages recorded are those that the transport counts, and their replay comes to an end."""
+    """Check on every rank that the recorder sees the messages that the transport counts, and that the replay ends."""
     import sys
 
     sys.path.insert(0, str(ROOT))
     import numpy as np
     from mpi4py import MPI
 
-    from bench.contenders import CONTENDERS
+    from bench.compare.contenders import CONTENDERS
     from sparsecomm import transport
     from sparsecomm.cli.bench.runners import Vectors
 

@@ -1,4 +1,4 @@
-"""`bench.model`: what it refuses, and whether simulated ranks take the time that they should."""
+"""`bench.model`: its options, and the time of simulated ranks."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_what_would_take_long_is_not_simulated(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients() -> None:
-    """As many entries as asked, at different places, those of all ranks among them; as large as a top-k's are."""
+    """k different entries that include the common ones, with the magnitudes of a top-k."""
     rng = np.random.default_rng(0)
     values = np.abs(simulate._values(rng, 100_000, 0.001))
     assert values.min() > 3.29

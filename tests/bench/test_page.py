@@ -1,87 +1,52 @@
-"""The page of results: a section for every kind of file, no file besides it, and a source for every figure."""
+"""The page of results: a section for each file, with its command, its pictures and its tables."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.page import html, results
-from bench.page.html import Section
-from bench.page.sections import SECTIONS
+pytest.importorskip("matplotlib")
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+from bench.page import results
+from bench.page.__main__ import build, write_pages
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("matplotlib")
 
 
-class Parsed(HTMLParser):
-    """The tags of a page; fails if they do not nest."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes.append((tag, dict(attrs)))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def page(*files: Path) -> str:
-    found = results.read(files)
-    sections = [section for make in SECTIONS if (section := make(found)) is not None]
-    return html.page("results", "all", sections)
-
-
-def titles(text: str) -> list[str]:
-    return re.findall(r"<h2 [^>]*>([^<]*)</h2>", text)
+def page(folder: Path, *files: Path) -> str:
+    """Return the page of some files, after checking that its pictures exist."""
+    pages = folder / "pages"
+    pages.mkdir()
+    write_pages(results.read(files), pages)
+    text = (pages / "index.md").read_text()
+    for alt, picture in re.findall(r"!\[(.*)\]\((.*)\)", text):
+        assert alt
+        assert (pages / picture).stat().st_size > 1000
+    return text
 
 
 @pytest.mark.exhaustive
 def test_what_is_in_the_repository(tmp_path: Path) -> None:
-    out = tmp_path / "folder" / "page.html"
-    ran = subprocess.run(
-        [sys.executable, "-m", "bench.page", "--out", str(out)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    text = out.read_text()
-    parsed = Parsed(text)
-    for subject in (
-        "Where dense wins",
-        "Time, bytes and messages against ranks",
-        "Time against the rate",
-        "Bytes of a step",
-    ):
-        assert any(title.startswith(subject) for title in titles(text))
-    assert {"Accuracy against bytes", "Steps of training", "Kernels and calls on the CPU"} <= set(titles(text))
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "bench.page", "--out", str(tmp_path / "site")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    text = (tmp_path / "site" / "index.html").read_text()
+    pictures = re.findall(r'<img alt="([^"]+)" src="([^"]+)"', text)
+    assert len(pictures) > 30
+    assert all((tmp_path / "site" / source).exists() for _, source in pictures)
     for file in (ROOT / "bench" / "results").glob("*.json*"):
         assert file.name in text
-    anchors = {its.get("id") for _, its in parsed.attributes}
-    for tag, its in parsed.attributes:
-        for key in ("href", "src"):
-            if (link := its.get(key)) is not None:
-                assert link.startswith("data:image/") or link.removeprefix("#") in anchors, (tag, link[:80])
-        assert tag not in ("script", "link")
-    pictures = [its for tag, its in parsed.attributes if tag == "img"]
-    assert len(pictures) >= 8
-    for its in pictures:
-        assert its["alt"]
-        source = str(its["src"])
-        if source.startswith("data:image/svg"):
-            assert b"<svg" in base64.b64decode(source.partition(",")[2])[:1000]
+    for subject in ("Time of a whole step", "Time against density", "Time against rate", "messages against ranks"):
+        assert any(subject in alt for alt, _ in pictures)
 
 
 def bench_rows(**more: Any) -> list[dict[str, Any]]:
@@ -140,103 +105,61 @@ PAPER = [
     }
     for method in ("ours", "gtopk", "topk", "dense")
 ]
-ERRORS = [
-    {
-        "model": "ResNet-20",
-        "P": 4,
-        "method": "ours",
-        "algorithm": "tree",
-        "wire": "plain",
-        "emulated": 0.003,
-        "simulated": 0.002,
-        "error": -0.33,
-        "error_of_step": -0.01,
-    }
-]
-CELLS = [
-    {
-        "model": "ResNet-20",
-        "method": method,
-        "P": 64,
-        "algorithm": "tree",
-        "wire": "plain",
-        "simulated": True,
-        "link": {"alpha": 1e-4, "beta": 8e-9},
-        "seconds": seconds,
-        "formula": seconds,
-    }
-    for method, seconds in {"ours": 0.001, "gtopk": 0.002, "topk": 0.003, "dense": 0.01966}.items()
-]
-
-
-UTILISATION = {
-    "rate": 5e7, "rtt": 0.08, "loss": 0.001, "method": "blocking", "H": 8, "utilisation": 0.437, "exchange_s": 0.3,
-    "planned": 0.5, "sent": 1e6,
-}  # fmt: skip
-EXCHANGE = {
-    "link": "a link",
-    "n": 2_500_000,
-    "exchange": "the first call",
-    "this": [512.0, 500.0, 530.0],
-    "target": 600,
-}
 
 
 @pytest.mark.parametrize(
-    ("data", "expected", "said"),
+    ("data", "pictures", "text"),
     [
-        ({"setting": {}, "runs": [], "rows": [UTILISATION]}, ["Links with delay and losses"], ">44<"),
-        ({"run": {}, "calls": [EXCHANGE]}, ["Links with delay and losses"], "512"),
-        ({"header": HEADER, "rows": bench_rows(breakdown_us=None)}, ["Time against size and density"], "4,321"),
+        (
+            {"header": HEADER, "rows": bench_rows(breakdown_us=None)},
+            ["Time against size", "Time against density"],
+            "4,321",
+        ),
         (
             {"header": HEADER, "rows": bench_rows(breakdown_us=PARTS)},
-            ["Time against size and density", "Breakdown of a call"],
+            ["Time against size", "Time against density", "Parts of a call"],
             "sparsecomm bench -x",
         ),
-        ({"machine_info": {"machine": "vm"}, "benchmarks": [BENCHMARK]}, ["Benchmarks of pytest"], "test_it"),
+        ({"machine_info": {"machine": "vm"}, "benchmarks": [BENCHMARK]}, [], "test_it"),
         (
             {"command": "bench.gpu", "device": "A GPU", "rows": [{"what": "peer", "called_us": 9.0}, GPU]},
-            ["Kernels on a GPU"],
+            ["Time over floor"],
             "A GPU",
         ),
-        ({"command": "bench.paper", "rows": PAPER}, ["The gTop-k paper&#x27;s models"], "gTop-k, the paper&#x27;s way"),
-        ({"command": "bench.paper.beyond", "work": {}, "errors": ERRORS, "cells": CELLS}, ["Beyond 32 ranks"], "19.66"),
-        (
-            {"command": "it", "tables": [{"P": 4, "speed": {"up": 2.5}}, {"P": 8, "speed": {"up": 3.5}}]},
-            ["Other results"],
-            "3.5",
-        ),
+        ({"command": "bench.paper", "rows": PAPER}, ["Throughput"], "gtopk"),
+        ({"run": {}, "hook": {"added_ms": {"tensor": [1.0, 2.0, 3.0]}}}, ["Time"], "found"),
+        ({"command": "it", "tables": [{"P": 4, "speed": {"up": 2.5}}, {"P": 8, "speed": {"up": 3.5}}]}, [], "3.5"),
     ],
-    ids=["utilisation", "calls", "bench", "breakdown", "pytest", "gpu", "paper", "beyond", "other"],
+    ids=["bench", "breakdown", "pytest", "gpu", "paper", "hook", "other"],
 )
-def test_kinds(data: dict[str, Any], expected: list[str], said: str, tmp_path: Path) -> None:
+def test_kinds(data: dict[str, Any], pictures: list[str], text: str, tmp_path: Path) -> None:
     (file := tmp_path / "found.json").write_text(json.dumps(data))
-    text = page(file)
-    Parsed(text)
-    assert titles(text) == [*expected, "Runs behind this page"]
-    assert said in text
+    found = page(tmp_path, file)
+    assert re.findall(r"!\[(.*): found\]", found) == pictures
+    assert text in found
+
+
+def test_tables_beside_the_file_are_shown(tmp_path: Path) -> None:
+    (file := tmp_path / "found.json").write_text(json.dumps({"command": "it", "rows": [{"a": 1}]}))
+    file.with_suffix(".txt").write_text("# it\na table")
+    assert "    a table" in page(tmp_path, file)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
-    (file := tmp_path / "found.json").write_text(json.dumps({"command": "<script>", "rows": [{"a": "<b>"}]}))
-    text = page(file)
-    assert "<script>" not in text
-    assert "&lt;b&gt;" in text
+    pytest.importorskip("material")
+    data = {"command": "<script>", "rows": [{"a": "<b>"}, {"a": "x|y"}]}
+    (file := tmp_path / "found.json").write_text(json.dumps(data))
+    page(tmp_path, file)
+    build(tmp_path / "pages", tmp_path / "site")
+    text = (tmp_path / "site" / "index.html").read_text()
+    assert "<b>" not in text
+    assert re.search("&lt;script&gt;", text)
+    assert "<td>x&#124;y</td>" in text
 
 
-@pytest.mark.parametrize(("contents", "said"), [("{", "it is no JSON"), (None, "there is no .json")])
-def test_refused(contents: str | None, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("contents", "error"), [("{", "it is not JSON"), (None, "there is no .json")])
+def test_refused(contents: str | None, error: str, tmp_path: Path) -> None:
     if contents is not None:
         (tmp_path / "broken.json").write_text(contents)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=error):
         results.read([tmp_path])
-
-
-def test_below_a_heading_pictures_come_before_tables() -> None:
-    section = Section("Two")
-    for number in (1, 2):
-        section.heading(str(number))
-        section.table([number], [("a", str)], f"table {number}")
-        section.image(b"", "png", f"picture {number}")
-    found = re.findall(r"<caption>(\w+ \d)|<figcaption>(\w+ \d)", section.html)
-    assert ["".join(each) for each in found] == ["picture 1", "table 1", "picture 2", "table 2"]

@@ -1,4 +1,4 @@
-"""Rounds of ranks that are not equally fast, as `bench.uneven` measures them, with few and short ones."""
+"""Few and short rounds of ranks with different speeds, by `bench.uneven`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.processes import mpirun, needs_mpirun
 @pytest.mark.mpi
 @needs_mpirun
 def test_by_speed_nobody_waits_for_the_slowest(tmp_path: Path) -> None:
-    """A rank that sleeps six times as long takes few of the local steps, or lets the other one wait."""
+    """A rank that sleeps six times as long takes fewer local steps, or makes the other one wait."""
     options = ["--speeds", "1", "6", "--unit", "0.02", "--sync-every", "5", "--rounds", "3", "--elements", "1000"]
     status, said = mpirun(2, "-m", "bench.uneven", *options, "--write", str(tmp_path / "it"))
     assert status == 0, said

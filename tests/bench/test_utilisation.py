@@ -1,4 +1,4 @@
-"""The grid of utilisation: a small one is measured, kept and gone on with; tables and pictures of what is kept."""
+"""The grid of utilisation: a small run that is continued, its tables and its pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def row(rate: float, method: str, H: int, utilisation: float, rtt: float = 0.0, **more: Any) -> dict[str, Any]:
-    """Return a result as the file has it."""
+    """Return a row of the file."""
     round_s = H * grid.STEP / utilisation
     where = {"rate": rate, "rtt": rtt, "loss": 0.0, "method": method, "H": H, **grid.METHODS[method]}
     took = {"utilisation": utilisation, "round_s": round_s, "exchange_s": round_s - H * grid.STEP, "rounds": 3}
@@ -89,7 +89,7 @@ def test_the_model_is_the_published_one() -> None:
 
 
 def test_dense_cells_stand_beside_the_published_ones() -> None:
-    """A cell whose exchange takes as long as the published one is on a par with it."""
+    """A cell whose exchange takes as long as the published one has the ratio 1."""
     H, rate = 32, 200e6
     same = H * grid.STEP / (H * grid.STEP + grid.EXCHANGE[H, rate])
     rows = [row(rate, "dense", H, same), row(rate, "dense", H, 0.5, rtt=0.08), row(rate, "blocking", H, 0.9)]
@@ -119,7 +119,7 @@ def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
 
 
 def test_held_out_cells_do_not_change_predictions() -> None:
-    """Only the CPU time of cells without delay and losses counts: twice as much of it means more work everywhere."""
+    """Only the CPU time of cells without delay and losses calibrates the work."""
     setting = {"ranks": 4, "elements": 10**6, "step": grid.STEP, "cores": 2}
     near, far = row(1e9, "blocking", 8, 0.5), row(1e9, "blocking", 8, 0.4, rtt=0.08)
     found = plans.predictions([near, far], setting)

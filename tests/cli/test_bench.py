@@ -1,4 +1,4 @@
-"""`sparsecomm bench`: what it refuses, and whether what it shows is so."""
+"""`sparsecomm bench`: its checks, its measurements and its output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparsecomm.calls import observers
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep, timing
+from sparsecomm.cli.bench import launch, rows, runners, sweep, timing
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -47,37 +47,6 @@ def parsed(*given: str) -> argparse.Namespace:
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("-b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
-        ("-b 3", "-b to be at least 4"),
-        ("-e 900000G", "on 1 rank(s) of one machine needs about"),
-        ("-e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
-        ("--wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
-        ("--device cuda --dtype bfloat16", "CuPy has no bfloat16"),
-        ("--json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
-    ],
-)
-def test_refused(given: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that must not start MPI, so before anything is measured."""
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    monkeypatch.setattr(launch.subprocess, "Popen", None)
-    assert main(["bench", *given.split()]) == 1
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.startswith("sparsecomm: ")
-    assert shown.out == ""
-
-
-@pytest.mark.parametrize("given", ["-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu"])
-def test_options_are_checked(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *given.split()])
-    assert ended.value.code == 2
-    assert f"argument {given.split()[0]}" in capsys.readouterr().err
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +88,7 @@ def test_who_is_a_rank(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str
 def test_calls_begin_at_one_moment_where_links_are_long(
     alpha: float, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clocks of the ranks say: rank 0 names a time of its own clock."""
+    """Independently of clock offsets: rank 0 chooses a time on its own clock."""
     ahead, moment, slept = [3.0, -700.0, 50.0], 100.0, list[float]()
     monkeypatch.setattr(timing, "time", SimpleNamespace(sleep=slept.append))
 
@@ -158,8 +127,8 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     assert set(observers.PART_OF.values()) == set(observers.PARTS)
 
 
-class Nested(clocks.Clock):
-    """A clock that fails if one of its parts is inside another: the time would count twice."""
+class Nested(runners.Clock):
+    """A clock that fails if parts are nested, so that time would count twice."""
 
     inside = ""
 
@@ -208,7 +177,7 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
     seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
     parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in observers.PARTS}
     parts["select"][1], parts["exchange"][1] = 1.0, 2.0
-    fractions = measure._shares(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
+    fractions = rows._breakdown(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
     assert fractions == dict.fromkeys(observers.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 
@@ -216,7 +185,7 @@ def test_the_shares_are_those_of_the_slowest_rank() -> None:
 
 
 class Alone:
-    """A communicator of one rank, as far as a check uses it."""
+    """A communicator of one rank with the methods that a check uses."""
 
     Get_rank, Get_size = (lambda self: 0), (lambda self: 1)
 
@@ -234,7 +203,7 @@ def test_what_the_check_finds() -> None:
     dense, narrow = out.copy(), np.array([4, -3], np.float32)
 
     def wrong(expected: Any = None, **changed: Any) -> int:
-        checking = measure.Check(Alone(), given, expected)
+        checking = rows.Check(Alone(), given, expected)
         first = {"indices": indices, "values": values, "out": out, "residual": residual} | changed
         return checking.wrong(**first) or checking.wrong(**first)
 
@@ -246,13 +215,13 @@ def test_what_the_check_finds() -> None:
     assert wrong(dense, **rounded, residual=kept) == 3  # `out`, an entry, and the sum
     assert wrong(values=narrow, residual=kept) == 1
     assert wrong(out=out + 1) == 5
-    checking = measure.Check(Alone(), given, None)
+    checking = rows.Check(Alone(), given, None)
     assert checking.wrong(indices, values, out, residual) == 0
     assert (
         checking.wrong(**{"indices": indices, **rounded, "residual": kept}) == 0
     )  # rounded otherwise, and all is there
     assert checking.wrong(**{"indices": indices, **rounded, "residual": residual}) == 1
-    checking = measure.Check(Alone(), given, dense)
+    checking = rows.Check(Alone(), given, dense)
     assert checking.wrong(indices, values, out, residual) == 0
     assert checking.wrong(indices, values, out, kept) == 1  # it is not what it was
 
@@ -265,7 +234,7 @@ def bench(*options: str, ranks: int = 0, **settings: str) -> subprocess.Complete
 
 
 def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
-    """What simulated ranks send and receive in the same calls but the first, per call."""
+    """Return the bytes per call that simulated ranks send and receive, without the first call."""
     t = np.dtype(dtype)
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 

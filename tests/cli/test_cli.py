@@ -1,4 +1,4 @@
-"""The shell commands, each in a process of its own: an MPI started in this one would disturb later `mpirun`s."""
+"""The commands, in separate processes: MPI started in this process would disturb later `mpirun`s."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
+from sparsecomm.cli.bench import launch
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive, whole
@@ -33,7 +34,7 @@ def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.Comple
 
 
 def several(*lines: str, prepare: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run command lines one after another in one process, without mpirun; exit with 0 if all have ended with 1."""
+    """Run command lines in one process without mpirun; the exit status is 0 if all return 1."""
     program = f"import sys\nfrom sparsecomm.cli import main\n{prepare}\nlines = {list(map(str.split, lines))}\n"
     return shell("-c", program + "sys.exit([main(line) for line in lines] != [1] * len(lines))", **settings)
 
@@ -45,12 +46,67 @@ def facts(output: str) -> dict[str, str]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], [], ["info", "--nonsense"]])
-def test_bad_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+MODEL = "--parameters 30.8M --step-time 30ms"
+FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "usage: sparsecomm"),
+        ("", "usage: sparsecomm"),
+        ("info --nonsense", "usage: sparsecomm"),
+        *((f"bench {option}", f"argument {option.split()[0]}") for option in (
+            "-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu",
+        )),
+        *((f"tune --seconds {text}", f"{text}: expected a number above 0, and 3600 at most") for text in (
+            "soon", "0", "nan", "3601",
+        )),
+        (f"{FAR} --rate fast", "fast: expected a number above 0 and a unit, such as 1gbit"),
+        (f"{FAR} --rtt 80", "80: expected a number and a unit"),
+        (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
+        (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
+        (f"{FAR} --parameters many", "many: expected a number of at least 1"),
+        (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        main(line.split())
     assert exit_.value.code == 2
-    assert "usage: sparsecomm" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench -b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
+        ("bench -b 3", "-b to be at least 4"),
+        ("bench -e 900000G", "on 1 rank(s) of one machine needs about"),
+        ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
+        ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
+        ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
+        ("bench --json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
+        ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
+        (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
+        (f"plan --rate 1gbit --rtt 0ms {MODEL}", "with your numbers: --ranks P\n"),
+        (f"{FAR} --ranks-per-site 3", "--ranks 4 with --ranks-per-site 3: must be a multiple of it"),
+        (f"{FAR} --profile=/no/such", "--profile /no/such: it cannot be read"),
+        (f"{FAR} --json=/no/such/folder/a.json", "/no/such/folder/a.json: cannot be written"),
+    ],
+)
+def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are printed in one line before any measurement, without MPI and without starting ranks."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(launch.subprocess, "Popen", None)
+    assert main(line.split()) == 1
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.startswith("sparsecomm: ")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +126,7 @@ def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """``sparsecomm info | head -1`` is no error to speak of."""
+    """``sparsecomm info | head -1`` prints no error."""
     command = ["sh", "-c", '"$0" -m sparsecomm info 2>said; echo $? >status', sys.executable]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE) as ran:
         assert ran.stdout is not None
@@ -128,7 +184,7 @@ def test_info_without_mpi() -> None:
 
 
 class FakeMPI:
-    """As much of mpi4py.MPI as the probes ask."""
+    """The attributes of mpi4py.MPI that the probes use."""
 
     def __init__(self, kinds: str | None) -> None:
         self.__file__ = "MPI.so"
@@ -277,7 +333,7 @@ sys.exit(status)
 
 @pytest.mark.exhaustive
 def test_under_torchrun(tmp_path: Path) -> None:
-    """No MPI is loaded, and none is needed."""
+    """The commands need no MPI."""
     pytest.importorskip("torch")
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
     command = [*TORCHRUN, str(tmp_path / "program.py"), str(tmp_path / "profile.json")]

@@ -1,4 +1,4 @@
-"""The look of plots: an algorithm keeps its colour, and every label of a time axis has its unit."""
+"""The style of plots: an algorithm keeps its colour, and every label of a time axis has a unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_algorithms_look_different() -> None:
 
 
 def test_bench() -> None:
-    """Times of a narrow range have labels with units; each density has a panel; dense knows no wire format."""
+    """Narrow time ranges have labels with units; each density has a panel; dense has no wire format."""
     rows = [
         {
             "size_bytes": size,

@@ -1,4 +1,4 @@
-"""`sparsecomm tune`: what it writes, what it refuses, and whether the figures are of what they say."""
+"""`sparsecomm tune`: its profile, its checks and its output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.cli import main
 from sparsecomm.tuning import profile
 from tests.cli.test_cli import shell
 from tests.processes import needs_mpirun
@@ -31,7 +30,7 @@ def of_nodes(comm):
 
 transport.of = of_nodes
 if MPI.COMM_WORLD.rank == 1:
-    tune._sees = lambda made, file: False
+    tune._sees = lambda measured, file: False
 sys.exit(main(["tune", *sys.argv[1:]]))
 """
 
@@ -98,7 +97,7 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     refused = {
         ("--output", f"{tmp_path}/a file/folder/profile.json"): "cannot be written",
         ("--output", f"{tmp_path}"): "cannot be written: Is a directory",
-        ("--output", "/dev/null"): "is no regular file",
+        ("--output", "/dev/null"): "is not a regular file",
     }
     program = "import sys\nfrom mpi4py import MPI\nfrom sparsecomm.cli import main\n"
     program += f"found = [main(['tune', *options]) for options in {list(refused)}]\nMPI.COMM_WORLD.Barrier()\n"
@@ -125,10 +124,3 @@ def test_one_rank_is_refused() -> None:
     assert ran.returncode == 1
     assert "run it under mpirun with the ranks that train" in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-@pytest.mark.parametrize("given", ["soon", "0", "nan", "3601"])
-def test_seconds(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["tune", "--seconds", given])
-    assert f"{given}: expected a number above 0, and 3600 at most" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A Python that has imported what examples need, and runs them in forks: importing takes longer than most of them."""
+"""A Python process with the imports of the examples, which runs them in forks: imports take longer than most runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes import ENVIRONMENT, LIMIT, free_port
 SETTINGS = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TERM": "dumb", "COLUMNS": "190"}
 SETTINGS |= {"HF_HUB_OFFLINE": "1"}
 Run = Callable[..., tuple[int, str]]
-# For each line, forks children by their variables, which run a file, or words behind "-c"; answers in a line.
+# Forks the children of each line; they run a file, or the words after "-c" or "-m". Answers in a line.
 SERVER = """
 import json, os, runpy, sys, time, traceback
 
@@ -26,6 +26,9 @@ def be(words, variables):
         if words[0] == "-c":
             sys.argv[:] = words[:1] + words[2:]
             exec(compile(words[1], "<program>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
+            sys.argv[:] = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = os.path.dirname(words[0])
             runpy.run_path(words[0], run_name="__main__")
@@ -68,10 +71,10 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A function that runs a file, or ``-c`` and a program, with words: ``run(*words, ranks=0, **variables)``.
+    """Return a function that runs a file, or ``-c`` or ``-m``, with words: ``run(*words, ranks=0, **variables)``.
 
-    Ranks have the variables that torchrun gives them; a process that is no rank has none. The function returns the exit
-    status, 0 if all have ended well, and what all said. What the module's ``IMPORTS`` name is there already.
+    Ranks have the variables of torchrun; a process that is not a rank has none. The function returns the exit status, 0
+    if all succeeded, and the output of all. The module's ``IMPORTS`` are imported already.
     """
     packages = [name for name in request.module.IMPORTS if find_spec(name.partition(".")[0])]
     command, pipe = [sys.executable, "-c", SERVER, *packages], subprocess.PIPE

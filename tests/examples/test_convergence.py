@@ -1,4 +1,4 @@
-"""The example that compares trainings: all learn, with the same bits over any transport, and the tables are right."""
+"""The experiment that compares trainings: all learn, with the same bits over any transport; tables are right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.examples.conftest import Run
-from tests.processes import ROOT, mpirun, needs_mpirun
+from tests.processes import mpirun, needs_mpirun
 
 IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress"
-EXAMPLE = str(ROOT / "examples/convergence.py")
+PROGRAM = "-m", "bench.experiments.convergence"
 GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
 # Of the loss after the first step, what may be left at the end; the digits begin slowly.
 LEARNT = {"digits": 0.995, "text": 0.72}
@@ -26,13 +26,13 @@ for needed in ("torch", "sklearn", "matplotlib", "rich", "greenlet"):
 
 
 def ran(forks: Run, *words: object) -> str:
-    status, said = forks(EXAMPLE, *words)
+    status, said = forks(*PROGRAM, *words)
     assert status == 0, said
     return said
 
 
 def trainings(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Curves by model, ranks, method, density and seed."""
+    """Return the curves by model, ranks, method, density and seed."""
     found = json.loads(path.read_text())["trainings"]
     names = ("model", "ranks", "method", "density", "seed")
     return {tuple(t["setting"][name] for name in names): t["curve"] for t in found}
@@ -46,7 +46,7 @@ def without_seconds(found: dict[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[
 
 
 def rows(text: str, title: str = "Sparse gradients against dense ones") -> list[dict[str, str]]:
-    """The rows of one table, by the names of their columns."""
+    """Return the rows of a table, by column name."""
     lines = text.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.strip() == title)
     end = next(number for number, line in enumerate(lines) if number > begin and line.startswith("└"))
@@ -56,7 +56,7 @@ def rows(text: str, title: str = "Sparse gradients against dense ones") -> list[
 
 
 def number(cell: str) -> float:
-    """What a cell begins with, in bytes or in its own unit."""
+    """Return the number of a cell, in bytes or in its unit."""
     factor = {"kB": 1e3, "MB": 1e6, "GB": 1e9}.get(cell.split()[-1], 1)
     return factor * float(cell.split()[0].rstrip("!"))
 
@@ -82,7 +82,7 @@ def test_all_learn_and_sparse_ones_send_less(simulated: Path) -> None:
 
 
 def test_table(simulated: Path) -> None:
-    """Against its own arithmetic, from the file beside it."""
+    """Recompute every cell from the JSON file."""
     found = trainings(simulated.with_suffix(".json"))
     text = simulated.with_suffix(".txt").read_text()
     made = [list(row.values()) for row in rows(text)]
@@ -137,14 +137,14 @@ def test_table(simulated: Path) -> None:
 
 @needs_mpirun
 def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) -> None:
-    """And what is there already is not trained again: of each model one method is missing."""
+    """Existing trainings are not repeated: one method of each model is missing."""
     content = json.loads(simulated.with_suffix(".json").read_text())
     missing = {("digits", 2, "butterfly", 0.1, 1), ("text", 2, "dense", 1.0, 1)}
     names = ("model", "ranks", "method", "density", "seed")
     content["trainings"] = [t for t in content["trainings"] if tuple(t["setting"][n] for n in names) not in missing]
     file = tmp_path / "mpi.json"
     file.write_text(json.dumps(content))
-    status, said = mpirun(2, EXAMPLE, *GRID, "--out", str(tmp_path / "mpi"))
+    status, said = mpirun(2, *PROGRAM, *GRID, "--out", str(tmp_path / "mpi"))
     assert status == 0, said
     over_mpi, in_process = trainings(file), trainings(simulated.with_suffix(".json"))
     assert without_seconds(over_mpi) == without_seconds(in_process)
@@ -158,7 +158,7 @@ def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) ->
 
 
 def test_seconds_rise_and_are_those_of_the_large_model(simulated: Path) -> None:
-    """And are the same in every run, which simulated ranks are for."""
+    """Virtual seconds are the same in every run."""
     found = trainings(simulated.with_suffix(".json"))
     for (model, ranks, method, _, _), curve in found.items():
         seconds = curve["seconds"]
@@ -173,7 +173,7 @@ def test_seconds_rise_and_are_those_of_the_large_model(simulated: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compared(forks: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """At equal bytes and at two densities, with two momenta and two lengths."""
+    """Train at equal bytes and at two densities, with two momenta and two numbers of steps."""
     out = tmp_path_factory.mktemp("compared") / "all"
     grid = ["--seeds", "2", "--steps", "20", "--steps-times", "1", "2", "--models", "digits", "--momentum", "0.9", "0"]
     methods = ["--methods", "dense", "allgather", "butterfly", "split"]
@@ -183,14 +183,14 @@ def compared(forks: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def later(training: dict[str, Any]) -> float:
-    """Bytes per step after the warm-up."""
+    """Return the bytes per step after the warm-up."""
     steps = training["setting"]["steps"]
     return float((training["curve"]["sent"][-1] - training["curve"]["warm"]) / (steps - round(0.1 * steps)))
 
 
 @pytest.mark.whole
 def test_equal_bytes(compared: Path) -> None:
-    """What the methods have really sent."""
+    """Compare the bytes that the methods sent."""
     found = json.loads(compared.with_suffix(".json").read_text())["trainings"]
     equal = [t for t in found if t["setting"]["equal_to"] == 0.02]
     assert len(equal) == 2 * 2 * 2 * 3
@@ -215,7 +215,7 @@ AMOUNTS = {"density 0.02": 0.0, "Top-k at 0.02": 0.02, "": 0.0}
 
 @pytest.mark.whole
 def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
-    """Against their own arithmetic, with scores that are as good as those of dense now and then."""
+    """Recompute the tables, with scores that are sometimes as good as dense."""
     content = json.loads(compared.with_suffix(".json").read_text())
     random = np.random.default_rng(1)
     for t in content["trainings"]:
@@ -232,7 +232,7 @@ def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
         return float(np.mean([t["curve"]["accuracy"] for t in groups[method, steps, equal_to, momentum]]))
 
     def best(method: str, steps: int, equal_to: float) -> tuple[float, float]:
-        """The score, and with which momentum."""
+        """Return the score and its momentum."""
         momenta = [0.9] if method == "dense" else [0.9, 0.0]
         return max((score(method, steps, equal_to, momentum), momentum) for momentum in momenta)
 
@@ -279,7 +279,7 @@ def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
 
 
 def test_a_training_is_repeated_when_the_recipe_has_changed(simulated: Path, forks: Run, tmp_path: Path) -> None:
-    """Of two the one by another rule; its second run has the same outcome, seconds and all."""
+    """A training with another recipe is repeated, with the same outcome."""
     file, sparse = tmp_path / "again.json", ("digits", 2, "butterfly", 0.1, 0)
     content = json.loads(simulated.with_suffix(".json").read_text())
     content["trainings"] = [t for t in content["trainings"] if t["setting"]["seed"] == 0]
@@ -295,7 +295,7 @@ def test_a_training_is_repeated_when_the_recipe_has_changed(simulated: Path, for
 
 
 def test_report_and_bad_options(simulated: Path, forks: Run, tmp_path: Path) -> None:
-    """The plots and tables can be drawn again; what cannot be done is refused."""
+    """``--report`` reproduces plots and tables; bad options are refused."""
     for name in ("all-2.png", "all-bytes-2.png"):
         assert (simulated.parent / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     cases = {
@@ -309,13 +309,13 @@ def test_report_and_bad_options(simulated: Path, forks: Run, tmp_path: Path) -> 
         "--decay 0.0: expected": ["--decay", "0"],
         "--steps-times 0: expected": ["--steps-times", "0"],
         "invalid choice: 'auto'": ["--wire", "auto"],
-        "expected 10 or more": ["--steps", "3"],
+        "must be at least 10": ["--steps", "3"],
         "there is no such folder": ["--out", "/nowhere/all"],
-        "not results of this example": ["--report", "/nowhere.json"],
+        "not results of this program": ["--report", "/nowhere.json"],
     }
     said = ""
     for options in cases.values():
-        status, refused = forks(EXAMPLE, *options)
+        status, refused = forks(*PROGRAM, *options)
         assert status != 0, refused
         said += refused
     assert [message for message in cases if message not in said] == []

@@ -1,4 +1,4 @@
-"""The recipes for frameworks train sparsely, alike on all ranks, and go on as if they had not stopped."""
+"""The recipes for frameworks train sparsely, with equal weights on all ranks, and resume without a difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank prints at the end."""
+    """The final output of a rank."""
 
     accuracy: float
     steps: int
@@ -44,7 +44,7 @@ def needs(*packages: str) -> None:
 
 
 def reports(said: str, ranks: int, runs: int = 1) -> list[list[Report]]:
-    """Return what all ranks print at the end of each run."""
+    """Return the final output of all ranks of each run."""
     found: dict[int, list[Report]] = defaultdict(list)
     for r, a, n, s, d, w in LINE.findall(said):
         found[int(r)].append(Report(float(a), int(n), int(s), int(d), w))
@@ -59,7 +59,7 @@ def run(forks: Run, recipe: str, folder: Path, epochs: int, ranks: int = RANKS, 
 
 
 def check(whole: list[Report], resumed: list[Report]) -> None:
-    """Check that a training of all epochs, and one that went on after the first, end alike on all ranks."""
+    """Check that a complete training and one resumed after the first epoch end with equal weights on all ranks."""
     for report in whole + resumed:
         assert report.accuracy > 60  # chance is 10
         assert 0 < report.sent < 0.05 * report.dense
@@ -68,7 +68,7 @@ def check(whole: list[Report], resumed: list[Report]) -> None:
 
 
 def forget_later_folders(folder: Path, _: Run) -> None:
-    """Only the first epoch's checkpoint is left."""
+    """Remove all checkpoints but the first epoch's."""
     _, *later = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: (len(path.name), path))
     assert len(later) == EPOCHS - 1
     for path in later:
@@ -82,7 +82,7 @@ def make_first_last(folder: Path, _: Run) -> None:
 
 
 def start_again(folder: Path, forks: Run) -> None:
-    """Go back to where only the last checkpoint is kept."""
+    """Start again, if only the last checkpoint is stored."""
     shutil.rmtree(folder)
     run(forks, folder.name, folder, 1)
 
@@ -118,7 +118,7 @@ def test_recipe(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_gpt2_at_density_1_trains_as_dense(tmp_path: Path, forks: Run) -> None:
-    """The experiment of the report: with exact values of all weights both ways have the same losses."""
+    """With exact values of all weights, dense and sparse trainings of the report have the same losses."""
     needs("torch", "transformers", "accelerate")
     program = f"""
 import sys
@@ -147,7 +147,7 @@ for folder, epochs in zip(words[::2], words[1::2]):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_recipe_over_mpi(tmp_path: Path) -> None:
-    """Three runs, which share a process and what they import: that takes longer than the trainings."""
+    """Three runs in one process, since imports take longer than the trainings."""
     needs("torch", "sklearn")
     runs = [(tmp_path / "whole", EPOCHS), (tmp_path / "again", 1), (tmp_path / "again", EPOCHS)]
     words = [str(word) for each in runs for word in each]
@@ -161,7 +161,7 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
-    """All ranks do, also one that has no checkpoint of its own; none is left waiting for the others."""
+    """All ranks resume, including one without a checkpoint of its own, and none waits for the others."""
     needs("torch", "sklearn")
     steps = {}
     for epochs, ranks in enumerate((2, 3, 1), 1):
@@ -180,7 +180,7 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [exhaustive(()), whole(("--local-steps", "10"))], ids=["each step", "local steps"])
 def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
-    """Two replicas of two shards, with and without local steps; each goes on from its checkpoint."""
+    """Two replicas of two shards, with and without local steps, resume from their checkpoints."""
     needs("torch", "sklearn")
     for epochs in (1, EPOCHS):
         found = run(forks, "fsdp_hybrid", tmp_path / "run", epochs, 4, *options)
@@ -192,7 +192,7 @@ def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
 @pytest.mark.whole
 @pytest.mark.slow
 def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path, forks: Run) -> None:
-    """There is nothing to train any more; and other shards than those of the checkpoint are refused on all ranks."""
+    """A complete training ends at once; a checkpoint of other shards is refused on all ranks."""
     needs("torch", "sklearn")
     for ranks, expected, pattern in (
         (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),

@@ -1,4 +1,4 @@
-"""The examples that compare rules: their plain NumPy and the library train alike, and results are kept and shown."""
+"""The experiments that compare rules: NumPy and the library train alike; files and tables of results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.examples.conftest import Run
 from tests.processes import ROOT
 
 IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress", "sparsecomm"
-# What runs each example by its options in one process, and prints `= OPTIONS` before what it says.
+# Runs each experiment by its options in one process, and prints `= OPTIONS` before what it says.
 EACH = """
 for example, options in runs:
     print("=", *options)
@@ -28,8 +28,8 @@ for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
 
 
 def ran(forks: Run, program: str) -> str:
-    """Return what a program prints that imports the examples."""
-    status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n{program}")
+    """Return the output of a program that imports the experiments."""
+    status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}")
     assert status == 0, said
     return said
 
@@ -38,10 +38,10 @@ def ran(forks: Run, program: str) -> str:
 
 
 def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
-    """The same trainings by both, of 20 steps: losses agree but for the order in which sums are rounded."""
+    """The losses of 20 steps agree, except for the rounding order of sums."""
     program = """
-from ablation import Variant, train
-from convergence_training import Setting, simulate
+from bench.experiments.ablation import Variant, train
+from bench.experiments.convergence.training import Setting, simulate
 for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
                             ("digits", "topk", "allgather"), ("text", "split", "split")):
     plain = train(Variant(model=model, ranks=4, method=ours, density=0.01, steps=20, momentum=0.5, decay=0.9))
@@ -74,7 +74,7 @@ def test_every_rule_of_error_feedback_trains(forks: Run) -> None:
         {"ef21": 0.2, "rate": 5.0},
     ]
     program = f"""
-from ablation import Variant, train
+from bench.experiments.ablation import Variant, train
 for rule in {rules!r}:
     usual = dict(model="digits", ranks=4, density=0.02, momentum=0.5, steps=32)
     print(train(Variant(**(usual | rule)))["loss"])
@@ -89,7 +89,7 @@ def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path
     out = tmp_path / "rules.jsonl"
     words = ["model=digits", "ranks=2", "density=0.1,0.2", "steps=8", "--jobs", "2", "--out", str(out)]
     runs = [words, words, ["--report", str(out)], ["colour=red"], ["ranks=2,two"]]
-    program = f"import ablation\nruns = [(ablation, each) for each in {runs!r}]"
+    program = f"from bench.experiments import ablation\nruns = [(ablation, each) for each in {runs!r}]"
     told = ran(forks, program + EACH).split("= ")[1:]
     made, again, table, refused, no_number = (part.split("\n", 1)[1] for part in told)
     found = [json.loads(line) for line in out.read_text().splitlines()]
@@ -114,7 +114,7 @@ def test_every_way_to_exchange_trains_under_every_optimizer(forks: Run) -> None:
         {"way": "sparse_adamw", "bits": 1},
     ]
     program = f"""
-from adamw_rules import Rule, train
+from bench.experiments.adamw_rules import Rule, train
 for rule in {rules!r}:
     found = train(Rule(**(dict(ranks=2, density=0.2, bits=4, warmup=0.2, steps=24) | rule)))
     print(found["loss"], found["ring"])
@@ -132,7 +132,7 @@ def test_the_plot_is_made_of_the_results(forks: Run, tmp_path: Path) -> None:
     given.append(str(tmp_path / "loss.png"))
     program = f"""
 import sys
-import loss_plots
+from bench.experiments import loss_plots
 sys.argv = ["loss_plots", *{given!r}]
 loss_plots.main()
 """
@@ -141,10 +141,10 @@ loss_plots.main()
 
 
 def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
-    """Under a gradient that stays, what an optimizer subtracts in so many steps."""
+    """Under a constant gradient, several steps at once equal single steps."""
     program = """
 import numpy as np
-from adamw_rules import Optimizer
+from bench.experiments.adamw_rules import Optimizer
 
 rng = np.random.default_rng(0)
 for kind in ("sgd", "lion"):
@@ -168,7 +168,7 @@ def test_the_dense_rule_is_adamw_of_torch(forks: Run) -> None:
     program = """
 import numpy as np
 import torch
-from adamw_rules import Optimizer
+from bench.experiments.adamw_rules import Optimizer
 
 rng = np.random.default_rng(0)
 for beta2 in (0.95, 0.99, 0.999):
@@ -189,7 +189,7 @@ print("alike")
 def test_few_bits_keep_the_sign_and_about_the_size(forks: Run) -> None:
     program = """
 import numpy as np
-from adamw_rules import rounded
+from bench.experiments.adamw_rules import rounded
 
 x = np.random.default_rng(0).standard_normal(10_007).astype(np.float32)
 print(*[np.square(rounded(x, bits) - x).mean() if (np.sign(rounded(x, bits)) == np.sign(x)).all() else 9
@@ -204,10 +204,10 @@ print(*[np.square(rounded(x, bits) - x).mean() if (np.sign(rounded(x, bits)) == 
 
 
 def test_the_rules_of_local_steps_are_the_librarys(forks: Run) -> None:
-    """Some rounds by both, with exact values: means and residuals agree but for the order in which sums are rounded."""
+    """Means and residuals of some rounds agree, except for the rounding order of sums."""
     program = """
 import numpy as np
-from local_steps_rules import CHUNK, Ranks, Rule
+from bench.experiments.local_steps_rules import CHUNK, Ranks, Rule
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 
@@ -245,21 +245,20 @@ print("alike")
 
 
 def test_results_of_local_steps_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
-    """By the library and by the rules, each is a line, made once; the tables show its loss. All in one process."""
+    """Each training is one line and is not repeated; tables show its loss. All in one process."""
     program = f"""
-import local_steps_rules, local_steps_training
+from bench.experiments import local_steps, local_steps_rules
 runs = []
-for example in (local_steps_rules, local_steps_training):
-    out = {str(tmp_path)!r} + "/" + example.__name__
-    file = out if example is local_steps_rules else out + ".jsonl"
+for example in (local_steps_rules, local_steps):
+    out = {str(tmp_path)!r} + "/" + example.__name__.rpartition(".")[2] + ".jsonl"
     words = ["ranks=2", "steps=10", "sync_every=5", "method=dense,split", "bits=4", "--out", out]
-    report = ["--report", file, "--out", out + "-made"]
+    report = ["--report", out]
     runs += [(example, options) for options in (["colour=red"], words, words, report)]
 """
     parts = [part.splitlines() for part in ran(forks, program + EACH).split("= ")[1:]]
     for name, (refused, made, again, table) in (
-        ("local_steps_rules", parts[:4]),
-        ("local_steps_training.jsonl", parts[4:]),
+        ("local_steps_rules.jsonl", parts[:4]),
+        ("local_steps.jsonl", parts[4:]),
     ):
         assert "colour=red: expected NAME=VALUE" in refused[1]
         found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]

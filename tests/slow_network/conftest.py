@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tests see what their own runs leave, whatever else runs on the machine. Open MPI needs a short path."""
+    """Let tests see only the leftovers of their own runs. Open MPI needs a short path."""
     with tempfile.TemporaryDirectory(prefix="sn", dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
         monkeypatch.setattr(tempfile, "tempdir", path)
@@ -17,7 +17,7 @@ def folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder for the relay, which is compiled for these tests: its path marks their processes."""
+    """Return a folder for the compiled relay; its path identifies the processes of these tests."""
     return str(tmp_path_factory.mktemp("cache"))
 
 

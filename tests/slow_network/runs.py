@@ -1,4 +1,4 @@
-"""Run the slow network, and look for what it leaves behind."""
+"""Run the slow network, and find leftovers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def traces(mark: str) -> list[str]:
-    """What a run with this text in its command has left: processes, links, mounts, folders."""
+    """Return the processes with this text in their command."""
     found = []
     for process in filter(str.isdigit, os.listdir("/proc")):  # `Path.glob` ends early at one that it may not see
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Links with delay, loss, queues and sites: what real packets meet, and what `tc` is asked for."""
+"""Links with delay, loss, queues and sites: the treatment of real packets, and the commands for `tc`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(program: str, *options: str) -> str:
 
 
 def datagrams(*options: str, count: int, size: int = 100) -> tuple[list[int], float]:
-    """Return the numbers of the datagrams that came, and the seconds in which they were sent."""
+    """Return the numbers of the datagrams that arrived, and the seconds in which they were sent."""
     printed = run(DATAGRAMS.format(count=count, size=size), "--ranks", "2", *options)
     came, sent_in = (
         re.search(r"^came (.*)$", printed, re.MULTILINE),
@@ -136,7 +136,7 @@ for name in "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 
 @needs_network
 def test_trains_are_cut_without_harm() -> None:
-    """TCP's segments, of which some packets are lost and others dropped, bring the bytes that were sent."""
+    """TCP delivers all bytes although packets are lost and dropped."""
     program = """
 import hashlib, random
 data = random.Random(0).randbytes(3 << 20)

@@ -1,4 +1,4 @@
-"""The slow network: what it runs and passes on, what it leaves behind, and what it refuses."""
+"""The slow network: running commands, cleaning up, and refusing bad options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 @contextlib.contextmanager
 def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A run on two hosts whose ranks have begun."""
+    """Start a run on two hosts, and wait for its ranks."""
     mark = str(tmp_path / "begun")
     command = [sys.executable, "-c", f"import os; open({mark!r} + os.uname().nodename, 'w')\n{program}"]
     run = subprocess.Popen(
@@ -50,7 +50,7 @@ def started(tmp_path: Path, program: str, *options: str) -> Iterator[tuple[subpr
 
 @needs_network
 def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Path) -> None:
-    """And the library sees which ranks are on one machine. Hosts need not ask for each other's hardware."""
+    """The library knows which ranks share a machine. Hosts do not need ARP."""
     before, had = links(), folders()
     program = (
         "import json, os, subprocess, numpy as np\n"

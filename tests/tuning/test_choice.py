@@ -1,4 +1,4 @@
-"""The choice that "auto" stands for, and what `explain` says of it."""
+"""The choice of "auto", and the output of `explain`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_EACH, ONE_NODE, TWO_OF_TWO, UNEVEN = [0, 1, 2, 3], [0] * 4, [0, 0, 1, 1], [0
 
 
 def explained(n: Any, k: Any, *, nodes: Sequence[int] = ONE_EACH, **options: Any) -> choice.Explanation:
-    """What all ranks are told, which is the same."""
+    """Return the explanation, the same on all ranks."""
     told = run(len(nodes), lambda transport: sc.explain(n, k, comm=transport, **options), nodes, **NETWORK)
     assert all(str(other) == str(told[0]) for other in told)
     return told[0]
@@ -81,7 +81,7 @@ def test_of_equals_the_plainest_wins() -> None:
 
 @pytest.mark.parametrize("weight", [1, 1.05, 1.5, 40])
 def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
-    """Also where it wins: what is predicted, and shown, are its seconds."""
+    """The predicted and printed seconds do not include the weight."""
     n, k = 1_000_000, 10_000
     plain, weighted = (
         explained(n, k, nodes=[0, 1, 2, 3], algorithm=f"split{text}|tree") for text in ("", f"*{weight}")
@@ -200,7 +200,7 @@ def test_sizes_may_be_numpys() -> None:
 @pytest.mark.parametrize("nodes", [[0, 1], TWO_OF_TWO], ids=str)
 @pytest.mark.parametrize("density", [0.001, 1.0])
 def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int], density: float) -> None:
-    """The algorithm that runs is the one that stands first."""
+    """Calls run the first candidate."""
     best = explained(20_000, density, nodes=nodes).candidates[0]
     ran: list[tuple[str, str]] = []
     right = choice._candidates.__wrapped__

@@ -1,4 +1,4 @@
-"""The profile: what is read and used, what is not, and ranks that have different ones."""
+"""Profiles: valid and invalid files, and ranks with different profiles."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UNUSABLE = {
     "a list": ("[1]", "cannot be read"),
     "a number": ("1", "cannot be read"),
     "no schema": ("{}", "KeyError: 'schema'"),
-    "another schema": (changed(schema=2), "of another version"),
+    "another schema": (changed(schema=2), "by another version"),
     "no costs": (changed(costs=None), "cannot be read"),
     "a cost too many": (with_costs(sort=1e-9), "cannot be read"),
     "a cost that is text": (with_costs(merge="fast"), "not a number of seconds"),
@@ -84,11 +84,11 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     large.write_text(MADE.as_json().ljust(2**20 + 1))
     for file in (fifo, Path("/dev/zero"), large):  # a FIFO and a device have no end, or not even a beginning
-        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is no regular file of at most 1 MiB"):
+        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is not a regular file of at most 1 MiB"):
             profile.read(file)
     file = tmp_path / "profile.json"
     file.write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(sc.InvalidInputError, match="no text"):
+    with pytest.raises(sc.InvalidInputError, match="not text"):
         profile.read(file)
 
 
@@ -108,7 +108,7 @@ Put = Callable[[str], Path]
 
 @pytest.fixture(params=["named", "found"])
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Put:
-    """Write a profile where it is looked for."""
+    """Write a profile to the default path."""
 
     def write(text: str) -> Path:
         file = profile.path()
@@ -122,12 +122,12 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return write
 
 
-def used_with_warnings() -> tuple[profile.Used | None, list[str]]:
-    """What is used, asked for twice, and what was said."""
+def used_with_warnings() -> tuple[profile.KnownCosts | None, list[str]]:
+    """Return the costs, requested twice, and the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        used = profile.used("An MPI 1.2", 4, 2)
-        assert profile.used("An MPI 1.2", 4, 2) == used
+        used = profile.costs_for("An MPI 1.2", 4, 2)
+        assert profile.costs_for("An MPI 1.2", 4, 2) == used
     assert all(warning.category is RuntimeWarning for warning in said)
     return used, [str(warning.message) for warning in said]
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
     monkeypatch.setattr("os.stat" if stat is not None else "pwd.getpwuid", fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert profile.used("An MPI 1.2", 4, 2) is None
+        assert profile.costs_for("An MPI 1.2", 4, 2) is None
 
 
 def test_no_file_is_no_news() -> None:
@@ -193,10 +193,10 @@ def test_nothing_is_asked_for(put: Put, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert profile.used("An MPI 1.2", 4, 2) is None
+    assert profile.costs_for("An MPI 1.2", 4, 2) is None
     monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
     (tmp_path / "other.json").write_text(MADE.as_json())
-    assert profile.used("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
+    assert profile.costs_for("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
 
 
 # -- ranks that have different ones -----------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def on_ranks_with_profiles(
     nodes: list[int] | None = None,
     **options: Any,
 ) -> list[simulated.Result[sc.SparseVector]]:
-    """A call on a rank for each profile; None stands for none."""
+    """Make a call with one rank per profile; ``None``: no profile."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         x = np.arange(1, 1001, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What a network makes of a training: against published measurements, the laws of TCP, and by its own logic."""
+"""Predicted utilisation: against published measurements, laws of TCP, and general properties."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ exchanges = st.builds(
 
 @pytest.mark.parametrize(("H", "rate"), PUBLISHED)
 def test_dense_cells_are_those_published(H: int, rate: float) -> None:
-    """Of 50 Mb/s links they got 40, with H = 1 to 32; with H = 128 all. So the small cells are off by more."""
+    """Their 50 Mb/s links delivered 40 with H = 1 to 32 and 50 with H = 128, so the small cells are off by more."""
     found = predict(THEIRS, Network(rate), Exchange(sync_every=H)).utilisation
     assert found == pytest.approx(PUBLISHED[H, rate], abs=0.05)
     assert found / PUBLISHED[H, rate] == pytest.approx(1, abs=0.45)
@@ -71,7 +71,7 @@ def test_dense_exchanges_take_what_was_published(rate: float) -> None:
 
 @pytest.mark.parametrize(("rtt", "loss"), [(0.08, 1e-3), (0.02, 1e-3), (0.1, 1e-2)])
 def test_a_long_message_on_a_lossy_path_is_as_slow_as_by_mathis(rtt: float, loss: float) -> None:
-    """1.22 MSS / (RTT sqrt(loss)): 5.6 Mb/s at 80 ms and 0.1 %, whatever the rate; 5.2 to 8.7 were measured (Reno)."""
+    """1.22 MSS / (RTT sqrt(loss)): 5.6 Mb/s at 80 ms and 0.1 % at any rate; 5.2 to 8.7 were measured (Reno)."""
     network = Network(1e9, rtt, loss)
     expected = 8 * SEGMENT * 1.22 / (rtt * math.sqrt(loss))
     assert stream_rate(network) == pytest.approx(expected)
@@ -101,7 +101,7 @@ def test_gloo_waits_a_round_trip_for_every_two_segments(n: int, rate: float, rtt
     ("algorithm", "phases", "peers"), [("allgather", 1, 7), ("split", 1, 7), ("butterfly", 3, 1), ("tree", 6, 1)]
 )
 def test_windows_open_on_as_many_connections_as_an_algorithm_has(algorithm: str, phases: int, peers: int) -> None:
-    """40 segments go as 10, 20 and a quarter of a window: in 1.75 round trips more than 2, half of it in the mean."""
+    """40 segments are 10, 20 and a quarter of a window: 1.75 round trips more than 2 segments, on average half."""
     network, exchange = Network(1e12, 0.1, connections=1), Exchange(algorithm, "plain", 0.1, adamw=True)
 
     def seconds(segments: int) -> float:
@@ -135,7 +135,7 @@ def test_without_a_pause_windows_stay_open() -> None:
 
 
 def test_a_loss_delays_short_messages_by_round_trips() -> None:
-    """Of 24 messages of hardly more than a packet about one in 40 is lost at 0.1 %."""
+    """About one of 40 groups of 24 short messages loses one at 0.1 %."""
     training, exchange = Training(4, 10**4, 1.0), Exchange("butterfly", "plain", 1e-3)
     clean, lossy = (predict(training, Network(1e9, 0.1, loss), exchange).seconds for loss in (0.0, 1e-3))
     assert 0 < lossy - clean < 0.1
@@ -184,7 +184,7 @@ def test_shared_cores_and_short_queues_cost_time(training: Training, network: Ne
 @check
 @given(trainings, networks, st.sampled_from([GLOO, "double"]), st.sampled_from([0.018, 0.1]))
 def test_calls_wait_for_each_other(training: Training, network: Network, algorithm: str, density: float) -> None:
-    """What overlaps the backward pass hides at most that, and a queue that is longer drains after it."""
+    """Overlap hides at most the backward pass; a longer queue drains after it."""
     after = predict(training, network, Exchange(algorithm, "packed_int2", density))
     beside = predict(training, network, Exchange(algorithm, "packed_int2", density, overlap=True))
     if algorithm != GLOO:  # whose buckets are the same either way
@@ -196,7 +196,7 @@ def test_calls_wait_for_each_other(training: Training, network: Network, algorit
 @check
 @given(trainings, exchanges)
 def test_without_a_network_only_work_is_left(training: Training, exchange: Exchange) -> None:
-    """On links that take no time, a step takes its computation and the work, apart from the costs of messages."""
+    """On infinitely fast links, a step takes its computation and its work, plus the costs of messages."""
     found = predict(training, Network(1e15), exchange)
     work, computed = found.work, (exchange.sync_every or 1) * training.step_seconds
     messages = 0.05 + 1e-9 * training.parameters  # fixed costs of messages
@@ -206,7 +206,7 @@ def test_without_a_network_only_work_is_left(training: Training, exchange: Excha
 
 
 def test_a_queue_that_is_too_short_costs_a_timeout() -> None:
-    """2 MB that leave at once on 144 connections: a queue of 500 kB lets a part through."""
+    """2 MB leave at once on 144 connections; a queue of 500 kB drops some."""
     training, exchange = Training(4, 30_846_720, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 8)
     short, enough = (predict(training, Network(50e6, 0.08, queue=queue), exchange) for queue in (0.08, 1.0))
     assert 0.2 < short.seconds - enough.seconds < 0.6

@@ -4,10 +4,10 @@
   mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
   torchrun --nproc-per-node 4 -m sparsecomm bench            without MPI
 
-A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. The residual is
-put back to what it was before every call, outside the time. All ranks begin together; a call takes as long as its
-slowest rank. Bytes are those that the transport has counted. Rank 0 prints a row when it is measured. The exit
-status is 0 if all calls succeeded and, with -c, no element was wrong.
+A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. Before each call, and
+outside its time, the residual is restored. All ranks begin together, and the time of a call is the time of its slowest
+rank. The transport counts the bytes. Rank 0 prints each row once it is measured. The exit status is 0 if all calls
+succeeded and, with -c, no element was wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import platform
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -31,7 +30,7 @@ from sparsecomm.calls.arguments import count_of
 from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
-from sparsecomm.cli.bench.measure import Bench, Row
+from sparsecomm.cli.bench.rows import Bench, Row
 from sparsecomm.cli.bench.sweep import add_arguments
 from sparsecomm.cli.bench.timing import CommonStart
 from sparsecomm.cli.devices import DEVICES
@@ -41,127 +40,126 @@ from sparsecomm.errors import InvalidInputError, SparseCommError
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-_ALONE = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
-
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
-SCHEMA = 2  # of the JSON file: higher when a field changes its meaning or leaves
+SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+
+_ONE_RANK = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (by := launch.launcher()) is None:
-        asked, ranks = sweep.parse(arguments), arguments.ranks or 1  # needs no MPI, and so neither does its refusal
-        sweep.check_memory(asked, ranks, ranks, sweep.available_bytes())
-        options.check_writable(asked.json, asked.plot)
+    """Measure all rows, or start the ranks that do; return the exit status."""
+    if (launcher := launch.launcher()) is None:
+        grid, ranks = sweep.parse(arguments), arguments.ranks or 1  # without MPI, so that errors do not need MPI either
+        sweep.check_memory(grid, ranks, ranks, sweep.available_bytes())
+        options.check_writable(grid.json, grid.plot)
         if arguments.ranks:
             return launch.start(ranks, arguments.line)
-        print(_ALONE, file=sys.stderr, flush=True)
+        print(_ONE_RANK, file=sys.stderr, flush=True)
     comm = world()
-    asked = agreed(comm, lambda: _fitting(arguments, comm, by))
+    grid = agreed(comm, lambda: _checked(arguments, comm, launcher))
     try:
-        return _measure(asked, comm)
+        return _measure(grid, comm)
     except BaseException as error:
         if comm.Get_size() == 1:
             raise
         text = f"{type(error).__name__}: {error}" if isinstance(error, SparseCommError) else traceback.format_exc()
         print(f"sparsecomm: rank {comm.Get_rank()}: {text}", file=sys.stderr, flush=True)
-        comm.Abort(1)  # the others wait for this rank
+        comm.Abort(1)  # the other ranks wait for this one
         raise
 
 
-def _fitting(arguments: argparse.Namespace, comm: World, launcher: str | None) -> argparse.Namespace:
-    """Return the options, if this rank can do what they ask for."""
+def _checked(arguments: argparse.Namespace, comm: World, launcher: str | None) -> argparse.Namespace:
+    """Return the parsed options after checking that this rank can run them."""
     if arguments.ranks:
         raise InvalidInputError(
-            f"--ranks {arguments.ranks}: this process is a rank already, of {launcher}; leave --ranks out"
+            f"--ranks {arguments.ranks}: this process is already a rank, started by {launcher}; leave --ranks out"
         )
     nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
-    local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
-    asked = sweep.parse(arguments)
-    sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
+    is_first_of_node = nodes.index(nodes[rank]) == rank
+    grid = sweep.parse(arguments)
+    available = sweep.available_bytes() if is_first_of_node else None
+    sweep.check_memory(grid, comm.Get_size(), nodes.count(nodes[rank]), available)
     if rank == 0:
-        options.check_writable(asked.json, asked.plot)
-    return asked
+        options.check_writable(grid.json, grid.plot)
+    return grid
 
 
-def _measure(asked: argparse.Namespace, comm: World) -> int:
-    shown = comm.Get_rank() == 0
-    header, columns = _header(asked, comm), _columns(asked)
-    if shown:
+def _measure(grid: argparse.Namespace, comm: World) -> int:
+    is_first = comm.Get_rank() == 0
+    header, columns = _header(grid, comm), _columns(grid)
+    if is_first:
         print(table_head(header, columns), flush=True)
     rows: list[Row] = []
     start = CommonStart(comm, transport.of(comm_of(comm)))
-    for n in asked.counts:
-        bench = None  # two sizes at once need not fit in memory
-        bench = Bench(asked, n, comm, start)
-        for density, algorithm, wire in product(asked.densities, asked.algorithms, asked.wires):
+    for n in grid.counts:
+        bench = None  # free the vectors first: two sizes at once may not fit in memory
+        bench = Bench(grid, n, comm, start)
+        for density, algorithm, wire in product(grid.densities, grid.algorithms, grid.wires):
             rows.append(bench.measure(count_of(density, n), density, algorithm, wire))
-            if shown:
+            if is_first:
                 print(table_line(rows[-1], columns), flush=True)
     wrong = sum(row["wrong"] or 0 for row in rows)
-    if shown:
-        if asked.check:
+    if is_first:
+        if grid.check:
             print(f"# {f'FAILED: {wrong} elements are wrong' if wrong else 'every element is right'}", flush=True)
-        if asked.json is not None:
-            with options.writing(asked.json):
-                asked.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
-        if asked.plot is not None:
-            with options.writing(asked.plot):
-                plot.write(asked.plot, header, rows)
+        if grid.json is not None:
+            with options.writing(grid.json):
+                grid.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
+        if grid.plot is not None:
+            with options.writing(grid.plot):
+                plot.write(grid.plot, header, rows)
     comm.Barrier()
     comm.Free()
     return 1 if wrong else 0
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+def _columns(grid: argparse.Namespace) -> list[Column]:
+    """Return the columns of the table of `Row`."""
 
+    def decimals(key: str, digits: int) -> Any:
+        return lambda row: f"{row[key]:.{digits}f}"
 
-def _columns(asked: argparse.Namespace) -> list[Column]:
-    """Return the columns of the table, whose rows are of type `Row`."""
-    algorithm = max(len(_taken(name, "butterfly")) for name in asked.algorithms)
-    wire = max(len(_taken(name, "packed")) for name in asked.wires)
-    parts = (*PARTS, "other") if asked.breakdown else ()
+    def part(name: str) -> Any:
+        return lambda row: f"{row['breakdown_us'][name]:.1f}"
+
+    algorithm = max(len(_choice_text(name, "butterfly")) for name in grid.algorithms)
+    wire = max(len(_choice_text(name, "packed")) for name in grid.wires)
     return [
         Column("size", "B", 12, itemgetter("size_bytes")),
         Column("count", "", 12, itemgetter("count")),
         Column("k", "", 10, itemgetter("k")),
-        Column("algorithm", "", max(11, algorithm + 2), lambda row: _taken(row["algorithm"], row["algorithm_taken"])),
-        Column("wire", "", wire + 2, lambda row: _taken(row["wire"], row["wire_taken"])),
-        *(Column(name, "us", 11, _decimals(f"time_{name}_us", 1)) for name in ("min", "median", "p99", "max")),
+        Column(
+            "algorithm", "", max(11, algorithm + 2), lambda row: _choice_text(row["algorithm"], row["algorithm_taken"])
+        ),
+        Column("wire", "", wire + 2, lambda row: _choice_text(row["wire"], row["wire_taken"])),
+        *(Column(name, "us", 11, decimals(f"time_{name}_us", 1)) for name in ("min", "median", "p99", "max")),
         Column("bytes", "B/rank", 12, itemgetter("wire_bytes_per_rank")),
-        *(Column(name, "GB/s", 9, _decimals(f"{name}_gb_per_s", 3)) for name in ("algbw", "busbw")),
+        *(Column(name, "GB/s", 9, decimals(f"{name}_gb_per_s", 3)) for name in ("algbw", "busbw")),
         Column("#wrong", "", 8, lambda row: "-" if row["wrong"] is None else row["wrong"]),
-        *(Column(part, "us", 11, _part(part)) for part in parts),
+        *(Column(name, "us", 11, part(name)) for name in ((*PARTS, "other") if grid.breakdown else ())),
     ]
 
 
-def _decimals(key: str, digits: int) -> Callable[[Row], str]:
-    return lambda row: f"{row[key]:.{digits}f}"
+def _choice_text(name: str, choice: str) -> str:
+    return f"auto={choice}" if name == "auto" else name
 
 
-def _part(part: str) -> Callable[[Row], str]:
-    return lambda row: f"{row['breakdown_us'][part]:.1f}"
-
-
-def _taken(asked: str, taken: str) -> str:
-    return f"auto={taken}" if asked == "auto" else asked
-
-
-def _header(asked: argparse.Namespace, comm: World) -> dict[str, Any]:
-    """Return where and how it was measured. Collective; the same on all ranks."""
-    nodes = sorted(set(comm.allgather(platform.node())))
+def _header(grid: argparse.Namespace, comm: World) -> dict[str, Any]:
+    """Describe the run. Collective; the same on all ranks."""
+    hosts = sorted(set(comm.allgather(platform.node())))
     return {
         "sparsecomm": sc.__version__,
-        "command": shlex.join(["sparsecomm", *asked.line]),
-        "machine": f"{', '.join(nodes)}; {info._processor()}",
+        "command": shlex.join(["sparsecomm", *grid.line]),
+        "machine": f"{', '.join(hosts)}; {info.processor()}",
         "platform": platform.platform(),
         "mpi": transport.of(comm_of(comm)).library,
-        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
+        "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info.version_of('mpi4py')}",
         "ranks": comm.Get_size(),
-        "machines": len(nodes),
-        "kernels": info._kernels() + " per rank",
+        "machines": len(hosts),
+        "kernels": info.kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
-        "dtype": asked.dtype.name,
-        "device": DEVICES[asked.device]().name,
-        "iterations": asked.iterations,
-        "warmup": asked.warmup,
+        "dtype": grid.dtype.name,
+        "device": DEVICES[grid.device]().name,
+        "iterations": grid.iterations,
+        "warmup": grid.warmup,
     }

@@ -1,4 +1,4 @@
-"""The options of `sparsecomm bench`, and whether they fit together and into memory."""
+"""The options of `sparsecomm bench`, and the checks that they agree and fit into memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsecomm.wire import EXACT, WIRES
 
 __all__ = ["add_arguments", "available_bytes", "check_memory", "parse"]
 
-_USUAL = "butterfly,tree,split,dense,allgather"
+_DEFAULT_ALGORITHMS = "butterfly,tree,split,dense,allgather"
 _PROCESS = 64 << 20  # Python, NumPy and MPI, before any vector
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     part, parts = options.listed(options.density), "k/n, one or several (%(default)s)"
     what.add_argument("--density", dest="densities", type=part, default="0.001,0.01", metavar="LIST", help=parts)
     names = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
-    what.add_argument("--algorithms", type=options.algorithms, default=_USUAL, metavar="LIST", help=names)
+    what.add_argument("--algorithms", type=options.algorithms, default=_DEFAULT_ALGORITHMS, metavar="LIST", help=names)
     names = f"some of {', '.join(options.WIRE_NAMES)}; or all (%(default)s)"
     what.add_argument("--wire", dest="wires", type=options.wires, default="auto", metavar="LIST", help=names)
     what.add_argument("--dtype", default="float32", choices=DTYPES, help="of the gradient (%(default)s)")
@@ -42,7 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     calls, warmup = "timed calls per row (%(default)s)", "calls before them (%(default)s)"
     how.add_argument("-n", "--iterations", type=options.count, default=20, metavar="N", help=calls)
-    how.add_argument("-w", "--warmup", type=options.count_or_0, default=5, metavar="N", help=warmup)
+    how.add_argument(
+        "-w",
+        "--warmup",
+        type=lambda text: 0 if text == "0" else options.count(text),
+        default=5,
+        metavar="N",
+        help=warmup,
+    )
     how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
     how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
     start = "start N ranks on this machine, with mpirun; without MPI, with torchrun"
@@ -51,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of `add_arguments` with ``counts``, the sizes in elements, and with their `DType`.
+    """Return the options of `add_arguments` with ``counts``, the sizes in elements, and ``dtype`` as a `DType`.
 
     Raises:
-        InvalidInputError: they do not fit together. It is decided by the options and what is installed alone.
+        InvalidInputError: options contradict each other, or need a package that is not installed.
     """
     dtype, wires = DTYPES[arguments.dtype], arguments.wires
     if dtype.name == "bfloat16":
@@ -77,46 +84,44 @@ def parse(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(arguments) | {"dtype": dtype, "wires": wires, "counts": counts})
 
 
-# -- what the machine must have ---------------------------------------------------------------------------------------
-
-
-def check_memory(asked: argparse.Namespace, ranks: int, local: int, available: int | None) -> None:
-    """Refuse a size for which this machine has too little memory.
+def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: int | None) -> None:
+    """Check that the largest size fits into memory.
 
     Args:
-        ranks: in all.
-        local: how many of them run on this machine.
-        available: bytes; None if it is not known.
+        grid: the result of `parse`.
+        ranks, local: number of all ranks, and of ranks on this machine.
+        available: bytes of memory; ``None`` if unknown.
+
+    Raises:
+        InvalidInputError: it does not fit.
     """
-    n, accumulator = max(asked.counts), asked.dtype.accumulator.itemsize
-    entry, k = accumulator + (4 if n < 2**31 else 8), count_of(max(asked.densities), n)
-    # Gradient, out, residual, and what the residual was; entries of one rank.
-    needed = _PROCESS + n * (2 * asked.dtype.itemsize + 2 * accumulator) + 12 * k * entry
-    if not all((found := find(name)) is not None and found.reselects for name in asked.algorithms):
-        # Dense sums, and segments under way; or what all ranks have selected.
+    n, accumulator = max(grid.counts), grid.dtype.accumulator.itemsize
+    entry, k = accumulator + (4 if n < 2**31 else 8), count_of(max(grid.densities), n)
+    # Gradient, out, residual and a copy of it; entries of one rank.
+    needed = _PROCESS + n * (2 * grid.dtype.itemsize + 2 * accumulator) + 12 * k * entry
+    if not all((algorithm := find(name)) is not None and algorithm.reselects for name in grid.algorithms):
+        # Dense sums and segments in flight, or the selections of all ranks.
         needed += max(2 * n * accumulator + 3 * (n // ranks) * accumulator, 4 * k * ranks * entry)
     total = needed * local
-    there = devices.DEVICES[asked.device]().available_bytes()
-    limits = [(needed, there, "its device per rank")]
-    if asked.check:
-        # The expected result, the sums of all residuals in float64, the entries of a dense sum; on rank 0 all
-        # gradients, dense, and a sort of one.
+    limits = [(needed, devices.DEVICES[grid.device]().available_bytes(), "its device per rank")]
+    if grid.check:
+        # The expected result, sums of residuals in float64, entries of a dense sum; on rank 0 all gradients and a sort.
         needed += n * (3 * accumulator + 2 * entry + 5 * 8)
         total = needed * local + n * (3 * ranks * accumulator + 4 * 8)
     limits.append((total, available, f"memory, {size_text(needed)} per rank"))
     for size, limit, where in limits:
         if limit is not None and size > limit:
             raise InvalidInputError(
-                f"a gradient of {size_text(n * asked.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+                f"a gradient of {size_text(n * grid.dtype.itemsize)} on {local} rank(s) of one machine needs about "
                 f"{size_text(size)} of {where}; available are {size_text(limit)}. Take a smaller -e"
-                + (", or leave out -c." if asked.check else ".")
+                + (", or leave out -c." if grid.check else ".")
             )
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that new allocations may take on this machine, by Linux's own estimate."""
+    """Return Linux's estimate of the bytes that are available for new allocations."""
     try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return 1024 * int(found[1]) if found else None
+    return 1024 * int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""The measuring core of all benchmarks: calls that all ranks begin together, and what each call took on every rank."""
+"""The measuring core of all benchmarks: calls that all ranks begin together, timed on every rank."""
 
 from __future__ import annotations
 
@@ -20,86 +20,85 @@ from sparsecomm.tuning import clocks
 
 __all__ = ["CommonStart", "Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
 
-
-_SECONDS = 0.2  # for which links are measured
-_LONG, _MARGIN = 1e-3, 0.01  # seconds: of a trip that makes a link long; until a moment, beside the trips
+_SECONDS = 0.2  # budget of the measurement of links
+_LONG, _MARGIN = 1e-3, 0.01  # seconds: trips of a long link; margin of a common start, besides trips
 
 
 def quiet_barrier(comm: World) -> None:
-    """Wait for all ranks, leaving the cores to those that are still at work."""
-    if not isinstance(comm, ProcessGroupWorld):  # which sleeps while it waits
+    """Wait for all ranks, leaving the cores to ranks that still work."""
+    if not isinstance(comm, ProcessGroupWorld):  # its barrier sleeps anyway
         request = comm.Ibarrier()
         while not request.Test():
             time.sleep(100e-6)
-    comm.Barrier()  # by now all are here: aligns them
+    comm.Barrier()  # all ranks have arrived; this one aligns them
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Keep Python's garbage collector from running."""
-    collecting = gc.isenabled()
+    enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if enabled:
             gc.enable()
 
 
 class CommonStart:
-    """Has calls begin on all ranks at one moment. All methods are collective.
+    """Starts calls on all ranks at one moment. All methods are collective.
 
-    Over a long link, ranks leave a barrier up to some trips apart. On short links a barrier is precise enough.
+    Over a long link, ranks leave a barrier several trips apart. On short links a barrier is precise enough.
     """
 
     def __init__(self, comm: World, transport: Transport) -> None:
-        """Measure links, and by how much the clocks of the ranks differ."""
+        """Measure the links and the clock offsets of the ranks."""
         self._comm, self._clock, links = comm, transport.clock, measured_links(transport, _SECONDS)
-        self._ahead = clocks.offsets(range(transport.size), links.fastest)[transport.rank].seconds
+        self._offset = clocks.offsets(range(transport.size), links.fastest)[transport.rank].seconds
         alpha = links.slowest.alpha
         self._pause = 4 * log2_ceil(transport.size) * alpha + _MARGIN if transport.size > 1 and alpha > _LONG else 0.0
 
     def wait(self) -> None:
-        """Return at the time chosen by rank 0, far enough ahead that every rank knows it by then."""
+        """Return at a time that rank 0 chooses, late enough for all ranks to know it by then."""
         if self._pause:
-            moment = self._comm.bcast(self._clock() + self._pause) + self._ahead
+            moment = self._comm.bcast(self._clock() + self._pause) + self._offset
             time.sleep(max(0.0, moment - self._clock()))
 
 
 class Runner:
-    """A contender at work. Its actions are methods without arguments, which all ranks call: `step`, and others."""
+    """A contender. Its actions are methods without arguments that all ranks call: `step`, and others."""
 
     def before(self, action: str) -> None:
-        """Set up what a call starts from, outside the time."""
+        """Prepare a call, outside its time."""
 
     def step(self) -> Any:
-        """Go from gradient and residual to the dense sum in ``out``."""
+        """Compute the dense sum in ``out`` from gradient and residual."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Return when all that was started on a device is done."""
+        """Wait for the work of a device."""
 
     def traffic(self) -> Sequence[float]:
-        """Return bytes that this rank has sent, and received, so far."""
+        """Return the bytes that this rank has sent, and received, so far."""
         return ()
 
     def parts(self) -> dict[str, float]:
-        """Return seconds of each part of the last calls, if they are timed."""
+        """Return the seconds of each part of the last calls, if they are timed."""
         return {}
 
     def close(self) -> None:
-        """Give back what was opened."""
+        """Release resources."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of the calls of one action. The same on all ranks.
+    """Times of the calls of one action, the same on all ranks.
 
     Attributes:
-        seconds: of a call, by rank and round; NaN in rounds in which it was not called.
+        seconds: of a call, by rank and round; NaN in rounds without a call.
         parts: the same for each part of a call, if they were timed.
-        traffic: bytes per call that a rank sent, received, and so on, as its runner counts them, by rank.
+        traffic: bytes per call by rank, in the columns of `Runner.traffic`.
     """
 
     seconds: Array
@@ -108,13 +107,13 @@ class Timing:
 
     @property
     def slowest(self) -> Array:
-        """Seconds of each round on the rank that took longest."""
+        """Seconds of each round on its slowest rank."""
         slowest: Array = self.seconds.max(axis=0)
         return slowest
 
     @property
     def median(self) -> float:
-        """The median over the rounds of `slowest`."""
+        """The median of `slowest`."""
         return float(np.nanmedian(self.slowest))
 
 
@@ -122,10 +121,10 @@ class Timer:
     """Times one action of a runner, round by round. All methods are collective.
 
     Args:
-        rounds: how many there will be.
-        calls: made one after another in each round, whose time is their mean.
-        ready: called after the barrier and before the time.
-        settle: whether to wait for all ranks before traffic is counted, so that what was sent has left.
+        rounds: number of rounds.
+        calls: number of consecutive calls per round; the time is their mean.
+        ready: called after the barrier and before the time starts.
+        settle: whether to wait for all ranks before counting traffic, so that everything sent has left.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Timer:
         self._traffic, self._counted = np.zeros(len(runner.traffic())), 0
 
     def run(self, round_no: int) -> Any:
-        """Make the calls of a round; a negative one warms up and is not kept. Return what the last call returned."""
+        """Make the calls of a round; negative rounds only warm up. Return the result of the last call."""
         runner, call = self._runner, getattr(self._runner, self._action)
         runner.before(self._action)
         quiet_barrier(self._comm)
@@ -157,19 +156,18 @@ class Timer:
         runner.wait()
         seconds = (time.perf_counter() - start) / self._calls
         if self._settle:
-            quiet_barrier(self._comm)  # whose own bytes are few
+            quiet_barrier(self._comm)  # its own bytes are few
         if round_no >= 0:
             self._seconds[round_no] = seconds
             self._traffic += np.array(runner.traffic()) - traffic
             self._counted += self._calls
-            for part, its in runner.parts().items():
-                self._parts.setdefault(part, np.full(len(self._seconds), np.nan))[round_no] = its / self._calls
+            for part, total in runner.parts().items():
+                self._parts.setdefault(part, np.full(len(self._seconds), np.nan))[round_no] = total / self._calls
         return result
 
     def timing(self) -> Timing:
-        """Return what was measured, of all ranks."""
+        """Return the times of all ranks."""
         every = self._comm.allgather((self._seconds, self._parts, self._traffic / self._counted))
         seconds, parts, traffic = zip(*every, strict=True)
-        return Timing(
-            np.array(seconds), {name: np.array([its[name] for its in parts]) for name in parts[0]}, np.array(traffic)
-        )
+        by_part = {name: np.array([each[name] for each in parts]) for name in parts[0]}
+        return Timing(np.array(seconds), by_part, np.array(traffic))

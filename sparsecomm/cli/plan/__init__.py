@@ -35,7 +35,8 @@ import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.plan import advice, launch, links, plot
+from sparsecomm.cli.plan import advice, plot
+from sparsecomm.cli.plan import network as measurement
 from sparsecomm.cli.plan.methods import OPTIMIZERS, best, ways
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError
@@ -89,29 +90,30 @@ def run(arguments: argparse.Namespace) -> int:
         options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
-    # A rank that does not answer should be reported in seconds, but may time messages for as long as was asked for.
+    # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
     files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
     agreed(comm, lambda: _check(arguments))
     agreed(comm, lambda: options.check_writable(*files))
-    versions = launch.versions(comm)
-    agreed(comm, lambda: launch.check_alike(versions))
-    ranks = transport.of(comm_of(comm))
-    agreed(comm, lambda: launch.check_several(ranks))
-    _measure(ranks, comm, arguments)
-    agreed(comm, lambda: _plan(arguments) if ranks.rank == 0 else None)
+    versions = measurement.versions(comm)
+    agreed(comm, lambda: measurement.check_alike(versions))
+    mine = transport.of(comm_of(comm))
+    agreed(comm, lambda: measurement.check_several(mine))
+    _measure(mine, comm, arguments)
+    agreed(comm, lambda: _plan(arguments) if mine.rank == 0 else None)
     return 0
 
 
 def _check(arguments: argparse.Namespace, *needed: str) -> None:
-    """Refuse options that cannot be planned, before anything is measured."""
-    such = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
-    missing = [name for name in such if vars(arguments)[name] is None and name in (*needed, "parameters", "step_time")]
+    """Check the options before anything is measured."""
+    examples = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
+    needed = (*needed, "parameters", "step_time")
+    missing = [name for name in examples if name in needed and vars(arguments)[name] is None]
     if missing:
-        said = ", ".join(f"--{name.replace('_', '-')} {such[name]}" for name in missing)
+        text = ", ".join(f"--{name.replace('_', '-')} {examples[name]}" for name in missing)
         measured = ", or --measure under mpirun or torchrun" if {"rate", "rtt"} & {*missing} else ""
-        raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {said}{measured}")
+        raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {text}{measured}")
     if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
         raise InvalidInputError(
             f"--ranks {arguments.ranks} with --ranks-per-site {arguments.ranks_per_site}: must be a multiple of it"
@@ -126,27 +128,28 @@ def _measure(transport: transport.Transport, comm: World, arguments: argparse.Na
         if transport.rank == 0:
             print(f"{label:<14} {text}", flush=True)
 
-    say("ranks", launch.placement(transport, comm.allgather(socket.gethostname())))
-    nodes, P = list(transport.node_of_rank), transport.size
-    members = [nodes.index(node) for node in range(transport.num_nodes)] if transport.num_nodes > 1 else list(range(P))
-    found = links.measure(transport, comm, members, arguments.seconds)
-    assert found.links.farthest is not None
-    first, second = found.links.farthest
+    say("ranks", measurement.placement(transport, comm.allgather(socket.gethostname())))
+    measured, P = measurement.measure(transport, comm, arguments.seconds), transport.size
+    assert measured.links.farthest is not None
+    first, second = measured.links.farthest
     say("library", transport.library)
-    say("interfaces", ", ".join(found.interfaces) or found.streams.unseen)
-    say("round trip", f"{time_text(found.rtt)}, the longest, between rank {first} and rank {second}")
-    say("rates", found.rates_text)
-    say("losses", "unknown" if found.loss is None else f"{percent_text(found.loss)} of the packets")
-    say("TCP", found.streams.control or "congestion control unknown")
-    for warning in [*found.wrong, *launch.warnings(transport)]:
+    say("interfaces", ", ".join(measured.interfaces) or measured.streams.problem)
+    say("round trip", f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}")
+    say("rates", measured.rates_text)
+    say(
+        "losses",
+        "unknown" if measured.streams.loss is None else f"{percent_text(measured.streams.loss)} of the packets",
+    )
+    say("TCP", measured.streams.control or "congestion control unknown")
+    for warning in [*measured.warnings, *measurement.warnings(transport)]:
         say("! warning", warning)
     say("", "")
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
         arguments.ranks_per_site = P // transport.num_nodes
-    for name in ("rate", "rtt", "loss", "congestion"):
+    for name, value in measured.options.items():
         if getattr(arguments, name) is None:
-            setattr(arguments, name, getattr(found, name))
+            setattr(arguments, name, value)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -161,17 +164,17 @@ def _plan(arguments: argparse.Namespace) -> None:
         congestion=arguments.congestion or "cubic",
     )
     every = sorted(arguments.sync_every)
-    found = list(ways(training, network, every, costs))
-    taken, min_seconds = best(found, arguments.optimizer), min(way.seconds for way in found)
-    print(table_head(_header(training, network), _COLUMNS))
-    for way in found:
+    table = list(ways(training, network, every, costs))
+    taken, min_seconds = best(table, arguments.optimizer), min(way.seconds for way in table)
+    print(table_head({"sparsecomm": sc.__version__, **advice.described(training, network)}, _COLUMNS))
+    for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
-    said = advice.said(taken, found, training, network)
-    print("", *said, sep="\n", flush=True)
+    lines = advice.advice(taken, table, training, network)
+    print("", *lines, sep="\n", flush=True)
     if arguments.json is not None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
-        rows = [way.as_row() for way in found]
-        content = {"schema": SCHEMA, "header": header, "advice": said, "taken": found.index(taken), "rows": rows}
+        rows = [way.as_row() for way in table]
+        content = {"schema": SCHEMA, "header": header, "advice": lines, "taken": table.index(taken), "rows": rows}
         with options.writing(arguments.json):
             arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
@@ -179,12 +182,8 @@ def _plan(arguments: argparse.Namespace) -> None:
             plot.write(arguments.plot, training, network, every, costs, taken)
 
 
-def _header(training: Training, network: Network) -> dict[str, object]:
-    return {"sparsecomm": sc.__version__, **advice.described(training, network)}
-
-
-def _percent(part: float) -> str:
-    return number_text(100 * part, 2) if part < 0.1 else f"{100 * part:.0f}"
+def _percent(fraction: float) -> str:
+    return number_text(100 * fraction, 2) if fraction < 0.1 else f"{100 * fraction:.0f}"
 
 
 _COLUMNS = [
@@ -192,12 +191,12 @@ _COLUMNS = [
     Column("H", "steps", 6, lambda row: row[0].H),
     Column("delay", "steps", 7, lambda row: row[0].exchange.delay or "-"),
     Column("density", "", 9, lambda row: number_text(row[0].exchange.density)),
-    Column("algorithm", "", 11, lambda row: row[0].found.algorithm),
-    Column("wire", "", 13, lambda row: "-" if row[0].found.algorithm == GLOO else row[0].found.wire),
-    Column("exchange", "s", 10, lambda row: number_text(row[0].found.seconds)),
-    Column("sent", "MB", 8, lambda row: number_text(row[0].found.nbytes / 1e6)),
+    Column("algorithm", "", 11, lambda row: row[0].predicted.algorithm),
+    Column("wire", "", 13, lambda row: "-" if row[0].predicted.algorithm == GLOO else row[0].predicted.wire),
+    Column("exchange", "s", 10, lambda row: number_text(row[0].predicted.seconds)),
+    Column("sent", "MB", 8, lambda row: number_text(row[0].predicted.nbytes / 1e6)),
     Column("step", "s", 9, lambda row: number_text(row[0].step_seconds)),
-    Column("computing", "%", 11, lambda row: _percent(row[0].found.utilisation)),
+    Column("computing", "%", 11, lambda row: _percent(row[0].predicted.utilisation)),
     Column("loss", "nats", 13, lambda row: "not trained" if row[0].loss is None else f"{row[0].loss:+.3f}"),
     Column("equal loss", "x", 12, lambda row: "-" if row[0].loss is None else number_text(row[0].seconds / row[1])),
 ]

@@ -9,13 +9,13 @@ from sparsecomm.cli.plan.methods import ADAMW, DELAYED, DENSE, DENSE_LOCAL, LOCA
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
 from sparsecomm.tuning.utilisation import Network, Training, stream_rate
 
-__all__ = ["described", "said"]
+__all__ = ["advice", "described"]
 
 _DEFAULT_BUFFERS = 4e6  # bytes that Linux allows a connection by default
 
 
 def described(training: Training, network: Network) -> dict[str, str]:
-    """Return the training and the network, for people."""
+    """Describe the training and the network in words."""
     links = f"{rate_text(network.rate)} each way, round trips of {time_text(network.rtt) if network.rtt else '0 ms'}, "
     sites = f", {network.per_site} at each site" if network.per_site > 1 else ""
     return {
@@ -25,17 +25,17 @@ def described(training: Training, network: Network) -> dict[str, str]:
     }
 
 
-def said(taken: Way, found: Sequence[Way], training: Training, network: Network) -> list[str]:
+def advice(taken: Way, table: Sequence[Way], training: Training, network: Network) -> list[str]:
     """Return the advice, line by line."""
-    dense = next(way for way in found if way.method == DENSE)
-    locally = [way for way in found if way.method == DENSE_LOCAL and way.H == taken.H]
-    others = [f"{_part(dense)} with dense sums in every step"] if dense is not taken else []
-    others += [f"{_part(way)} with dense local steps of H = {way.H}" for way in locally if way is not taken]
+    dense = next(way for way in table if way.method == DENSE)
+    locally = [way for way in table if way.method == DENSE_LOCAL and way.H == taken.H]
+    others = [f"{_utilisation(dense)} with dense sums in every step"] if dense is not taken else []
+    others += [f"{_utilisation(way)} with dense local steps of H = {way.H}" for way in locally if way is not taken]
     pays = taken.method in (ADAMW, SGD, LOCAL, DELAYED)
     instead = f", instead of {' and '.join(others)}" if others else ""
     what = _WHAT[taken.method].format(H=taken.H, density=number_text(taken.exchange.density))
     verdict = "Sparse sums pay here." if pays else "Sparse sums do not pay here."
-    take = f"Use {what}: ranks compute {_part(taken)} of the time{instead}."
+    take = f"Use {what}: ranks compute {_utilisation(taken)} of the time{instead}."
     cautions = [
         line for caution in _cautions(taken, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
     ]
@@ -52,13 +52,13 @@ _WHAT = {
 }
 
 
-def _part(way: Way) -> str:
-    part = way.found.utilisation
-    return percent_text(part, 2) if part < 0.995 else "all"
+def _utilisation(way: Way) -> str:
+    utilisation = way.predicted.utilisation
+    return percent_text(utilisation, 2) if utilisation < 0.995 else "all"
 
 
 def _code(way: Way) -> list[str]:
-    """Return the lines of code to paste."""
+    """Return the code to paste, line by line."""
     exchange = way.exchange
     if way.method == DENSE:
         return ["model = torch.nn.parallel.DistributedDataParallel(model)  # as it is"]
@@ -80,7 +80,6 @@ def _code(way: Way) -> list[str]:
 
 
 def _cautions(way: Way, network: Network) -> list[str]:
-    """Return the cautions."""
     lines = []
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(

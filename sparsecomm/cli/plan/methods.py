@@ -1,4 +1,4 @@
-"""The ways to train together that a plan compares, with the prediction for each."""
+"""The ways to train that a plan compares, each with its prediction."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
     "sparse local steps",
     "the same, delayed",
 )
-OPTIMIZERS = {"adamw": SGD, "sgd": ADAMW}  # what does not suit the optimizer
+OPTIMIZERS = {"adamw": SGD, "sgd": ADAMW}  # the method that does not suit the optimizer
 _SIMPLER = 1.05
-_GOOD = 0.9
+_GOOD = 0.9  # utilisation
 _CHUNKS = 64 / 4096  # the density of `LocalSteps`
 _WIRE = "packed_int2"
 
@@ -44,33 +44,33 @@ SETTINGS: dict[str, Sequence[tuple[str, Exchange]]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train together.
+    """One way to train.
 
     Attributes:
         method: of `METHODS`.
-        exchange: what is exchanged, and how.
-        found: the prediction.
-        loss: nats above dense sums in every step, in trainings with this setting; ``None``: not trained.
-        seconds: for what one step with dense sums achieves; infinite if it was not trained.
-        arguments: of the method, beside its defaults.
+        exchange: algorithm, wire format and schedule.
+        predicted: the prediction.
+        loss: nats above dense sums in every step, measured with this setting; ``None`` if unknown.
+        seconds: to make as much progress as one step with dense sums; infinite if the loss is unknown.
+        arguments: of the method, besides its defaults.
     """
 
     method: str
     exchange: Exchange
-    found: Prediction
+    predicted: Prediction
     loss: float | None
     seconds: float
     arguments: str = ""
 
     @property
     def H(self) -> int:  # noqa: N802 - the papers' name
-        """Local steps of a round."""
+        """Local steps per round."""
         return self.exchange.sync_every or 1
 
     @property
     def step_seconds(self) -> float:
-        """Seconds that pass per step."""
-        return self.found.round_seconds / self.H
+        """Wall time per step."""
+        return self.predicted.round_seconds / self.H
 
     def as_row(self) -> dict[str, Any]:
         """Return the row of the JSON file."""
@@ -80,26 +80,27 @@ class Way:
             "sync_every": self.exchange.sync_every,
             "fragment_sync_delay": self.exchange.delay,
             "density": self.exchange.density,
-            "algorithm": self.found.algorithm,
-            "wire": self.found.wire,
-            "exchange_seconds": self.found.seconds,
-            "bytes_per_round": self.found.nbytes,
-            "round_seconds": self.found.round_seconds,
+            "algorithm": self.predicted.algorithm,
+            "wire": self.predicted.wire,
+            "exchange_seconds": self.predicted.seconds,
+            "bytes_per_round": self.predicted.nbytes,
+            "round_seconds": self.predicted.round_seconds,
             "step_seconds": self.step_seconds,
-            "utilisation": self.found.utilisation,
+            "utilisation": self.predicted.utilisation,
             "nats_above_dense": self.loss,
             "seconds_at_equal_loss": self.seconds if self.loss is not None else None,
         }
 
 
 def ways(training: Training, network: Network, every: Sequence[int], costs: Costs) -> Iterator[Way]:
-    """Yield all ways, with rounds of ``every`` so many local steps."""
+    """Yield all ways to train; ``every`` lists the numbers of local steps per round."""
     dense = nats("dense", 1)
 
     def way(method: str, exchange: Exchange, loss: float | None, arguments: str = "") -> Way:
-        found = predict(training, network, exchange, costs)
+        predicted = predict(training, network, exchange, costs)
         steps = math.inf if loss is None else relative_steps(dense + loss)
-        return Way(method, exchange, found, loss, found.round_seconds / (exchange.sync_every or 1) * steps, arguments)
+        seconds = predicted.round_seconds / (exchange.sync_every or 1) * steps
+        return Way(method, exchange, predicted, loss, seconds, arguments)
 
     def local(algorithm: str, H: int, delay: int = 0) -> Way:
         exchange = Exchange(algorithm, _WIRE, _CHUNKS, H, delay)
@@ -117,28 +118,28 @@ def ways(training: Training, network: Network, every: Sequence[int], costs: Cost
     for H in every:
         yield min((local(name, H) for name in sparse), key=_seconds)
     for H in every:
-        waited = math.ceil(max(local(name, H).found.seconds for name in sparse) / training.step_seconds)
-        delays = range(1, min(H - 1, waited) + 1)
+        max_delay = math.ceil(max(local(name, H).predicted.seconds for name in sparse) / training.step_seconds)
+        delays = range(1, min(H - 1, max_delay) + 1)
         if delays:
             yield min((local(name, H, delay) for name in sparse for delay in delays), key=_seconds)
 
 
-def best(found: Sequence[Way], optimizer: str = "adamw") -> Way:
-    """Return the way that takes the least time to equal loss, or a simpler one that takes hardly more.
+def best(table: Sequence[Way], optimizer: str = "adamw") -> Way:
+    """Return the way that reaches the same loss in the least time, or a simpler one that takes hardly longer.
 
-    Dense sums in every step are good enough where ranks compute most of the time.
+    Dense sums in every step are good enough if ranks compute most of the time.
 
     Args:
-        found: all ways.
-        optimizer: of `OPTIMIZERS`: ways that do not suit it are left out.
+        table: all ways.
+        optimizer: of `OPTIMIZERS`; ways that do not suit it are ignored.
     """
-    found = [way for way in found if way.method != OPTIMIZERS[optimizer]]
-    dense = [way for way in found if way.method == DENSE and way.found.utilisation >= _GOOD]
+    table = [way for way in table if way.method != OPTIMIZERS[optimizer]]
+    dense = [way for way in table if way.method == DENSE and way.predicted.utilisation >= _GOOD]
     if dense:
         return dense[0]
-    limit = _SIMPLER * min(map(_seconds, found))
-    simplest = next(m for m in METHODS if any(way.method == m and way.seconds <= limit for way in found))
-    return min((way for way in found if way.method == simplest), key=_seconds)
+    limit = _SIMPLER * min(map(_seconds, table))
+    simplest = next(m for m in METHODS if any(way.method == m and way.seconds <= limit for way in table))
+    return min((way for way in table if way.method == simplest), key=_seconds)
 
 
 def _seconds(way: Way) -> float:

@@ -28,14 +28,14 @@ _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of th
 
 
 def write(path: Path, training: Training, network: Network, every: Sequence[int], costs: Costs, taken: Way) -> None:
-    """Draw the picture into a file."""
+    """Write the picture to a file."""
     figure = draw(training, network, every, costs, taken)
     figure.savefig(path, dpi=150)
     pyplot().close(figure)
 
 
 def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, taken: Way) -> Any:
-    """Return the picture: on the left against the rate, with the H that is ``taken``; on the right against H."""
+    """Return the figure: against the rate with the H of ``taken`` on the left, and against H on the right."""
     H = taken.H if taken.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
     by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs)]
@@ -43,19 +43,19 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
         first = next((way for _, way in by_rate if way.method == method), None)  # of several settings
-        its, at_length = (
-            [(x, 100 * w.found.utilisation) for x, w in found if first and _line_of(w) == _line_of(first)]
-            for found in (by_rate, by_length)
+        at_rate, at_length = (
+            [(x, 100 * w.predicted.utilisation) for x, w in points if first and _line_of(w) == _line_of(first)]
+            for points in (by_rate, by_length)
         )
-        if first and its:
-            rates.plot(*zip(*its, strict=True), **look, markevery=[len(its) // 2], label=_label(first, H))
+        if first and at_rate:
+            rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
         if method in (DENSE, ADAMW, SGD):
             lengths.axhline(at_length[0][1], color=look["color"])
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
     ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
-    rates.plot([network.rate], [100 * taken.found.utilisation], **ring, label="the plan")
-    lengths.plot([taken.H], [100 * taken.found.utilisation], **ring)
+    rates.plot([network.rate], [100 * taken.predicted.utilisation], **ring, label="the plan")
+    lengths.plot([taken.H], [100 * taken.predicted.utilisation], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
     rates.set_xlabel("rate of a site's link")

@@ -1,0 +1,1 @@
+"""Trainings with dense and with sparse gradients: ``python -m bench.experiments.convergence``."""

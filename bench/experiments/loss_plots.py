@@ -1,0 +1,135 @@
+"""Plot the loss of each way to exchange gradients, at its best learning rate, against the bytes that a rank sends.
+
+    F=bench/results; python -m bench.experiments.loss_plots $F/adamw.jsonl $F/convergence.json $F/loss.png
+
+The left panel has the transformers, which `adamw_rules` trains by AdamW; the right panel has the LSTM, which
+`convergence` trains by SGD. `adamw_rules` trains PowerSGD for both. Bytes include warm-ups.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.experiments.adamw_rules import GRID, Rule
+from bench.experiments.convergence.results import Results
+from bench.experiments.tasks import TASKS, weights_of
+from sparsecomm.cli.plots import log_axis, pyplot
+from sparsecomm.quantities import number_text, time_text
+
+# By the way to exchange: label, colour, marker.
+SERIES = {
+    "dense": ("dense", "#4d4d4d", "o"),
+    "sparse_adamw, transformer, 0.95": ("SparseAdamW, beta2 = 0.95", "#009e73", "o"),
+    "sparse_adamw, transformer, 0.99": ("SparseAdamW, beta2 = 0.99", "#0072b2", "s"),
+    "sparse_adamw, transformer, 0.999": ("SparseAdamW, beta2 = 0.999", "#000000", "^"),
+    "sparse_adamw, transformer-2m, 0.999": ("SparseAdamW, 2.3M weights", "#000000", "*"),
+    "sparse_adamw, transformer-10m, 0.999": ("SparseAdamW, 12M weights", "#000000", "d"),
+    "double, few bits": ('"double", 1 to 4 bits', "#009e73", "v"),
+    "allgather, few bits": ("Top-k, 2 or 4 bits", "#56b4e9", "<"),
+    "allgather": ("Top-k, exact", "#0072b2", "s"),
+    "split, few bits": ('"split", 2 or 4 bits', "#d55e00", "^"),
+    "powersgd": ("PowerSGD", "#e69f00", "D"),
+    "onebit": ("1-bit Adam", "#cc79a7", "P"),
+    "updates": ("local steps, rounds of one", "#cc79a7", "X"),
+    "gradients": ("sparse means (a DDP hook)", "#d55e00", "^"),
+}
+PANELS = {"adamw": "AdamW: transformer of 167k weights, P = 8", "text": "SGD with momentum: LSTM, P = 8"}
+TIMES = [0.1, 1, 10]  # seconds: ticks of the upper axis
+WEIGHTS, RATE = 100e6, 1e9 / 8  # of the model and the network of that axis
+RANKS = 8
+FAR = 0.9  # nats above dense: larger losses are left out
+Points = dict[str, list[tuple[float, float]]]  # by series: bytes per weight and step, and nats above dense
+
+
+def of_rules(path: Path) -> dict[str, Points]:
+    """Return the points of each panel in a file of `adamw_rules`, each setting at its best rate.
+
+    The best rate has the most seeds and, of those, the smallest loss, as in the tables of the report. A point is the
+    mean over seeds of the difference to the dense training with the same seed.
+    """
+    rules = {r: o for r, o in GRID.read(path).items() if r.optimizer != "lion" and not r.steps}
+    seeds = GRID.by_seed(rules)
+    best: dict[Rule, dict[int, dict[str, Any]]] = {}
+    order = {rule: (-len(found), sum(o["loss"] for o in found.values())) for rule, found in seeds.items()}
+    for rule in sorted(seeds, key=lambda rule: order[rule]):
+        best.setdefault(replace(rule, rate=0.0), seeds[rule])
+    dense = {(rule.model, rule.beta2): found for rule, found in best.items() if rule.way == "dense"}
+    found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
+    for rule, outcomes in best.items():
+        panel = "text" if rule.model == "text" else "adamw"
+        series = f"{rule.way}, {rule.model}, {rule.beta2:g}" if rule.way == "sparse_adamw" else rule.way
+        if series not in SERIES or (rule.ranks != RANKS and rule.model in ("transformer", "text")):
+            continue
+        nbytes = fmean(outcome["bytes"] for outcome in outcomes.values())
+        theirs = dense.get((rule.model, rule.beta2))  # the LSTM's are in the other file
+        nats = fmean(o["loss"] - (theirs[seed]["loss"] if theirs else 0) for seed, o in outcomes.items())
+        if rule.way != "dense" or rule.model == "transformer":
+            found[panel][series].append((nbytes, nats))
+    return found
+
+
+def of_results(path: Path) -> Points:
+    """Return the LSTM's points in a file of `convergence`, each density at its best, with absolute losses."""
+    best: dict[tuple[str, float, str], tuple[float, float]] = {}
+    for outcome in Results.read(path).outcomes():
+        setting = outcome.setting
+        narrow = ", few bits" if setting.wire in ("packed_sign", "packed_int2", "packed_int4") else ""
+        series = setting.method + narrow
+        if (setting.model, setting.ranks, setting.steps) != (
+            "text",
+            RANKS,
+            TASKS["text"].steps,
+        ) or series not in SERIES:
+            continue
+        nbytes = outcome.mean(lambda training: training.curve.sent[-1]) / setting.steps / weights_of("text")
+        key = series, setting.density, setting.wire
+        if key not in best or outcome.score < best[key][1]:
+            best[key] = nbytes, outcome.score
+    found: Points = defaultdict(list)
+    for (series, _, _), point in best.items():
+        found[series].append(point)
+    return found
+
+
+def main() -> None:
+    rules, results, target = map(Path, sys.argv[1:])
+    panels = of_rules(rules)
+    lstm = of_results(results)
+    dense = min(nats for _, nats in lstm["dense"])
+    for points in (lstm, panels["text"]):
+        for series in points:
+            points[series] = [(nbytes, nats - dense) for nbytes, nats in points[series]]
+    for series, found in lstm.items():
+        panels["text"][series] += found
+    plt = pyplot()
+    figure, grid = plt.subplots(1, len(PANELS), figsize=(13, 5.6), sharex=True, sharey=True, layout="constrained")
+    for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
+        for series, (label, colour, marker) in SERIES.items():
+            points = sorted(point for point in panels[name].get(series, ()) if point[1] < FAR)
+            if points:
+                x, y = zip(*points, strict=True)
+                hollow: Any = {"fillstyle": "none", "markeredgewidth": 1.5} if "sparse_adamw" in series else {}
+                axes.plot(x, y, marker, color=colour, label=label, markersize=8, **hollow)
+        axes.axhline(0, color="#4d4d4d", linewidth=0.8)
+        axes.set_ylim(-0.13, FAR)
+        log_axis(axes.xaxis, number_text)
+        axes.set_xlabel("bytes that a rank sends per weight and step")
+        axes.set_ylabel("loss above dense, in nats, on held-out text")
+        axes.set_title(title)
+        above = axes.secondary_xaxis(1.0, functions=(lambda x: x * WEIGHTS / RATE, lambda s: s * RATE / WEIGHTS))
+        above.set_xticks(TIMES, [time_text(seconds) for seconds in TIMES])
+        above.minorticks_off()
+        above.set_xlabel("time to send 100M weights at 1 Gb/s (x 10 at 100 Mb/s)")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=9, loc="upper right")
+    figure.savefig(target, dpi=100)
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Measures one row: time, bytes and correctness. Collective; the row is the same on all ranks.
+
+Results are compared with the oracle. If values are rounded, the check is that no gradient was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from sparsecomm.calls.observers import PARTS
+from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
+from sparsecomm.cli.bench.timing import CommonStart, Timer, Timing, uninterrupted
+from sparsecomm.cli.oracles import Vector, oracle
+from sparsecomm.cli.world import World
+from sparsecomm.wire import EXACT
+
+__all__ = ["Bench", "Check", "Row"]
+
+Row = dict[str, Any]  # of the table and of the JSON file
+
+
+class Bench:
+    """The vectors of one size on this rank, for all its rows."""
+
+    def __init__(self, grid: argparse.Namespace, n: int, comm: World, start: CommonStart) -> None:
+        self._grid, self._comm, self.n, self._start = grid, comm, n, start
+        self._dtype, self._accumulator = np.dtype(grid.dtype.name), grid.dtype.accumulator
+        gradient, residual = inputs(n, self._dtype, self._accumulator, comm.Get_rank())
+        self._vectors = Vectors(comm, gradient, residual, grid.device)
+
+    def measure(self, k: int, density: float, algorithm: str, wire: str) -> Row:
+        """Make the calls of a row, and check them with ``--check``. Collective.
+
+        The time of a call is the time of its slowest rank. Bytes are per call, of the rank with the most; wire bytes
+        are the larger of sent and received bytes. As in nccl-tests, algbw is dense bytes / median time, and busbw the
+        rate at which a dense ring of the same duration would use each link.
+        """
+        grid, comm, vectors, P = self._grid, self._comm, self._vectors, self._comm.Get_size()
+        runner = Ours(algorithm, vectors, k, wire, grid.dtype.name, grid.breakdown)
+        check, wrong = self._check(runner) if grid.check else None, 0
+        timer = Timer(comm, runner, "step", grid.iterations, ready=self._start.wait)
+        with uninterrupted():
+            for call in range(-grid.warmup, grid.iterations):
+                result = timer.run(call)
+                if check is not None:
+                    arrays = result.indices, result.values, vectors.out, vectors.residual
+                    wrong += check.wrong(*map(vectors.memory.fetch, arrays))
+                del result
+        timing = timer.timing()
+        shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
+        sent, received = map(int, timing.traffic.max(axis=0))
+        size = self.n * grid.dtype.itemsize
+        return {
+            "size_bytes": size,
+            "count": self.n,
+            "k": k,
+            "density": density,
+            "algorithm": algorithm,
+            "wire": wire,
+            "algorithm_taken": runner.taken.algorithm.name,  # differs from "algorithm" for "auto"
+            "wire_taken": runner.taken.wire.name,
+            "time_min_us": shortest,
+            "time_median_us": median,
+            "time_p99_us": p99,
+            "time_max_us": longest,
+            "wire_bytes_per_rank": max(sent, received),
+            "sent_bytes_per_rank": sent,
+            "received_bytes_per_rank": received,
+            "algbw_gb_per_s": size / median / 1e3,
+            "busbw_gb_per_s": size / median / 1e3 * 2 * (P - 1) / P,
+            "wrong": sum(comm.allgather(wrong)) if grid.check else None,  # elements, over all ranks and calls
+            "breakdown_us": _breakdown(timing, median) if grid.breakdown else None,  # parts that add up to the median
+        }
+
+    def _check(self, runner: Ours) -> Check:
+        """Return the check of a row, with the oracle's result if no values are rounded."""
+        name, comm = runner.taken.algorithm.name, self._comm
+        accumulated = self._vectors.accumulated(self._accumulator)
+        if runner.taken.wire.kind != EXACT and name != "dense":
+            return Check(comm, accumulated, None)
+        entries = None
+        if comm.Get_rank() == 0:
+            pairs = (inputs(self.n, self._dtype, self._accumulator, rank) for rank in range(comm.Get_size()))
+            vectors = [x.astype(self._accumulator) + residual for x, residual in pairs]
+            total = oracle(name)(vectors, runner.k, runner.transport.node_of_rank)
+            indices = np.flatnonzero(total)
+            entries = indices, total[indices]
+        indices, values = comm.bcast(entries)
+        expected = np.zeros(self.n, self._accumulator)
+        expected[indices] = values
+        return Check(comm, accumulated, expected)
+
+
+def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
+    """Split the median time like the calls near it, on their slowest ranks."""
+    seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
+    calls = np.argsort(seconds.max(axis=0))
+    calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
+    slowest = seconds[:, calls].argmax(axis=0)
+    fractions = parts[slowest, calls].sum(axis=0) / seconds[slowest, calls].sum()
+    split = {part: median_us * float(fraction) for part, fraction in zip(PARTS, fractions, strict=True)}
+    return {**split, "other": median_us * float(1 - fractions.sum())}
+
+
+class Check:
+    """Counts wrong elements in the calls of one contender. Collective.
+
+    If the result is known, all calls have the same result and leave the same residual. If values are rounded, each call
+    is checked by itself: an algorithm may round differently after the call before.
+    """
+
+    at = slice(None)  # elements whose sums over all ranks are compared
+
+    def __init__(self, comm: World, accumulated: Vector, expected: Vector | None) -> None:
+        """
+        Args:
+            accumulated: this rank's residual + x.
+            expected: the dense result; ``None`` if it is unknown, and only has to be the same on all ranks.
+        """
+        self.comm, self.accumulated, self.expected, self._known = comm, accumulated, expected, expected is not None
+        self._first_residual: Vector | None = None  # the residual after the first call
+
+    def wrong(self, indices: Vector | None, values: Vector | None, out: Vector, residual: Vector | None) -> int:
+        """Count the wrong elements of a call on this rank: of its entries, of ``out`` and of its residual.
+
+        Pass ``None`` for ``indices`` and ``values`` if the call has no entries, and for ``residual`` if it has none.
+        """
+        if not self._known:
+            self.expected = self._first_residual = None
+        wrong = self.different(indices, values, out)
+        if residual is None:
+            return wrong
+        if self._first_residual is None:
+            self._first_residual = residual.copy()
+            wrong += self._lost(out if indices is None or self.expected is None else self.expected, residual)
+        return wrong + int(np.count_nonzero(residual != self._first_residual))
+
+    def different(self, indices: Vector | None, values: Vector | None, out: Vector) -> int:
+        """Count elements of the entries and of ``out`` that differ in any bit from the expected result."""
+        if self.expected is None:
+            self.expected = np.zeros_like(self.accumulated)
+            first_indices, first_values = self.comm.bcast((indices, values))
+            self.expected[first_indices] = first_values
+        sparse = np.zeros_like(self.expected)
+        sparse[indices] = values
+        expected = self.expected.astype(out.dtype)
+        return int(np.count_nonzero(out != expected) + np.count_nonzero(sparse != self.expected))
+
+    def _lost(self, result: Vector, residual: Vector) -> int:
+        """Count elements whose sum is not in the result and the residuals, beyond rounding; on rank 0."""
+        total, left = self.summed(self.accumulated), self.summed(residual)
+        rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
+        lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))
+        return lost if self.comm.Get_rank() == 0 else 0
+
+    def summed(self, vector: Vector) -> Vector:
+        """Return the sum over all ranks in float64, at the elements ``at``."""
+        mine = vector[self.at].astype(np.float64)
+        total = np.empty_like(mine)
+        self.comm.Allreduce(mine, total)
+        return total
