@@ -67,7 +67,7 @@ def train(algorithm: str) -> tuple[float, list[int], list[float]]:
     random = np.random.default_rng(0)  # the same weights and batches on all ranks and in all runs
     weights = np.concatenate([random.standard_normal(n) / 8 for n in sizes]).astype(np.float32)
     gradient, residual, velocity = (np.zeros_like(weights) for _ in range(3))
-    counters, sent, losses = transport.of(comm).counters, [], []
+    counters, sent, losses = transport.transport_of(comm).counters, [], []
     before = counters.bytes_sent
     for _ in range(arguments.epochs * (~test).sum() // BATCH):
         batch = random.choice(np.flatnonzero(~test), BATCH)[rank::ranks]

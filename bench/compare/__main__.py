@@ -142,7 +142,7 @@ def problem(options: argparse.Namespace) -> str | None:
 
 def measured_link(seconds: float = 2.0) -> Link:
     """Return the slowest link between ranks, measured with messages of the library. Collective."""
-    return Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport.of(COMM), seconds).slowest
+    return Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport.transport_of(COMM), seconds).slowest
 
 
 def given_link() -> Link | None:

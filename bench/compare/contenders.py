@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from sparsecomm.tracing.observers import Forwarding, observed
 
 import sparsecomm as sc
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.calls.observers import Forwarding, observed
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.rows import Check
 from sparsecomm.cli.bench.runners import Clock, Vectors

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from sparsecomm.tracing.observers import PARTS
+
 from bench import model
 from bench.page.results import Result
 from bench.paper import tables
 from bench.paper.models import MODELS, RANKS
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench import plot
 from sparsecomm.cli.plots import log_axis, panels, size_axis, style
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text

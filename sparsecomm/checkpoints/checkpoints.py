@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from sparsecomm.checkpoints import lock
 from sparsecomm.checkpoints.files import SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Interrupts, Prepared, Undo
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "CheckpointFolder", "load", "save"]
 
@@ -122,8 +122,8 @@ class CheckpointFolder:
         try:
             self._folder = Path(folder)
         except TypeError:
-            raise InvalidInputError(f"folder={shown(folder)}: expected a path") from None
-        self._form, self._exclusive, self._transport = form, exclusive, of(comm)
+            raise InvalidInputError(f"folder={quote(folder)}: expected a path") from None
+        self._form, self._exclusive, self._transport = form, exclusive, transport_of(comm)
         self._interrupts: Interrupts = []
 
     def save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
@@ -244,7 +244,7 @@ class CheckpointFolder:
             which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise InvalidInputError(
                 f"rank {self._transport.rank}: {which} in {self._folder} is complete on all ranks. Steps that each "
-                f"rank sees: {shown(survey.steps_by_rank)}. Restore the missing files, or choose another folder to "
+                f"rank sees: {quote(survey.steps_by_rank)}. Restore the missing files, or choose another folder to "
                 "start without them"
             )
         if survey.foreign:
@@ -370,13 +370,13 @@ class _Survey(NamedTuple):
 
 
 def _integer(name: str, value: int, min_value: int) -> int:
-    number = whole(value, min_value, 10**18 - 1)
+    number = to_int(value, min_value, 10**18 - 1)
     if number is None:
-        raise InvalidInputError(f"{name}={shown(value)}: must be an integer from {min_value} to 10^18 - 1")
+        raise InvalidInputError(f"{name}={quote(value)}: must be an integer from {min_value} to 10^18 - 1")
     return number
 
 
 def _checked(objects: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
-        raise InvalidInputError(f"objects: got {shown(objects)}; expected a dictionary from names to objects")
+        raise InvalidInputError(f"objects: got {quote(objects)}; expected a dictionary from names to objects")
     return dict(objects)

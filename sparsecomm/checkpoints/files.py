@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states import values
 from sparsecomm.states.schema import check, is_state, reshard
@@ -233,7 +233,7 @@ def _contents(value: Any, expected: Mapping[str, int]) -> tuple[str, dict[str, A
     for key, number in expected.items():
         if identity.get(key) != number:
             raise InvalidInputError(
-                f"it contains {key.replace('_', ' ')} {shown(identity.get(key))}, but its name says {number}: the file "
+                f"it contains {key.replace('_', ' ')} {quote(identity.get(key))}, but its name says {number}: the file "
                 "was renamed, or copied over another one"
             )
     save_id = identity.get("attempt")

@@ -126,7 +126,9 @@ def _check(checks: Checks, case: Case) -> int:
     accumulated = gradients.astype(case.accumulator)
     if case.residual:
         accumulated = accumulated + residuals
-    total = oracle(checks.algorithm)(list(accumulated), case.k, transport.of(comm_of(checks.comm)).node_of_rank)
+    total = oracle(checks.algorithm)(
+        list(accumulated), case.k, transport.transport_of(comm_of(checks.comm)).node_of_rank
+    )
     indices = np.flatnonzero(total)
     expected: dict[Op, Vector] = {"sum": total}
     if case.residual and case.content not in EXACT:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    mine = transport.of(comm_of(comm))
+    mine = transport.transport_of(comm_of(comm))
     file: Path = (arguments.output or profile.path()).absolute()
 
     def say(text: str) -> None:

@@ -35,7 +35,7 @@ def world() -> World:
     """
     if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
-    transport.of(None)  # raises if MPI does not work
+    transport.transport_of(None)  # raises if MPI does not work
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any, TypeAlias
 
-from sparsecomm.checks import number
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.checks import to_float
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import DAMAGED, as_float, reading
@@ -33,7 +32,7 @@ def _is_costs(value: Any, _: object) -> bool:
 
 
 def _is_link(value: Any) -> bool:
-    return is_list(value) and len(value) == 3 and all(0 < number(each) < 1e9 for each in value)
+    return is_list(value) and len(value) == 3 and all(0 < to_float(each) < 1e9 for each in value)
 
 
 REDUCER = Schema(

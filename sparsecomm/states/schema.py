@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, reading
 from sparsecomm.tensors.arrays import Array
@@ -110,7 +110,7 @@ class Schema:
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {expected}")
             if not isinstance(state["format"], str) or state["format"] != self.format:
                 raise InvalidInputError(
-                    f"state: got format {shown(state['format'])}; this version of sparsecomm reads {self.format!r}. "
+                    f"state: got format {quote(state['format'])}; this version of sparsecomm reads {self.format!r}. "
                     f"Load it with the class and the version that saved it, or {self._advice}"
                 )
             if missing := [key for key in (*_HEADER, *self.fields) if key not in state]:
@@ -122,7 +122,7 @@ class Schema:
                 value = dict(value) if isinstance(value, Mapping) else value
                 found[key] = value.item() if isinstance(value, np.generic) else value
                 if not field.is_valid(found[key], found):
-                    raise InvalidInputError(f"state[{key!r}] is {shown(value)}; expected {field.expected}; {DAMAGED}")
+                    raise InvalidInputError(f"state[{key!r}] is {quote(value)}; expected {field.expected}; {DAMAGED}")
         return found
 
     def read_own(self, state: object, transport: Transport) -> StateDict:
@@ -154,7 +154,7 @@ class Schema:
         """
         old = self._in_order_of_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
-            raise InvalidInputError(f"rank={shown(rank)}, size={shown(size)}: expected a rank from 0 to size - 1")
+            raise InvalidInputError(f"rank={quote(rank)}, size={quote(size)}: expected a rank from 0 to size - 1")
         made: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
         for key, field in self.fields.items():
             values = [state[key] for state in old]
@@ -225,7 +225,7 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
         each = list(states)
         schema = _schema_of(each[0]) if each else None
         if schema is None:
-            got = shown(each[0]) if each else "none"
+            got = quote(each[0]) if each else "none"
             raise InvalidInputError(
                 f"states: got {got}; expected the values that state_dict() returned on all old ranks"
             )
@@ -245,12 +245,12 @@ def _schema_of(state: object) -> Schema | None:
 
 def is_count(value: object, _: object = None) -> bool:
     """Return whether a value is an integer from 0 to 2^63 - 1."""
-    return whole(value) is not None
+    return to_int(value) is not None
 
 
 def is_positive(value: object, _: object = None) -> bool:
     """Return whether a value is an integer from 1 to 2^63 - 1."""
-    return whole(value, 1) is not None
+    return to_int(value, 1) is not None
 
 
 def is_list(value: object, _: object = None) -> bool:

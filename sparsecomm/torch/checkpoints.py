@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import quote
+from urllib import parse
 
 import numpy as np
 import torch
 
 from sparsecomm.checkpoints.checkpoints import Checkpoint, CheckpointFolder
 from sparsecomm.checkpoints.files import Folder, Format
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import is_sharded
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "Stateful", "load", "save"]
 
@@ -67,7 +67,7 @@ def load(
         SparseCommError: see `sparsecomm.load`.
     """
     found = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
-    if found is not None and found.ranks != of(comm).size:
+    if found is not None and found.ranks != transport_of(comm).size:
         for obj in objects.values():
             if isinstance(obj, DiLoCo):
                 obj.write_global_parameters()
@@ -155,7 +155,7 @@ class Stateful:
         Raises:
             InvalidInputError: the checkpoint has no object of this name.
         """
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()
             torch.save(self._format.state_of(self._obj), data)
@@ -168,14 +168,14 @@ class Stateful:
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
         found = {key: size for key, size in sizes.items() if self._rank_in(key)}
         if not found:
-            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
+            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {quote([*saved])}")
         own = self._key(transport.rank, transport.size)
         keys = [own] if own in found else list(found)
         return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object from the tensors that `state_dict` returned and PyTorch has filled. Collective."""
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         keys = {source: key for key in state if (source := self._rank_in(key)) is not None}
         own = (transport.rank, transport.size)
         size = transport.size if own in keys else max(size for _, size in keys)
@@ -188,7 +188,7 @@ class Stateful:
 
     def _key(self, rank: int, size: int) -> str:
         # PyTorch joins keys with dots.
-        return f"{quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
+        return f"{parse.quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
     def _rank_in(self, key: str) -> tuple[int, int] | None:
         """Return the rank and the world size in a key of this object, or ``None`` for the key of another object."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["comparable", "in_order_of", "mapped", "names_in_order", "snapshot"]
@@ -77,7 +77,7 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mappi
         if sorted(wanted) != sorted(found):
             missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
             raise InvalidInputError(
-                f"state_dict: parameter group {number} lacks {shown(missing)}; unexpected: {shown(unexpected)}; load "
+                f"state_dict: parameter group {number} lacks {quote(missing)}; unexpected: {quote(unexpected)}; load "
                 "the state of an optimizer with the same parameters in each group"
             )
         positions: dict[str, list[Any]] = {}

@@ -224,7 +224,7 @@ def over_mpi(todo: list[Setting], comm: object, advance: Advance) -> Done:
 
     assert isinstance(comm, MPI.Intracomm)
     for setting in todo:
-        curves = comm.allgather(training.train(setting, transport.of(comm), lambda: advance(1)))
+        curves = comm.allgather(training.train(setting, transport.transport_of(comm), lambda: advance(1)))
         yield setting, training.combined(setting, curves)
 
 

@@ -27,7 +27,6 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
 from sparsecomm.cli.bench.rows import Bench, Row
@@ -37,6 +36,7 @@ from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.tracing.observers import PARTS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -74,7 +74,7 @@ def _checked(arguments: argparse.Namespace, comm: World, launcher: str | None) -
         raise InvalidInputError(
             f"--ranks {arguments.ranks}: this process is already a rank, started by {launcher}; leave --ranks out"
         )
-    nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
+    nodes, rank = transport.transport_of(comm_of(comm)).node_of_rank, comm.Get_rank()
     is_first_of_node = nodes.index(nodes[rank]) == rank
     grid = sweep.parse(arguments)
     available = sweep.available_bytes() if is_first_of_node else None
@@ -90,7 +90,7 @@ def _measure(grid: argparse.Namespace, comm: World) -> int:
     if is_first:
         print(table_head(header, columns), flush=True)
     rows: list[Row] = []
-    start = CommonStart(comm, transport.of(comm_of(comm)))
+    start = CommonStart(comm, transport.transport_of(comm_of(comm)))
     for n in grid.counts:
         bench = None  # free the vectors first: two sizes at once may not fit in memory
         bench = Bench(grid, n, comm, start)
@@ -152,7 +152,7 @@ def _header(grid: argparse.Namespace, comm: World) -> dict[str, Any]:
         "command": shlex.join(["sparsecomm", *grid.line]),
         "machine": f"{', '.join(hosts)}; {info.processor()}",
         "platform": platform.platform(),
-        "mpi": transport.of(comm_of(comm)).library,
+        "mpi": transport.transport_of(comm_of(comm)).library,
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info.version_of('mpi4py')}",
         "ranks": comm.Get_size(),
         "machines": len(hosts),

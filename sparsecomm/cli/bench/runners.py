@@ -11,12 +11,12 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm import transport
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.world import World, comm_of
 from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import Transport
 
 __all__ = ["Clock", "Ours", "Vectors", "inputs"]
@@ -115,7 +115,7 @@ class Ours(Runner):
     ) -> None:
         self.vectors, self.k = vectors, k
         self._options: dict[str, Any] = {"algorithm": name, "wire": wire}
-        self.transport = transport.of(comm_of(vectors.comm))
+        self.transport = transport.transport_of(comm_of(vectors.comm))
         options: dict[str, Any] = {"dtype": dtype, **self._options}
         self.explained = sc.explain(vectors.n, k, comm=self.transport, **options)
         self.taken = self.explained.candidates[0]

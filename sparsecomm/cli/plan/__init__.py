@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     agreed(comm, lambda: options.check_writable(*files))
     versions = measurement.versions(comm)
     agreed(comm, lambda: measurement.check_alike(versions))
-    mine = transport.of(comm_of(comm))
+    mine = transport.transport_of(comm_of(comm))
     agreed(comm, lambda: measurement.check_several(mine))
     _measure(mine, comm, arguments)
     agreed(comm, lambda: _plan(arguments) if mine.rank == 0 else None)
