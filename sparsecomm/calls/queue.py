@@ -40,7 +40,7 @@ from sparsecomm.errors import (
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
-from sparsecomm.tuning.profile import Used
+from sparsecomm.tuning.profile import KnownCosts
 
 __all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
 
@@ -215,7 +215,7 @@ class CallQueue:
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
         self.observers: list[Observer] = []
-        self.measured: Used | None = None
+        self.measured: KnownCosts | None = None
         self.measuring: Handle | None = None
         self._threaded = transport.threaded
         self._process = os.getpid()
@@ -302,7 +302,7 @@ class CallQueue:
         if self.measured is not None:
             self.use_measured(None)
 
-    def use_measured(self, costs: Used | None) -> None:
+    def use_measured(self, costs: KnownCosts | None) -> None:
         """Have calls choose by costs that ranks have measured, the same on all; ``None``: they are to be measured."""
         self.measured = costs
         self.plans.clear()
