@@ -157,7 +157,7 @@ def explain(
     check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
-    ranks = transport.of(comm)
+    ranks = transport.transport_of(comm)
     costs = costs_of(ranks)
     query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
     return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
@@ -180,7 +180,7 @@ def realign(comm: Comm = None) -> None:
         TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. It may be called again.
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
-    ranks = transport.of(comm)
+    ranks = transport.transport_of(comm)
     queue = queue_of(ranks)
     queue.call(Realignment(ranks))
     queue.forget_measured()
@@ -222,5 +222,5 @@ def last_call(comm: Comm = None) -> LastCall:
     Raises:
         InvalidInputError: not a communicator, or one that cannot be used.
     """
-    ranks = transport.existing(comm)
+    ranks = transport.existing_transport(comm)
     return LastCall(0, False) if ranks is None else LastCall(ranks.number, ranks.counted == ranks.number)

@@ -128,7 +128,7 @@ def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
 def note_skipped(comm: Comm, error: BaseException) -> None:
     """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
     try:
-        ranks = transport.existing(comm)
+        ranks = transport.existing_transport(comm)
         if ranks is not None:
             ranks.skipped = type(error).__name__
     except BaseException:

@@ -43,7 +43,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
     """
 
     def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
-        ranks = transport.of(comm)
+        ranks = transport.transport_of(comm)
         comparison = make(ranks)
         if ranks.size > 1:
             queue_of(ranks).call(comparison)

@@ -27,7 +27,7 @@ from sparsecomm.checks import shown, whole
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Prepared, Undo
-from sparsecomm.transport import Comm, Transport, of
+from sparsecomm.transport import Comm, Transport, transport_of
 
 __all__ = ["Checkpoint", "Files", "load", "save"]
 
@@ -127,7 +127,7 @@ class Files:
     def save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
         """See `save`."""
         number, older, named = _number("step", step, 0), _number("keep", keep, 1), _named(objects)
-        form, folder, transport = self._form, self._folder, of(self._comm)
+        form, folder, transport = self._form, self._folder, transport_of(self._comm)
         rank = transport.rank
         survey = self._survey(transport, "save")
         saved = Saved(max(1, survey.last.run + (number <= survey.last.step)), number, transport.size)
@@ -164,7 +164,7 @@ class Files:
     def load(self, objects: Mapping[str, object], step: int | None) -> Checkpoint | None:
         """See `load`."""
         wanted, named = None if step is None else _number("step", step, 0), _named(objects)
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         survey = self._survey(transport, "load the newest" if wanted is None else f"load {wanted}")
         interrupt, refused = survey.interrupt, None
         for saved in survey.whole:
@@ -196,7 +196,7 @@ class Files:
 
     def any_on_all(self) -> bool:
         """Return whether all ranks see a checkpoint whose files are all there. Collective."""
-        survey = self._survey(of(self._comm), "look")
+        survey = self._survey(transport_of(self._comm), "look")
         _raise_first([survey.interrupt])
         return bool(survey.whole)
 

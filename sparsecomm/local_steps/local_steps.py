@@ -513,7 +513,7 @@ class LocalSteps:
             with suppress(SparseCommError):
                 LocalSteps.finish(self, parameters)  # that of JAX takes a tree
             self._exchanges, self._due, self._begun, self._behind = {}, deque(), None, {}
-            ranks, specs, sync_every = transport.of(comm), self._globals.specs, self._schedule.sync_every
+            ranks, specs, sync_every = transport.transport_of(comm), self._globals.specs, self._schedule.sync_every
             outer = SharedState(self._outer, specs)
             nanoseconds = 0 if joining else self._timer.nanoseconds()
             words = [*self._settings, nanoseconds, outer.nbytes]
@@ -890,7 +890,7 @@ class LocalSteps:
         return [name for fragment, *_ in events for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        self._comm = ranks = transport.of(self._comm)  # that of a transport is itself
+        self._comm = ranks = transport.transport_of(self._comm)  # that of a transport is itself
         return ranks
 
     def _idle(self, doing: str, *, ended: bool = False) -> transport.Transport:

@@ -182,7 +182,7 @@ class SparseAdamW:
         rebuilt = self._reducer.rebuild(comm, joining=joining)
         self._comm = self._adamw.comm = comm
         self._checked = None
-        self._adamw.spread(transport.of(comm), rebuilt)
+        self._adamw.spread(transport.transport_of(comm), rebuilt)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:

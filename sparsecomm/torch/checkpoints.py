@@ -22,7 +22,7 @@ from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import is_sharded
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def load(
         SparseCommError: as `sparsecomm.load`.
     """
     found = Files(TorchFormat(), folder, comm).load(objects, step)
-    if found is not None and found.ranks != of(comm).size:
+    if found is not None and found.ranks != transport_of(comm).size:
         for one in objects.values():
             if isinstance(one, DiLoCo):
                 one.write_global_parameters()
@@ -156,7 +156,7 @@ class Stateful:
         Raises:
             InvalidInputError: the checkpoint has no object of this name.
         """
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()
             torch.save(self._format.state_of(self._one), data)
@@ -176,7 +176,7 @@ class Stateful:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object, from what `state_dict` has made room for. Collective."""
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         by_rank = {at: key for key in state if (at := self._ranks_in(key)) is not None}
         own = (transport.rank, transport.size)
         old = transport.size if own in by_rank else max(size for _, size in by_rank)

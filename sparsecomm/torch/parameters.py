@@ -117,7 +117,7 @@ class TrainedParameters:
         Raises:
             CollectiveMismatchError: they hold different shards.
         """
-        comm = transport.of(self.comm)
+        comm = transport.transport_of(self.comm)
         shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
             compare(
@@ -374,7 +374,7 @@ class Parameters(TrainedParameters):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`. Gradients of which the last step made no mean become zero."""
         self.check_comm(comm)
-        ranks, self.comm = transport.of(comm), comm
+        ranks, self.comm = transport.transport_of(comm), comm
         if self.used:
             self.connect()
         self._checked = None  # on all ranks, since those that join compare weights

@@ -259,7 +259,7 @@ half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
 x = numpy.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10000).astype(numpy.float32)
 for step in range(5):
     if MPI.COMM_WORLD.rank == 2 and step == 3:
-        until_awaited(transport.of(half))
+        until_awaited(transport.transport_of(half))
         os.kill(os.getpid(), signal.SIGKILL)
     sparsecomm.sparse_allreduce(x, 0.01, comm=half, algorithm="tree")
     sparsecomm.sparse_allreduce(x, 0.01, algorithm="tree")
