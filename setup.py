@@ -98,6 +98,8 @@ ON_THE_PATH = [
     "sparsecomm/tensors/dtypes.py",
     "sparsecomm/tensors/interop.py",
     "sparsecomm/tensors/sparse.py",
+    "sparsecomm/tracing/observers.py",
+    "sparsecomm/tracing/recorder.py",
     "sparsecomm/torch/adamw_exchange.py",
     "sparsecomm/torch/exchange.py",
     "sparsecomm/torch/parameters.py",

@@ -20,7 +20,6 @@ from bench.replay import Recorder, Replay
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.calls.observers import observed
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.clocks import Clock
 from sparsecomm.cli.bench.measure import Check
@@ -29,6 +28,7 @@ from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tracing.observers import observed
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 
 __all__ = ["CONTENDERS", "Contender", "Ours", "wrong_elements"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from docs.drawings.svg import Canvas
-from sparsecomm.cli.trace.events import Call, read
-from sparsecomm.cli.trace.messages import clock_offsets, messages
+from sparsecomm.tracing.events import Call, clock_offsets, messages, read
 
 __all__ = ["draw"]
 

@@ -25,9 +25,7 @@ from weakref import ref
 from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
-from sparsecomm.calls.observers import ObservedBackends, Observer, observe
 from sparsecomm.calls.plan import Plan
-from sparsecomm.calls.tracing import observers_of
 from sparsecomm.checks import FAULTS, number, shown
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -38,6 +36,8 @@ from sparsecomm.errors import (
     text_of,
 )
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tracing.observers import ObservedBackends, Observer, observe
+from sparsecomm.tracing.recorder import observers_of
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts

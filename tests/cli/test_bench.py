@@ -19,12 +19,12 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.backends import Backend
-from sparsecomm.calls import observers
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
 from sparsecomm.cli.bench import clocks, launch, measure, runners, sweep, timing
 from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import shell

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.cli import main
-from sparsecomm.cli.trace import waits
-from sparsecomm.cli.trace.events import Rank, read
-from sparsecomm.cli.trace.messages import clock_offsets, messages
+from sparsecomm.tracing.events import Rank, clock_offsets, late_senders, messages, read
 from sparsecomm.tuning.clocks import Offset
-from tests.calls.test_tracing import SimulatedTransport, traced, vector
+from tests.tracing.test_recorder import SimulatedTransport, traced, vector
 
 P = 4
 
@@ -83,7 +81,7 @@ def lost(transport: SimulatedTransport) -> None:
     [
         (another_call, r"Look at rank 2: rank 2 made tree sum of n=3000 float32, k=8"),
         (an_error_of_its_own, r"Look at rank 0, which left the call with an error of its own: MemoryError: no more"),
-        (a_call_missing, r"Look at rank 3, which did not make call 3: rank 3 made 2 calls, and ended in order"),
+        (a_call_missing, r"Look at rank 3, which did not make call 3: rank 3 made 2 calls, and ended normally"),
         (lost, r"All ranks waited"),
     ],
 )
@@ -131,7 +129,7 @@ def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         bad.write_text(text)
         status, output = command(capsys, good, bad)
         assert status == 1
-        assert output.startswith(f"sparsecomm: {bad}: no file of SPARSECOMM_TRACE")
+        assert output.startswith(f"sparsecomm: {bad}: not a file of SPARSECOMM_TRACE")
     assert command(capsys, tmp_path / "none")[0] == 1
     status, output = command(capsys, good, good)
     assert status == 1
@@ -140,7 +138,7 @@ def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     with (tmp_path / "huge.json").open("wb") as file:
         file.truncate(2**40)
     special = "not a regular file"
-    for name, said in (("/dev/zero", special), ("fifo.json", special), ("huge.json", "no file")):
+    for name, said in (("/dev/zero", special), ("fifo.json", special), ("huge.json", "not a file")):
         status, output = command(capsys, tmp_path / name)
         assert (status, said in output) == (1, True), output
 
@@ -210,7 +208,7 @@ def test_the_rank_that_is_late_made_others_wait(tmp_path: Path, monkeypatch: pyt
         sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="allgather", wire="plain")
 
     _, ranks = traced(tmp_path, P, program, monkeypatch)
-    late = waits(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
+    late = late_senders(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
     assert {pair for pair, seconds in late.items() if seconds > 1} == {(0, 2), (1, 2), (3, 2)}
     assert all(seconds == pytest.approx(3.0, abs=0.1) for seconds in late.values() if seconds > 1)
 

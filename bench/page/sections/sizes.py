@@ -8,9 +8,9 @@ from typing import Any
 from bench.page import draw
 from bench.page.html import Section
 from bench.page.results import Result
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench import plot
 from sparsecomm.quantities import number_text, size_text, time_text
+from sparsecomm.tracing.observers import PARTS
 
 __all__ = ["breakdown", "sizes"]
 

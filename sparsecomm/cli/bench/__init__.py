@@ -28,7 +28,6 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
@@ -38,6 +37,7 @@ from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.tracing.observers import PARTS
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls import tracing
-from sparsecomm.calls.observers import PARTS
-from sparsecomm.cli.trace.events import Rank, read
-from sparsecomm.cli.trace.messages import messages
+from sparsecomm.tracing import recorder
+from sparsecomm.tracing.events import Rank, messages, read
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import simulated
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive
@@ -39,7 +38,7 @@ def traced(
     monkeypatch.setenv("SPARSECOMM_TRACE", str(folder / "trace.json"))
     outcomes = simulated.run(P, program, alpha=0.01)
     monkeypatch.delenv("SPARSECOMM_TRACE")
-    for path, file in tracing._files.items():
+    for path, file in recorder._files.items():
         if path.parent == folder:
             file.end()
     return outcomes, read(sorted(folder.glob("trace.*.json")))
@@ -144,7 +143,7 @@ def test_a_folder_gets_files_of_the_usual_names(tmp_path: Path, monkeypatch: pyt
 
 
 def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 5000)
 
     def program(transport: SimulatedTransport) -> None:
         for _ in range(100):
@@ -161,7 +160,7 @@ def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_jobs_do_not_write_to_one_file(tmp_path: Path) -> None:
-    file = tracing.TraceFile(tmp_path / "trace.0.json", 0)
+    file = recorder.TraceFile(tmp_path / "trace.0.json", 0)
     before = (tmp_path / "trace.0.json").read_text()
     status, output = run_python(
         "-c", f"import os\nos.environ['SPARSECOMM_TRACE'] = {str(tmp_path / 'trace.json')!r}\n{CALL}"
@@ -280,8 +279,8 @@ def test_the_rank_that_was_killed_is_found(tmp_path: Path) -> None:
 def test_threads_that_write_while_others_begin_new_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "MAX_BYTES", 100)
-    file = tracing.TraceFile(tmp_path / "t.json", 0)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 100)
+    file = recorder.TraceFile(tmp_path / "t.json", 0)
 
     def work() -> None:
         for number in range(300):
