@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import hints
+from sparsecomm import errors
 
 X = np.ones(9, np.float32)
 
@@ -41,8 +41,8 @@ def test_names_that_nothing_is_like() -> None:
 
 @pytest.mark.parametrize("folder", ["checkout", "with a space"])
 def test_commands_that_install(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "__file__", str(tmp_path / folder / "sparsecomm" / "hints.py"))
-    assert shlex.split(hints.pip_install("torch")) == ["pip", "install", "sparsecomm[torch]"]
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / folder / "sparsecomm" / "errors.py"))
+    assert shlex.split(errors.pip_install("torch")) == ["pip", "install", "sparsecomm[torch]"]
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "pyproject.toml").touch()
-    assert shlex.split(hints.pip_install("torch")) == ["pip", "install", "-e", f"{tmp_path / folder}[torch]"]
+    assert shlex.split(errors.pip_install("torch")) == ["pip", "install", "-e", f"{tmp_path / folder}[torch]"]

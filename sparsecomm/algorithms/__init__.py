@@ -15,8 +15,7 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import hierarchical
 from sparsecomm.algorithms.split import with_larger_result
 from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
+from sparsecomm.errors import InvalidInputError, did_you_mean
 
 __all__ = [
     "ALGORITHMS",

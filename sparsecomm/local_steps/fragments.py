@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsecomm.checks import is_real, shown, whole
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
 __all__ = ["SyncSchedule", "split_by_size", "split_names"]
 

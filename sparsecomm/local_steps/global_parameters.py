@@ -10,8 +10,7 @@ import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 from sparsecomm.local_steps.outer import NesterovSGD
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
 from sparsecomm.backends import default_float_mode
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import flag, number, shown, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Watch
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
@@ -31,7 +31,6 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop

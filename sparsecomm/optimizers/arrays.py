@@ -8,8 +8,7 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.layout import NamedTensors

@@ -17,8 +17,7 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.calls.weights import WeightComparison, compare_weights
 from sparsecomm.checks import flag, number, shown, whole
-from sparsecomm.errors import InvalidInputError, WeightMismatchError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import numpy as np
 
 from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.states.loading import DAMAGED, as_float, reading
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
-from sparsecomm.checks import flag, shown, whole
+from sparsecomm.checks import flag, shown, whole, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of

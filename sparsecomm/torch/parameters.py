@@ -12,14 +12,13 @@ import torch
 
 from sparsecomm import transport
 from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.checks import number
+from sparsecomm.checks import number, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.tensors import interop
