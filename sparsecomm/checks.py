@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
-__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "flag", "is_real", "number", "shown", "whole", "with_options"]
+__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int", "with_options"]
 
 # Errors that an operation on an unsuitable object raises. Signal handlers may raise other ones, which must propagate.
 FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
@@ -26,7 +26,7 @@ _MAX_LENGTH = 100
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return the repr of an object for a message: on one line and at most 100 characters long."""
     try:
         text = " ".join(repr(value).split())
@@ -40,7 +40,7 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a real number as a float, or NaN if it is no real number or too large for a float."""
     if type(value) is float:  # fast path
         return value
@@ -50,7 +50,7 @@ def number(value: Any) -> float:
     return math.nan
 
 
-def whole(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
+def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
     """Return an integer of Python or NumPy as an int, or None if it is no integer, a bool, or out of range."""
     if type(value) is int:
         return value if min_value <= value <= max_value else None
@@ -61,7 +61,7 @@ def whole(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | No
     return None
 
 
-def flag(name: str, value: object) -> bool:
+def to_bool(name: str, value: object) -> bool:
     """Return the truth value of an argument.
 
     Raises:
@@ -72,7 +72,7 @@ def flag(name: str, value: object) -> bool:
     try:
         return bool(value)
     except FAULTS as error:
-        raise InvalidInputError(f"{name}={shown(value)}: expected True or False") from error
+        raise InvalidInputError(f"{name}={quote(value)}: expected True or False") from error
 
 
 def check_choice(name: str, value: object, known: Collection[str]) -> None:
@@ -83,7 +83,7 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in known:
         raise InvalidInputError(
-            f"{name}={shown(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
+            f"{name}={quote(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
         )
 
 

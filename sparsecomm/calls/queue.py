@@ -26,7 +26,7 @@ from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plan
-from sparsecomm.checks import FAULTS, number, shown
+from sparsecomm.checks import FAULTS, quote, to_float
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -86,8 +86,8 @@ class Handle:
             TimeoutError: the call is not done yet. It goes on: wait again.
             SparseCommError: what the call raised, as `sparse_allreduce` does.
         """
-        if timeout is not None and math.isnan(number(timeout)):
-            raise InvalidInputError(f"timeout={shown(timeout)}: expected a number of seconds, or None")
+        if timeout is not None and math.isnan(to_float(timeout)):
+            raise InvalidInputError(f"timeout={quote(timeout)}: expected a number of seconds, or None")
         try:
             done = self._queue.run_or_wait(self, timeout)
         except KeyboardInterrupt as interrupt:

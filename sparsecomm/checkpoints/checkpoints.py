@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from sparsecomm.checkpoints.claims import claim, job_of
 from sparsecomm.checkpoints.formats import Contents, Folder, Format
 from sparsecomm.checkpoints.names import PART, SUFFIXES, Saved, find, remove, sync
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Prepared, Undo
@@ -121,7 +121,7 @@ class Files:
         try:
             self._folder = Path(folder)
         except TypeError:
-            raise InvalidInputError(f"folder={shown(folder)}: expected a path") from None
+            raise InvalidInputError(f"folder={quote(folder)}: expected a path") from None
         self._form, self._comm, self._exclusive = form, comm, exclusive
 
     def save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
@@ -382,13 +382,13 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _number(name: str, value: int, lowest: int) -> int:
-    number = whole(value, lowest, 10**18 - 1)
+    number = to_int(value, lowest, 10**18 - 1)
     if number is None:
-        raise InvalidInputError(f"{name}={shown(value)}: must be an integer from {lowest} to 10^18 - 1")
+        raise InvalidInputError(f"{name}={quote(value)}: must be an integer from {lowest} to 10^18 - 1")
     return number
 
 
 def _named(objects: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
-        raise InvalidInputError(f"objects: got {shown(objects)}; expected objects by name")
+        raise InvalidInputError(f"objects: got {quote(objects)}; expected objects by name")
     return dict(objects)

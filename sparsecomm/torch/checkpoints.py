@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import quote
+from urllib import parse
 
 import numpy as np
 import torch
 
 from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
 from sparsecomm.checkpoints.formats import Folder, Format
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
@@ -169,7 +169,7 @@ class Stateful:
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
         found = {key: size for key, size in sizes.items() if self._ranks_in(key)}
         if not found:
-            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
+            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {quote([*saved])}")
         own = self._key(transport.rank, transport.size)
         keys = [own] if own in found else list(found)
         return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
@@ -189,7 +189,7 @@ class Stateful:
 
     def _key(self, rank: int, size: int) -> str:
         # DCP joins keys by dots.
-        return f"{quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
+        return f"{parse.quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
     def _ranks_in(self, key: str) -> tuple[int, int] | None:
         """Return the rank and the world size in a key of this object; ``None``: it is of another."""

@@ -12,7 +12,7 @@ import torch
 
 from sparsecomm import transport
 from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.checks import number, with_options
+from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
@@ -47,7 +47,7 @@ NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
 
 def _is_scale(value: object, _: object) -> bool:
-    return value is None or (type(value) in (int, float) and 0 < number(value) < math.inf)
+    return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
