@@ -261,7 +261,7 @@ def test_a_jax_array_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"wire": "packed_int8", "dtype": "float64"}, "of float32 sums, and x is float64; expected plain"),
+        ({"wire": "packed_int8", "dtype": "float64"}, "of float32 sums, and x is float64; pass wire="),
         ({"algorithm": "hierarchical:dense"}, r"or hierarchical:X, where X.* is one of butterfly, tree, split, allg"),
         ({"algorithm": "hierarchical_dense"}, r"expected one of auto, .*did you mean 'hierarchical"),
         ({"algorithm": "hierarchical:"}, "hierarchical:X"),

@@ -7,7 +7,6 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
-from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -17,6 +16,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import from_host, to_host
 from sparsecomm.transport import Comm

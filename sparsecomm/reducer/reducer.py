@@ -15,7 +15,6 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
-from sparsecomm.calls.weights import WeightComparison, compare_weights
 from sparsecomm.checks import quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import TensorSpec
@@ -31,6 +30,7 @@ from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
+from sparsecomm.states.weights import WeightComparison, compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -21,6 +20,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.sparse import SparseVector

@@ -124,7 +124,7 @@ def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(
 
     for said in [result for result in run(P, program) if result]:
         assert all("rank 1" in text or "left" in text for text in said)
-        assert "did not make this call, since one before it failed" in said[-1]
+        assert "did not make this call, since an earlier one failed" in said[-1]
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])

@@ -215,7 +215,7 @@ def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, back
 
     class Outer(Call):
         def run(self) -> sc.SparseVector:
-            with pytest.raises(sc.InvalidInputError, match=r"rank 3: .*while the same thread makes another one"):
+            with pytest.raises(sc.InvalidInputError, match=r"rank 3: .*while the same thread makes another call"):
                 queue_.call(Call([]))
             return super().run()
 

@@ -50,7 +50,7 @@ for name in ("a", "b", "wrong", "c"):
 """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["made a", "made b", "made wrong", "made c"]
-    assert done.stderr.count("nobody waited for it: calls differ") == 1, done.stderr
+    assert done.stderr.count("no wait() raised its error: calls differ") == 1, done.stderr
 
 
 def test_at_the_end_lines_are_finished_in_the_order_in_which_they_were_made() -> None:

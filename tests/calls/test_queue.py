@@ -24,7 +24,7 @@ SECONDS = 60  # after which a test that should not wait has failed
 
 
 class Call:
-    """`sparsecomm.calls.queue.Work` that says what became of it."""
+    """A task that records whether it was made or left."""
 
     def __init__(
         self, log: list[Any], name: Any = 0, *, error: BaseException | None = None, gate: threading.Event | None = None
@@ -124,7 +124,7 @@ def test_a_call_that_does_not_block_returns_before_it_is_made(threaded: CallQueu
     assert "in flight" in repr(handle)
     with pytest.raises(sc.InvalidInputError, match="rank 3: the call is not done yet"):
         _ = handle.result
-    with pytest.raises(sc.TimeoutError, match=r"rank 3: .* within 0\.01 s; it goes on"):
+    with pytest.raises(sc.TimeoutError, match=r"rank 3: .* within 0\.01 s; it continues"):
         handle.wait(0.01)
     assert log == []
     gate.set()
@@ -177,7 +177,7 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
     if blocking:
         thread = threading.Thread(target=call)
         thread.start()
-        while not queue_._making.locked():
+        while not queue_._calling.locked():
             time.sleep(1e-4)
     else:
         first = queue_.submit(wrong)
