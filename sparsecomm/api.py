@@ -185,7 +185,7 @@ def realign(comm: Comm = None) -> None:
     transport = transport_of(comm)
     queue = queue_of(transport)
     queue.call(Realignment(transport))
-    queue.forget_measured()
+    queue.use_measured(None)
 
 
 @dataclass(frozen=True)

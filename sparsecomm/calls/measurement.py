@@ -76,14 +76,8 @@ def costs_matter(transport: Transport, options: Options) -> bool:
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
     """Return the costs by which a plan chooses, or None if its options leave nothing to choose on one node.
 
-    The choice of a wire format alone uses the profile, measured costs or assumed ones, and measures nothing.
-
-    Args:
-        transport, measurement: as in `costs_of`.
-        options: of the plan.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `costs_of`.
+    The choice of a wire format alone uses the profile, measured costs or assumed ones, and measures nothing. The other
+    arguments and the errors are those of `costs_of`.
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
@@ -109,14 +103,9 @@ def measurement_needed(transport: Transport, options: Options | None = None) -> 
 
 
 def measured_links(transport: Transport, seconds: float) -> Links:
-    """Measure the links between ranks, even if they have been measured before. Collective.
+    """Measure the links, even if they have been measured before. Collective; raises what `costs_of` raises.
 
-    Args:
-        transport: the ranks.
-        seconds: time budget, as in `sparsecomm.tuning.links.Probe.measure`.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
+    ``seconds``: time budget, as in `sparsecomm.tuning.links.Probe.measure`.
     """
     measurement = LinkMeasurement(transport, seconds)
     queue_of(transport).call(measurement)

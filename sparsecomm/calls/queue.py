@@ -103,7 +103,7 @@ class Handle:
         assert self._outcome is not None
         result, error = self._outcome
         if isinstance(error, CollectiveMismatchError) and not self._error_seen:
-            self._queue.forget_measured()
+            self._queue.use_measured(None)
         self._error_seen = True
         if error is not None:
             raise error
@@ -258,7 +258,7 @@ class CallQueue:
             self._refuse_handles(error)
             raise
         except CollectiveMismatchError:
-            self.forget_measured()
+            self.use_measured(None)
             raise
         finally:
             self._leave_refused()
@@ -297,13 +297,11 @@ class CallQueue:
                 raise ran.error  # Ctrl-C during an earlier call
         return handle._wait(timeout)
 
-    def forget_measured(self) -> None:
-        """Drop measured costs. All ranks do so after a mismatch: one may have measured while another one failed."""
-        if self.measured is not None:
-            self.use_measured(None)
-
     def use_measured(self, costs: KnownCosts | None) -> None:
-        """Plan calls with these measured costs, the same on all ranks; ``None``: measure them again."""
+        """Plan calls with these measured costs, the same on all ranks, or measure them again.
+
+        All ranks measure again after a mismatch: one rank may have measured while another one failed.
+        """
         self.measured = costs
         self.plans.clear()
 
