@@ -1,4 +1,4 @@
-"""What messages advise: the name that was meant, and what to install."""
+"""Texts of error messages: similar names, and the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_misspelled_names(call: Any, meant: str) -> None:
         call()
 
 
-def test_names_that_nothing_is_like() -> None:
+def test_names_without_a_similar_one() -> None:
     for algorithm in ("xyz", None, 3):
         with pytest.raises(sc.InvalidInputError, match=r"^algorithm=.*expected one of auto, ") as refused:
             sc.explain(9, 1, algorithm=algorithm)  # type: ignore[arg-type]
