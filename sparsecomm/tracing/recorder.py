@@ -200,15 +200,15 @@ class Trace:
                 result = function(*args, **kwargs)
             except BaseException as error:
                 details |= {"waited": [self._members[r] for r in sources], "error": describe(error)}
-                self._add(start, ph="X", name=name, cat=part, dur=(self._clock() - start) * 1e6, args=details)
+                self._add(start, ph="X", dur=(self._clock() - start) * 1e6, name=name, cat=part, args=details)
                 raise
+            duration = (self._clock() - start) * 1e6
             if messages_of is None:
                 details = {"method": name}
             elif name != "wait" and sources:
                 received = result if name == "exchange_all" else [result]
                 details["received"] = [[self._members[r], len(m)] for r, m in zip(sources, received, strict=True)]
-            duration = (self._clock() - start) * 1e6
-            self._add(start, ph="X", name=_title(details) or title, cat=part, dur=duration, args=details)
+            self._add(start, ph="X", dur=duration, name=_title(details) or title, cat=part, args=details)
             return result
 
         return traced

@@ -1,4 +1,4 @@
-"""`sparsecomm trace`: whom it blames, whose clocks it sets by how much, and the timeline."""
+"""`sparsecomm trace`: the rank it blames, the clock offsets it finds, and the timeline."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def test_the_rank_to_look_at(
     assert f"=> {said}" in output
 
 
-def test_a_rank_that_stopped_within_a_call(
+def test_a_rank_that_stopped_during_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one that is killed: its file ends anywhere behind the event that begins the call, also within a line."""
+    """A killed rank's file ends anywhere after the event that begins the call, possibly within a line."""
     paths = files(tmp_path, tree, monkeypatch)
     text = paths[1].read_text()
     begun = text.index("\n", text.rindex('"ph":"B"')) + 1
@@ -114,15 +114,15 @@ def test_a_rank_that_stopped_within_a_call(
         assert "There is no file of rank 3" in output
 
 
-def test_calls_that_went_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_successful_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, output = command(capsys, *files(tmp_path, tree, monkeypatch))
     assert status == 0
     assert "All calls ended well." in output
 
 
-def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_traces_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = files(tmp_path, tree, monkeypatch)[0]
     for text in ("", "[\n{},\n", "[\nhello,\n", '[\n{"name":"process_name","pid":1},\n', '{"traceEvents": []}'):
         bad = tmp_path / "bad.json"
@@ -143,10 +143,10 @@ def test_what_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert (status, said in output) == (1, True), output
 
 
-def test_where_the_timeline_cannot_be_written(
+def test_unwritable_timelines_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No other name of a file to be read is a way to overwrite it."""
+    """Input files cannot be overwritten under any other name."""
     good = files(tmp_path, tree, monkeypatch)[0]
     contents = good.read_bytes()
     (tmp_path / "soft").symlink_to(good)
@@ -168,8 +168,8 @@ def test_where_the_timeline_cannot_be_written(
 
 @settings(max_examples=30)
 @given(ahead=st.lists(st.floats(-1e4, 1e4), min_size=P, max_size=P), algorithm=st.sampled_from(list(sc.algorithms())))
-def test_clocks_are_set_right(ahead: list[float], algorithm: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever they are ahead by, it is found within the bounds, which the network's delay gives."""
+def test_clocks_are_aligned(ahead: list[float], algorithm: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Offsets of any size are found within their bounds, which depend on the network's latency."""
 
     def program(transport: SimulatedTransport) -> None:
         sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm=algorithm, wire="plain")
@@ -202,7 +202,7 @@ def tree_alone(transport: SimulatedTransport) -> None:
         tree(transport)
 
 
-def test_the_rank_that_is_late_made_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_makes_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: SimulatedTransport) -> None:
         transport.compute(3.0 if transport.rank == 2 else 0.0)
         sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="allgather", wire="plain")
