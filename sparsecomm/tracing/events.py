@@ -123,11 +123,9 @@ def _read_file(path: Path) -> Rank:
             path.stat()  # raises if nothing is there
             raise InvalidInputError(f"{path}: not a regular file; pass files that SPARSECOMM_TRACE wrote")
         with path.open() as file:
-            lines = file.read().splitlines() if file.read(2) == "[\n" else []
+            lines = file.read().split("\n")[:-1] if file.read(2) == "[\n" else []  # a killed rank's last line is cut
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from None
-    if lines and not lines[-1].endswith(","):
-        del lines[-1]  # cut short when the rank died
     try:
         return _read_events([json.loads(line.rstrip(",")) for line in lines])
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -104,7 +104,7 @@ def test_a_rank_that_stopped_during_a_call(
     paths = files(tmp_path, tree, monkeypatch)
     text = paths[1].read_text()
     begun = text.index("\n", text.rindex('"ph":"B"')) + 1
-    for end in (begun, begun + 20, text.index("\n", begun) + 1):
+    for end in (begun, begun + 20, text.index(",", begun) + 1, text.index("\n", begun) + 1):
         paths[1].write_text(text[:end])
         status, output = command(capsys, *paths)
         assert status == 1
