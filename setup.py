@@ -41,7 +41,6 @@ CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 EXTENSIONS = [
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
-    Extension("sparsecomm._environment", ["sparsecomm/_environment.pyx"], extra_compile_args=C),
     Extension(
         "sparsecomm.transport.process_group._connections",
         [
@@ -95,9 +94,12 @@ ON_THE_PATH = [
     "sparsecomm/reducer/reducer.py",
     "sparsecomm/reducer/step.py",
     "sparsecomm/states/loading.py",
+    "sparsecomm/states/weights.py",
     "sparsecomm/tensors/dtypes.py",
     "sparsecomm/tensors/interop.py",
     "sparsecomm/tensors/sparse.py",
+    "sparsecomm/tracing/observers.py",
+    "sparsecomm/tracing/recorder.py",
     "sparsecomm/torch/adamw_exchange.py",
     "sparsecomm/torch/exchange.py",
     "sparsecomm/torch/parameters.py",

@@ -1,12 +1,13 @@
-"""Sparse allreduce of gradients: the global top-k of all ranks, with nothing lost and the same bits everywhere.
+"""Sparse allreduce of gradients: the global top-k of all ranks, without losing gradient, bit-identical on all ranks.
 
     import sparsecomm as sc
 
     residual = np.zeros_like(gradient)
     update = sc.sparse_allreduce(gradient, 0.001, residual=residual, op="mean", out=gradient)
 
-`sparse_allreduce` sums sparse gradients over MPI; `topk`, `threshold` and `merge_topk` are its building blocks. They
-take tensors of NumPy, PyTorch, JAX and everything else with ``__dlpack__``, and return a `SparseVector`.
+`sparse_allreduce` sums sparse gradients over MPI or process groups of PyTorch; `topk`, `threshold` and `merge_topk` are
+its building blocks. They accept arrays and tensors of NumPy, PyTorch, JAX and any other library with ``__dlpack__``,
+and return a `SparseVector`.
 """
 
 from importlib import import_module
@@ -62,14 +63,14 @@ _ON_FIRST_USE = ("jax", "torch", "typing")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `sparsecomm.torch` or `sparsecomm.jax` when it is first used: the frameworks take seconds."""
+    """Import `sparsecomm.torch` or `sparsecomm.jax` on first use, since importing a framework takes seconds."""
     if name in _ON_FIRST_USE:
         return import_module(f"sparsecomm.{name}")
     raise AttributeError(f"module 'sparsecomm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Return the public names, with the modules whose framework is installed."""
+    """Return the public names, including the modules whose framework is installed."""
     return sorted({*globals(), *(name for name in _ON_FIRST_USE if find_spec(name) is not None)})
 
 

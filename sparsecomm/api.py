@@ -1,14 +1,14 @@
-"""The functions that users call."""
+"""The functions that users call, except `sparse_allreduce`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecomm import backends, transport
+from sparsecomm import backends
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.agreement import Realignment
-from sparsecomm.calls.arguments import Comm, chunks_of, count_of, naming_rank
+from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
@@ -19,6 +19,7 @@ from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport import Comm, existing_transport, transport_of
 from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
@@ -41,19 +42,20 @@ __all__ = [
 
 
 def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
-    """Return the k entries of a tensor, or of each chunk of it, that are largest by absolute value, exactly.
+    """Return the k entries with the largest absolute values of a tensor, or of each chunk of it, exactly.
 
-    The order is (|v| descending, index ascending): of equal magnitudes the lower index wins. NaN ranks above
+    The order is (|v| descending, index ascending): among equal magnitudes the lower index wins. NaN ranks above
     infinity. Zeros are never selected, so fewer than k non-zeros give fewer than k entries.
 
     Args:
-        x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not written.
-        k: how many: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry,
-            ``1.0`` all of them.
-        residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are then taken
-            from ``residual + x``, and ``residual = residual + x`` without them: error feedback (Stich et al., 2018).
-        chunk: select k of every so many elements of the flat x, from its first one on. ``k`` is then an int from 1 to
-            ``chunk``, or a float, of the chunk's elements. The last chunk may be shorter: k of it, or all.
+        x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not modified.
+        k: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0``
+            is all entries.
+        residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are selected from
+            ``residual + x``, and the residual becomes ``residual + x`` without them: error feedback (Stich et al.,
+            2018).
+        chunk: select k of each ``chunk`` elements of the flat x. ``k`` is then an int from 1 to ``chunk``, or the
+            density in a chunk. The last chunk may be shorter: k of it are selected, or all.
 
     Returns:
         Entries in order of index; values are float32, or float64 for float64.
@@ -74,11 +76,11 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
 
 
 def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
-    """Return every entry of a tensor with ``|v| >= tau``, and every NaN; zeros never.
+    """Return every entry of a tensor with ``|v| >= tau``, and every NaN. Zeros are never selected.
 
     Args:
         x, residual: as in `topk`.
-        tau: at least 0. At 0 every entry that is not zero is selected.
+        tau: at least 0. At 0, every entry that is not zero is selected.
 
     Returns:
         Entries in order of index.
@@ -89,8 +91,8 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
     min_magnitude = to_float(tau)
-    if not min_magnitude >= 0:  # NaN is not
-        raise InvalidInputError(f"tau={quote(tau)}: expected a number that is at least 0")
+    if not min_magnitude >= 0:  # true for NaN
+        raise InvalidInputError(f"tau={quote(tau)}: must be a number of at least 0")
     backend = backends.of(t.device)
     with backend.on_stream(t):
         return backend.threshold(t, min_magnitude, r)
@@ -100,7 +102,7 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
     """Return the top-k of the sum of two sparse vectors, in the order of `topk`.
 
     Args:
-        a, b: of one size and one type of values.
+        a, b: vectors of the same size and type of values.
         k: as in `topk`.
 
     Raises:
@@ -121,9 +123,9 @@ def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector
 
 
 def algorithms() -> Algorithms:
-    """Return the algorithms of `sparse_allreduce` by name: what each does, costs and promises. Print it for a table.
+    """Return the algorithms of `sparse_allreduce` by name, with their costs and promises. Print it for a table.
 
-    Names that a program puts together are looked up in it, too: ``algorithm=sc.algorithms()[f"split:{ratio}"]``.
+    It also finds names with parameters: ``algorithm=sc.algorithms()[f"split:{ratio}"]``.
     """
     return Algorithms(ALGORITHMS)
 
@@ -138,62 +140,62 @@ def explain(
     op: Op = "sum",
     wire: WireName = "auto",
 ) -> Explanation:
-    """Return what `sparse_allreduce` would take for a gradient of ``n`` elements, and what else would cost. Print it.
+    """Return the algorithm and wire format that `sparse_allreduce` would use, and the costs of others. Print it.
 
     Args:
-        n: elements.
+        n: number of elements of the gradient.
         k: as in `sparse_allreduce`.
-        comm: as in `sparse_allreduce`. Call it on all ranks: the first call on a communicator, and the first one that
-            asks for costs and finds no profile, is collective.
+        comm: as in `sparse_allreduce`. Call it on all ranks: the first call on a communicator is collective, and so is
+            the first one that needs costs and finds no profile.
         dtype: of the gradient.
         algorithm, op, wire: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
-        SparseCommError: costs could not be measured; as `sparse_allreduce` raises it.
+        SparseCommError: costs could not be measured, as in `sparse_allreduce`.
     """
     if (size := to_int(n, 1)) is None:
         raise InvalidInputError(f"n={quote(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
     check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
-    ranks = transport.transport_of(comm)
-    costs = costs_of(ranks)
-    query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
+    transport = transport_of(comm)
+    costs = costs_of(transport)
+    query = options.query(transport, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
     return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
 
 @naming_rank
 def realign(comm: Comm = None) -> None:
-    """Let ranks meet again whose calls do not pair any more. All ranks of the communicator must call it.
+    """Let ranks whose calls are out of step continue together. Collective over the communicator.
 
-    Calls are numbered. A rank that was interrupted before its call began, and goes on, is one call behind the others
-    from then on, and calls raise `CollectiveMismatchError`. Here all ranks tell their numbers, and go on from the
-    largest. What still comes of earlier calls is discarded. Call it when the ranks have agreed to go on after an error;
-    it does no harm where they are not apart. Calls in the background that were submitted before are made before.
+    Calls are numbered. A rank that is interrupted before its call begins, and continues, is one call behind the other
+    ranks, and calls raise `CollectiveMismatchError`. Here all ranks compare their numbers and continue from the
+    largest one; messages of earlier calls are discarded. Call it when the ranks have agreed to continue after an error;
+    it does no harm if they are in step. Calls submitted to the background earlier are made first.
 
     Args:
         comm: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: the communicator cannot be used.
-        TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. It may be called again.
+        TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. Call it again to retry.
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
-    ranks = transport.transport_of(comm)
-    queue = queue_of(ranks)
-    queue.call(Realignment(ranks))
-    queue.forget_measured()
+    transport = transport_of(comm)
+    queue = queue_of(transport)
+    queue.call(Realignment(transport))
+    queue.use_measured(None)
 
 
 @dataclass(frozen=True)
 class LastCall:
-    """The call that this rank has begun last on a communicator.
+    """The latest call that this rank has begun on a communicator.
 
     Attributes:
-        number: of the call, from 1 on; 0: there was none.
-        counts: the call went well: its result was written, and the residual holds what the result does not. False: it
-            failed, and the residual is ``residual + x``; or it is under way.
+        number: of the call, from 1; 0 if there was none.
+        counts: true if the call succeeded: its result was written, and the residual holds the rest. False if it failed,
+            and the residual is ``residual + x``, or if it is in flight.
     """
 
     number: int
@@ -201,11 +203,11 @@ class LastCall:
 
 
 def last_call(comm: Comm = None) -> LastCall:
-    """Return what became of the call that this rank has begun last. Nothing is sent, and nobody is waited for.
+    """Return whether the latest call of this rank succeeded. Nothing is sent or awaited.
 
-    An exception of a signal handler, such as `KeyboardInterrupt`, may come before a call has begun, within it, or when
-    it is done. Compare the number from before the call with that from afterwards: if they are equal, the call has not
-    begun, and nothing has changed.
+    An exception of a signal handler, such as `KeyboardInterrupt`, may come before a call has begun, during the call, or
+    after it. Compare the call numbers before and after: if they are equal, the call has not begun and nothing has
+    changed.
 
         before = sc.last_call(comm).number
         try:
@@ -214,13 +216,15 @@ def last_call(comm: Comm = None) -> LastCall:
             last = sc.last_call(comm)
             x_is_kept = last.number > before and not last.counts
 
-    Calls of all kinds are counted: those in the background when they are made, and those of a `Reducer`.
+    Calls of all kinds are counted, including calls in the background, when they are made, and calls of a `Reducer`.
 
     Args:
         comm: as in `sparse_allreduce`.
 
     Raises:
-        InvalidInputError: not a communicator, or one that cannot be used.
+        InvalidInputError: ``comm`` is not a communicator, or cannot be used.
     """
-    ranks = transport.existing_transport(comm)
-    return LastCall(0, False) if ranks is None else LastCall(ranks.number, ranks.counted == ranks.number)
+    transport = existing_transport(comm)
+    return (
+        LastCall(0, False) if transport is None else LastCall(transport.number, transport.counted == transport.number)
+    )

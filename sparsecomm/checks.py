@@ -1,43 +1,48 @@
-"""Checks of arguments, which may be any objects: to print, to compare or to convert one may raise."""
+"""Checks of arguments, and the signatures of functions that take ``**options``.
+
+An argument may be any object: printing, comparing or converting it may raise.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
-__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int"]
+__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int", "with_options"]
 
-# What an object raises that is asked for what it has not. Others may be of a signal handler, and are let through.
+# Errors that an operation on an unsuitable object raises. Signal handlers may raise other ones, which must propagate.
 FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
-MAX_SIZE = 2**63 - 1  # elements, of which indices are int64
-_MAX_SHOWN = 100
+MAX_SIZE = 2**63 - 1  # elements: indices are int64
+_MAX_LENGTH = 100
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def quote(value: object) -> str:
-    """Return the text of an object for a message: on one line, and cut if it is long."""
+    """Return the repr of an object for a message: on one line and at most 100 characters long."""
     try:
         text = " ".join(repr(value).split())
-    except FAULTS:  # also of an int with too many digits
+    except FAULTS:  # also for an int with too many digits
         return f"<{type(value).__name__}>"
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def is_real(value: object) -> bool:
-    """Return whether a value is a real number, and no bool."""
+    """Return whether a value is a real number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
 def to_float(value: Any) -> float:
-    """Return a real number as a float; NaN for what is none, and for what is larger than every float."""
-    if type(value) is float:  # the common case, before what takes longer
+    """Return a real number as a float, or NaN if it is no real number or too large for a float."""
+    if type(value) is float:  # fast path
         return value
     if is_real(value):
         with suppress(*FAULTS):
@@ -46,7 +51,7 @@ def to_float(value: Any) -> float:
 
 
 def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
-    """Return a whole number, of Python or of NumPy; ``None`` for what is none, for a bool, and out of range."""
+    """Return an integer of Python or NumPy as an int, or None if it is no integer, a bool, or out of range."""
     if type(value) is int:
         return value if min_value <= value <= max_value else None
     if isinstance(value, numbers.Integral) and is_real(value):
@@ -57,10 +62,10 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
 
 
 def to_bool(name: str, value: object) -> bool:
-    """Return the truth of an argument.
+    """Return the truth value of an argument.
 
     Raises:
-        InvalidInputError: it has none.
+        InvalidInputError: it has no truth value.
     """
     if value is True or value is False:
         return value
@@ -71,7 +76,7 @@ def to_bool(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, known: Collection[str]) -> None:
-    """Check that an argument is one of some names.
+    """Check that an argument is a known name.
 
     Raises:
         InvalidInputError: it is not.
@@ -80,3 +85,29 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
         raise InvalidInputError(
             f"{name}={quote(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
         )
+
+
+def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
+    """Replace ``**options`` in the signature of a function by its options, for `help`, notebooks and documentation.
+
+    Type checkers know the options from ``**options: Unpack[...]``.
+
+    Args:
+        options: the TypedDict of the keyword arguments.
+        declared: a function with parameters of these names, whose annotations and defaults are used.
+        defaults: defaults that differ from the ones of ``declared``.
+    """
+    parameters = inspect.signature(declared).parameters
+    keywords = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in parameters.items()
+        if name in options.__annotations__
+    ]
+
+    def decorate(function: _F) -> _F:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=own + keywords)  # type: ignore[attr-defined]
+        return function
+
+    return decorate

@@ -1,6 +1,6 @@
-"""Settings from the environment, read when they are used: a program may set them before its first call.
+"""Settings from environment variables, read when they are used: a program may set them before its first call.
 
-Each function raises `InvalidInputError` if its variable holds something unusable.
+Each function raises `InvalidInputError` if its variable cannot be used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from sparsecomm import _environment
 from sparsecomm.errors import InvalidInputError
 
 __all__ = [
@@ -30,19 +29,39 @@ __all__ = [
     "voting",
 ]
 
-# Variables that launchers export: how many ranks share this node, and which of them this one is.
+# Variables of launchers: the number of ranks on this node, and which of them this rank is.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _MAX_THREADS = 8
-_MAX_TIMEOUT = 1e6  # seconds, of which all clocks and calls of the system can count so many
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time, and in how many
+_MAX_TIMEOUT = 1e6  # seconds; all clocks and system calls can represent it
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time per period
 _SIMD = ("portable", "avx2", "avx512")
 _PROFILERS = ("torch", "nvtx")
-texts = _environment.texts  # the variables that calls read: another tuple if one of them has changed
+# The variables that calls read. Looking them up in the dict inside `os.environ` saves a microsecond per call. getenv()
+# is unsafe while another thread changes a variable.
+_READ_IN_CALLS = (
+    b"SPARSECOMM_TIMEOUT",
+    b"SPARSECOMM_THREADS",
+    b"SPARSECOMM_SIMD",
+    b"SPARSECOMM_PROFILE",
+    b"XDG_CACHE_HOME",
+)
+_find = os.environ._data.get  # type: ignore[attr-defined]
+_last: tuple[object, ...] = ()
+
+
+def texts() -> tuple[object, ...]:
+    """Return the variables that calls read: the same tuple as before if none has changed."""
+    global _last
+    before, found = _last, tuple([_find(name) for name in _READ_IN_CALLS])
+    if found == before:
+        return before
+    _last = found
+    return found
 
 
 def _number(name: str, default: float, min_value: float, max_value: float) -> float:
-    """Return the number in the environment variable ``name``; ``default`` if it is unset or blank.
+    """Return the number in the environment variable ``name``, or ``default`` if it is unset or blank.
 
     Raises:
         InvalidInputError: it is no number, or out of range.
@@ -60,7 +79,7 @@ def _number(name: str, default: float, min_value: float, max_value: float) -> fl
 
 
 def alone() -> bool:
-    """Return ``SPARSECOMM_ALONE``: whether one rank is meant, whatever the launcher says (0 or 1, default 0).
+    """Return ``SPARSECOMM_ALONE``: whether this process is the only rank, whatever the launcher says (default 0).
 
     See `sparsecomm.transport.job`.
     """
@@ -68,15 +87,15 @@ def alone() -> bool:
 
 
 def timeout() -> float:
-    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for a peer before giving up (default 300, from 0.001 to 10^6)."""
+    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for another rank (default 300, from 0.001 to 10^6)."""
     return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
 
 
 def connections() -> int:
-    """Return ``SPARSECOMM_CONNECTIONS``: TCP connections to each peer of a process group (1 to 64).
+    """Return ``SPARSECOMM_CONNECTIONS``: number of TCP connections to each peer of a process group (1 to 64).
 
-    0 stands for "auto", the default: one on a local network, and up to 48 where the round trip is long. Of two ranks,
-    the setting of the higher one counts.
+    0 means "auto", the default: one on a local network, and up to 48 for long round trips. Of two ranks, the setting of
+    the higher one is used.
     """
     if os.environ.get("SPARSECOMM_CONNECTIONS", "").strip() == "auto":
         return 0
@@ -84,24 +103,30 @@ def connections() -> int:
 
 
 def max_message_bytes() -> int:
-    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages travel in pieces of this size (default 2^22, < 2^31).
+    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages are sent in pieces (default 2^22, below 2^31).
 
-    Over MPI the smallest of all ranks counts.
+    Over MPI, the smallest value of all ranks is used.
     """
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
 
 
 def rank_on_this_node() -> int:
-    """Return this rank's number among those on its node, as the launcher says; 0 if it does not say."""
+    """Return this rank's number on its node, as the launcher sets it; 0 if it does not."""
     values = (os.environ.get(name, "") for name in _LOCAL_RANK)
     return next((int(text) for text in values if text.isdigit()), 0)
+
+
+def ranks_on_this_node() -> int:
+    """Return the number of ranks on this node, as the launcher sets it; 1 if it does not."""
+    values = (os.environ.get(name, "") for name in _LOCAL_SIZE)
+    return next((int(text) for text in values if text.isdigit() and int(text) > 0), 1)
 
 
 def threads() -> int:
     """Return ``SPARSECOMM_THREADS``: threads per rank in the CPU kernels.
 
-    The default is the number of cores that this rank may use, at most 8. A rank that may use every core of the node
-    shares them with the other ranks that its launcher put there.
+    Defaults to the number of cores that this rank may use, at most 8. A rank that may use every core shares them with
+    the other ranks of its node.
     """
     return int(_number("SPARSECOMM_THREADS", 0, 0, 1024)) or _share_of_cores()
 
@@ -116,9 +141,9 @@ def _share_of_cores() -> int:
 
 
 def oversubscribed() -> bool:
-    """Return whether the launcher put more ranks on this node than they have cores.
+    """Return whether this node has more ranks than cores for them.
 
-    These are the cores on which this process may run, or those of the launcher, if it has bound each rank to its own.
+    Counts the cores on which this process may run, or the launcher's if the launcher bound each rank to its own.
     """
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -133,16 +158,16 @@ def oversubscribed() -> bool:
 
 
 def voting(default: bool) -> bool:
-    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (1), or not (0).
+    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (0 or 1).
 
     Args:
-        default: where it is not set: whether MPI survives the death of a rank.
+        default: value if it is not set: whether MPI survives the death of a rank.
     """
     return bool(_number("SPARSECOMM_VOTING", float(default), 0, 1))
 
 
 def simd() -> str | None:
-    """Return ``SPARSECOMM_SIMD``: the instruction set of the CPU kernels; ``None`` for the best one."""
+    """Return ``SPARSECOMM_SIMD``: the instruction set of the CPU kernels, or None for the best one."""
     text = os.environ.get("SPARSECOMM_SIMD", "").strip() or None
     if text not in (None, *_SIMD):
         raise InvalidInputError(f"SPARSECOMM_SIMD={text!r}: expected one of {', '.join(_SIMD)}")
@@ -150,27 +175,15 @@ def simd() -> str | None:
 
 
 def trace() -> Path | None:
-    """Return ``SPARSECOMM_TRACE``: where each rank writes what its calls do, its number before the suffix.
-
-    In a folder that is given it is ``trace.json``.
-    """
+    """Return ``SPARSECOMM_TRACE``: the trace file, before the rank's number is added; ``trace.json`` in a folder."""
     text = os.environ.get("SPARSECOMM_TRACE", "").strip()
     return Path(text, "trace.json") if os.path.isdir(text) else Path(text) if text else None
 
 
 def ranges() -> list[str]:
-    """Return ``SPARSECOMM_RANGES``: the profilers that are told of the parts of calls, "torch" or "nvtx" or both."""
+    """Return ``SPARSECOMM_RANGES``: the profilers in which parts of calls are ranges, "torch" or "nvtx" or both."""
     text = os.environ.get("SPARSECOMM_RANGES", "")
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in _PROFILERS]:
         raise InvalidInputError(f"SPARSECOMM_RANGES={text!r}: {unknown[0]!r} is none of {', '.join(_PROFILERS)}")
     return list(dict.fromkeys(names))
-
-
-def ranks_on_this_node() -> int:
-    """Return the number of ranks that the launcher put on this node; 1 if it does not say."""
-    for name in _LOCAL_SIZE:
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text)
-    return 1

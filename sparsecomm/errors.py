@@ -1,12 +1,16 @@
-"""The exceptions that sparsecomm raises.
+"""The exceptions of sparsecomm, and texts for their messages.
 
-A message says which rank, what was seen, what was expected and what to do.
+A message says which rank and argument is wrong, what was expected, and what to do.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable
+import difflib
+import shlex
+from collections.abc import Collection, Iterable
+from itertools import islice
+from pathlib import Path
 
 __all__ = [
     "CollectiveMismatchError",
@@ -17,24 +21,27 @@ __all__ = [
     "TransportError",
     "WeightMismatchError",
     "describe",
+    "did_you_mean",
+    "listed",
+    "pip_install",
     "text_of",
 ]
 
 
 class SparseCommError(Exception):
-    """The base class of all errors of this library."""
+    """Base class of all errors of this library."""
 
 
 class InvalidInputError(SparseCommError, ValueError):
-    """An argument cannot be used. It is raised before a byte is sent and before any array is written."""
+    """An argument cannot be used. It is raised before anything is sent or any array is written."""
 
 
 class CollectiveMismatchError(SparseCommError):
-    """Ranks made calls that do not belong together (shape, k, dtype, options or the order of calls)."""
+    """The ranks made different calls: another shape, k, dtype, option or order of calls."""
 
 
 class WeightMismatchError(CollectiveMismatchError):
-    """Ranks hold other weights than rank 0. Every rank raises it; their calls match, and the next one may be made."""
+    """The ranks hold different weights. Every rank raises it. Their calls match, so they can make further calls."""
 
 
 class TransportError(SparseCommError):
@@ -42,15 +49,14 @@ class TransportError(SparseCommError):
 
 
 class TimeoutError(TransportError, builtins.TimeoutError):
-    """A peer did not answer within ``SPARSECOMM_TIMEOUT`` seconds."""
+    """A rank did not answer within ``SPARSECOMM_TIMEOUT`` seconds."""
 
 
 class RankFailedError(TransportError):
-    """A rank died: MPI reports it, or its connection over the process group broke.
+    """A rank died: MPI reports it, or its connection in the process group broke.
 
     Attributes:
-        ranks: those that are known to be dead, by their numbers in the communicator of the call. Empty where it is
-            only known that there are some.
+        ranks: the ranks known to be dead, as numbered in the communicator of the call. Empty if they are not known.
     """
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
@@ -62,10 +68,9 @@ class RankFailedError(TransportError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, in characters that any encoding of Unicode has.
+    """Return the text of an exception, encodable in UTF-8. Never raises, since ranks send it to each other.
 
-    Ranks tell each other why they leave a call, so it must not fail: what cannot be encoded, such as a byte of a file's
-    name, is escaped, and for a text that raises its type stands.
+    Characters that cannot be encoded, such as a byte of a file name, are escaped.
     """
     try:
         text = str(error)
@@ -75,5 +80,28 @@ def text_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the text of an exception: see `text_of`."""
+    """Return the type and the text of an exception."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return "; did you mean 'butterfly'?" for example, or "" if no known name is similar."""
+    similar = difflib.get_close_matches(name, known, 1) if isinstance(name, str) else []
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def listed(names: Collection[str], max_names: int = 8) -> str:
+    """Return a list of names, or the first ones and the number of others; "nothing" for an empty list."""
+    first = ", ".join(map(repr, islice(names, max_names)))
+    return f"{first} and {len(names) - max_names} others" if len(names) > max_names else first or "nothing"
+
+
+def pip_install(extra: str) -> str:
+    """Return the shell command that installs an extra of sparsecomm.
+
+    In a checkout, it installs from there, since a package index may not have this version.
+    """
+    folder = Path(__file__).resolve().parent.parent
+    if (folder / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
+    return f"pip install 'sparsecomm[{extra}]'"

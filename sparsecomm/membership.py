@@ -1,4 +1,4 @@
-"""Going on without ranks that died, and with new ones in their place."""
+"""`shrink`, `grow` and `join`: continue without dead ranks, and with new ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["grow", "join", "shrink"]
 
 
 def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
-    """Return a communicator of the ranks of ``comm`` that live, in their order. Collective over these.
+    """Return a communicator of the surviving ranks of ``comm``, in their order. Collective over the surviving ranks.
 
-    Call it after `RankFailedError`, on every rank that lives, and give what it returns to every later call, and to
-    `Reducer.rebuild`. What is in flight on ``comm`` fails on all ranks; ``comm`` itself is not used any more. If more
-    ranks die meanwhile, they are left out, too. Needs Open MPI 5 and ``mpirun --with-ft ulfm``.
+    Call it after `RankFailedError` on every surviving rank, and pass the result to all later calls and to
+    `Reducer.rebuild`. Calls in flight on ``comm`` fail on all ranks, and ``comm`` can no longer be used. Ranks that die
+    meanwhile are left out too. Requires Open MPI 5 and ``mpirun --with-ft ulfm``.
 
     Args:
-        comm: an mpi4py communicator. ``None`` is COMM_WORLD, which stays what it is: ``comm=None`` in a later call
-            would be the world with its dead ranks.
+        comm: an mpi4py communicator. ``None`` is COMM_WORLD, which does not change: ``comm=None`` in a later call would
+            still include the dead ranks.
 
     Raises:
-        InvalidInputError: it is no mpi4py communicator. A process group cannot be shrunk: make a new one.
-        TransportError: MPI does not survive dead ranks here, or failed.
-        TimeoutError: a rank that lives did not come within ``SPARSECOMM_TIMEOUT`` seconds.
+        InvalidInputError: ``comm`` is not an mpi4py communicator. A process group cannot be shrunk: make a new one.
+        TransportError: this MPI does not survive dead ranks, or it failed.
+        TimeoutError: a surviving rank did not call it within ``SPARSECOMM_TIMEOUT`` seconds.
     """
     membership, found = _mpi(comm, "shrink")
     smaller: MPI.Intracomm = membership.shrink(found)
@@ -37,33 +37,33 @@ def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
 
 
 def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[str] | None = None) -> MPI.Intracomm:
-    """Start processes, and return the communicator of all ranks: the new ones come last. Collective.
+    """Start processes, and return a communicator of all ranks, the new ones last. Collective.
 
-    A new process calls `join`, which returns the same communicator to it. Weights and the state of the optimizer come
-    by broadcast, and `Reducer.rebuild`, which all ranks call, gives it the rest. Needs an MPI that can start processes.
+    A new process calls `join`, which returns the same communicator. Broadcast the weights and the optimizer's state to
+    it; `Reducer.rebuild`, called on all ranks, provides the rest. Requires an MPI that can start processes.
 
     Args:
-        comm: an mpi4py communicator; ``None`` is COMM_WORLD, which does not grow by this.
-        count: how many.
-        command: program and arguments; ``None``: this program again, with its arguments.
+        comm: an mpi4py communicator. ``None`` is COMM_WORLD, which does not change.
+        count: number of processes to start.
+        command: program and arguments. Defaults to this program with its arguments.
 
     Raises:
-        InvalidInputError: ``comm`` is no mpi4py communicator, or ``count`` no number of processes.
+        InvalidInputError: ``comm`` is not an mpi4py communicator, or ``count`` is not a positive int.
         RankFailedError: a rank died meanwhile.
-        TransportError: MPI could not start them.
-        TimeoutError: they did not come within ``SPARSECOMM_TIMEOUT`` seconds.
+        TransportError: MPI could not start the processes.
+        TimeoutError: the new processes did not join within ``SPARSECOMM_TIMEOUT`` seconds.
     """
     if not isinstance(count, int) or count < 1:
-        raise InvalidInputError(f"count={count!r}: expected a number of processes, from 1 on")
+        raise InvalidInputError(f"count={count!r}: expected a number of processes of at least 1")
     membership, found = _mpi(comm, "grow")
     larger: MPI.Intracomm = membership.grow(found, count, command or [sys.executable, *sys.orig_argv[1:]])
     return larger
 
 
 def join() -> MPI.Intracomm | None:
-    """Return the communicator that this process was started to join, by `grow`; ``None`` if nobody started it so.
+    """Return the communicator of all ranks in a process that `grow` started; ``None`` in any other process.
 
-    Once, and before the first call of the library. Collective, with `grow` on those who started it.
+    Call it once, before the first call of the library. Collective with `grow` on the other ranks.
 
     Raises:
         RankFailedError, TransportError, TimeoutError: as `grow`.
@@ -73,17 +73,17 @@ def join() -> MPI.Intracomm | None:
     return found
 
 
-def _mpi(comm: object, doing: str) -> tuple[ModuleType, MPI.Intracomm]:
-    """Return the part of the library that needs MPI, and the communicator."""
+def _mpi(comm: object, function: str) -> tuple[ModuleType, MPI.Intracomm]:
+    """Return the module that needs MPI, and the communicator."""
     MPI = sys.modules.get("mpi4py.MPI")
     if comm is not None and (MPI is None or not isinstance(comm, MPI.Comm)):
         raise InvalidInputError(
-            f"comm is {comm!r} of type {type(comm).__name__}: {doing} takes an mpi4py communicator. The ranks of a "
-            "process group are fixed: make a new group of those that are to go on, and give it to Reducer.rebuild; see "
+            f"comm is {comm!r} of type {type(comm).__name__}: {function} takes an mpi4py communicator. The ranks of a "
+            "process group are fixed: make a new group of the surviving ranks, and pass it to Reducer.rebuild; see "
             "docs/how-to/lost-rank.md"
         )
     try:
         from sparsecomm.transport import membership, mpi  # here, so that importing sparsecomm does not start MPI
     except (ImportError, RuntimeError) as error:
-        raise TransportError(f"{doing} needs MPI, and mpi4py cannot be loaded ({error})") from error
+        raise TransportError(f"{function} needs MPI, and mpi4py cannot be loaded ({error})") from error
     return membership, mpi.usable(comm)

@@ -1,4 +1,4 @@
-"""Numbers and units, as whatever is printed for people shows them."""
+"""Numbers with units, as text for people."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["bytes_text", "number_text", "percent_text", "rate_text", "size_text"
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """Return a number as people write it: never with an exponent, thousands apart, without zeros at the end.
+    """Return a number without an exponent, with commas between thousands, and without trailing zeros.
 
-    ``digits`` count from the first that is not zero. Those before the point are all there, however many they are.
+    ``digits`` is the number of significant digits after rounding; digits before the decimal point are never dropped.
     """
     if not math.isfinite(value):
         return f"{value}"
@@ -19,36 +19,36 @@ def number_text(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def percent_text(part: float, digits: int = 3) -> str:
-    """Return a part of 1 in percent."""
-    return f"{number_text(100 * part, digits)} %"
+def percent_text(fraction: float, digits: int = 3) -> str:
+    """Return a fraction as a percentage."""
+    return f"{number_text(100 * fraction, digits)} %"
 
 
 def bytes_text(size: float) -> str:
-    """Return an amount of bytes in decimal units."""
+    """Return a number of bytes in decimal units."""
     number, unit = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
     return f"{number_text(number, 4)} {unit}"
 
 
 def size_text(size: float) -> str:
-    """Return a size that was chosen, in the units, decimal or binary, in which it is the shorter."""
+    """Return a number of bytes in decimal or binary units, whichever text is shorter."""
     binary, unit = _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
     decimal, _ = _scaled(size, 1000, ("B", "kB", "MB", "GB", "TB"))
     return f"{number_text(binary, 4)} {unit}" if len(f"{binary:g}") < len(f"{decimal:g}") else bytes_text(size)
 
 
 def rate_text(rate: float) -> str:
-    """Return a rate in bits per second with a decimal unit."""
+    """Return a number of bits per second in a decimal unit."""
     number, unit = _scaled(rate, 1000, ("bit/s", "kb/s", "Mb/s", "Gb/s", "Tb/s"))
     return f"{number_text(number)} {unit}"
 
 
-def time_text(length: float) -> str:
-    """Return a time in seconds, milliseconds, microseconds or nanoseconds."""
+def time_text(seconds: float) -> str:
+    """Return a number of seconds in s, ms, us or ns."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if length >= scale * 0.9999:
-            return f"{number_text(length / scale, 4)} {unit}"
-    return f"{number_text(length * 1e9, 4)} ns"
+        if seconds >= scale * 0.9999:
+            return f"{number_text(seconds / scale, 4)} {unit}"
+    return f"{number_text(seconds * 1e9, 4)} ns"
 
 
 def _scaled(size: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:

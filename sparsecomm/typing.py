@@ -1,11 +1,11 @@
-"""The types of options, for annotations of programs that hand them on.
+"""Types of options, for annotations in programs that pass them on.
 
     from sparsecomm.typing import AlgorithmName, WireName
 
     def train(algorithm: AlgorithmName = "auto", wire: WireName = "auto") -> None: ...
 
-Type checkers refuse a name that does not exist, and editors complete it. ``algorithm`` also takes an `Algorithm`: for
-names that are only known when the program runs, and for algorithms that it has registered, ``sc.algorithms()[name]``.
+Type checkers reject unknown names, and editors complete them. For a name that is only known at run time, or for an
+algorithm that the program registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
 """
 
 from sparsecomm.algorithms import AlgorithmName

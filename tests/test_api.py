@@ -1,4 +1,4 @@
-"""What users call: results over the arrays of every framework, and what a wrong argument says."""
+"""The public functions: results for the arrays of every framework, and errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_framework_and_type(call: Callable[..., sc.SparseVector], framewor
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", data.DTYPES)
-def test_residual_and_out_of_every_framework_are_written_in_place(framework: str, dtype: str) -> None:
+def test_residual_and_out_of_every_framework_are_updated_in_place(framework: str, dtype: str) -> None:
     array, before = data.integers(100, dtype, 1), data.integers(100, dtype, 2)
     x, residual, out = (FRAMEWORKS[framework](a) for a in (array, before, np.zeros_like(array)))
     entries = alone(x, 10, residual=residual, out=out)
@@ -122,14 +122,14 @@ def test_merge_topk(n: int, seed: int, draw: st.DataObject) -> None:
     assert data.same_bits(merged.values, values)
 
 
-def test_merge_topk_of_vectors_that_do_not_fit() -> None:
+def test_merge_topk_refuses_vectors_that_do_not_fit() -> None:
     a = sc.topk(np.ones(10, np.float32), 2)
     for b in (sc.topk(np.ones(11, np.float32), 2), sc.topk(np.ones(10), 2), ([1], [1.0])):
         with pytest.raises(sc.InvalidInputError, match="b: got"):
             sc.merge_topk(a, b, 1)  # type: ignore[arg-type]
 
 
-def test_sparse_vectors_of_the_users_own() -> None:
+def test_sparse_vectors_made_by_users() -> None:
     v = sc.SparseVector([1, 4], [2.0, -3.0], 6)
     assert (v.nnz, v.size, v.density) == (2, 6, 2 / 6)
     assert v.indices.dtype == np.int32
@@ -190,10 +190,10 @@ def replaced(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[
         (replaced("values", lambda v: np.repeat(v, 3)), False),
     ],
 )
-def test_vectors_that_were_changed_never_lead_out_of_bounds(
+def test_modified_vectors_never_lead_out_of_bounds(
     change: Callable[[sc.SparseVector], None], merges: bool, own: bool
 ) -> None:
-    """Arrays of a vector may be written to, also those that it was made of."""
+    """A program may write to the arrays of a vector, and to the arrays that it was made from."""
     v = sc.topk(np.arange(100, dtype=np.float32), 3)
     if own:
         v = sc.SparseVector(v.indices, v.values, 100)
@@ -261,7 +261,7 @@ def test_a_jax_array_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"wire": "packed_int8", "dtype": "float64"}, "of float32 sums, and x is float64; expected plain"),
+        ({"wire": "packed_int8", "dtype": "float64"}, "of float32 sums, and x is float64; pass wire="),
         ({"algorithm": "hierarchical:dense"}, r"or hierarchical:X, where X.* is one of butterfly, tree, split, allg"),
         ({"algorithm": "hierarchical_dense"}, r"expected one of auto, .*did you mean 'hierarchical"),
         ({"algorithm": "hierarchical:"}, "hierarchical:X"),
@@ -270,7 +270,7 @@ def test_a_jax_array_cannot_be_written() -> None:
         ({"wire": ["plain"]}, "expected one of auto, plain"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
+def test_incompatible_options_are_refused(options: dict[str, Any], says: str) -> None:
     options = dict(options)
     x = np.ones(10, options.pop("dtype", "float32"))
     residual = np.zeros_like(x)
@@ -279,8 +279,8 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
     assert not residual.any()
 
 
-def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
-    """Nothing like a copy of the gradient, which has 62,500 KiB here; the result has 1,250."""
+def test_temporary_memory_is_of_order_k() -> None:
+    """Much less than a copy of the gradient, which has 62,500 KiB here; the result has 1,250."""
     import subprocess
     import sys
 
@@ -299,7 +299,7 @@ def test_memory_that_is_used_on_the_way_is_of_order_k() -> None:
     assert 160_000 * 8 // 1024 < int(done.stdout) < 16_000, f"{done.stdout} KiB"
 
 
-def test_calls_that_block_and_others_take_the_same_arguments() -> None:
+def test_blocking_and_other_calls_have_the_same_arguments() -> None:
     blocking, other = (inspect.signature(f).parameters for f in (sc.sparse_allreduce, sc.isparse_allreduce))
     assert list(blocking.values()) == list(other.values())
     with pytest.raises(TypeError, match=r"isparse_allreduce\(\) got an unexpected keyword argument 'foo'"):

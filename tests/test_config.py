@@ -33,7 +33,7 @@ from sparsecomm.backends import CpuBackend, _cpu
         ("SPARSECOMM_SIMD", "sse", config.simd),
     ],
 )
-def test_what_cannot_be_read_is_refused(name: str, value: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_are_refused(name: str, value: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(sc.InvalidInputError, match=f"{name}='{value}': expected"):
         read()  # type: ignore[operator]
@@ -65,7 +65,7 @@ def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.threads() == CpuBackend().threads == 5
 
 
-def test_ranks_that_share_too_few_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_with_too_few_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def having(own: set[int], launcher: set[int], quota: str = "max 100000", ranks: int = 4) -> bool:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own if pid == 0 else launcher, raising=False)
         monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", str(ranks))

@@ -1,4 +1,4 @@
-"""Whatever is passed for an argument: it is taken, or `InvalidInputError` is raised before a call begins."""
+"""Any object as an argument is either accepted, or refused by `InvalidInputError` before a call begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsecomm.transport import simulated
 
 
 class Refusing:
-    """An object that cannot be compared, converted, printed, counted or looked at."""
+    """An object that raises when it is compared, converted, printed, counted or indexed."""
 
     def refuse(self, *_: object) -> Any:
         raise RuntimeError("leave me alone")
@@ -28,7 +28,7 @@ class Refusing:
 
 
 class RefusingNumber(Refusing, int):
-    """The same, and an int."""
+    """An int that raises in the same way."""
 
 
 VALUES = {
@@ -87,14 +87,14 @@ Call = Callable[[Ranks, Any], object]
 
 
 def reducer(transport: Ranks, tensors: object = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
-    """A Reducer that has made a step."""
+    """Return a Reducer after one step."""
     made = sc.Reducer({"a": X} if tensors is None else tensors, density, **{"comm": transport, **options})  # type: ignore[arg-type]
     made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
     return made
 
 
 def local_steps(transport: Ranks, parameters: object = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
-    """Local steps of which two have been taken."""
+    """Return a LocalSteps after two steps."""
     given = {"a": X.copy()} if parameters is None else parameters
     made = sc.LocalSteps(given, density, **{"comm": transport, "sync_every": 2, **options})  # type: ignore[arg-type]
     for _ in range(2):
@@ -123,7 +123,7 @@ def loaded(transport: Ranks, **options: Any) -> None:
 
 
 def arguments(function: Callable[..., Any], *left_out: str) -> list[str]:
-    """Return the names of arguments, but for the communicator and others."""
+    """Return the names of the arguments to test."""
     return [name for name in inspect.signature(function).parameters if name not in ("comm", *left_out)]
 
 
@@ -192,7 +192,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", CALLS)
-def test_each_is_taken_or_refused(call: str) -> None:
+def test_each_value_is_accepted_or_refused(call: str) -> None:
     wrong = []
     for name, value in VALUES.items():
         if call.endswith(" on_step") and callable(value):

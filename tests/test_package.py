@@ -1,4 +1,4 @@
-"""What is shipped: metadata, the contents of an sdist, and what an import costs."""
+"""The distribution: metadata, contents of an sdist, and the cost of an import."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_package_is_listed() -> None:
     assert set(re.findall(r'"(.*?)"', listed[1])) == {".".join(f.parts) for f in folders} | {"sparsecomm._kernels"}
 
 
-def test_version_is_that_of_the_metadata() -> None:
+def test_the_version_equals_the_metadata() -> None:
     import sparsecomm
 
     version = re.search(r'^version = "(.*)"', PYPROJECT, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_version_is_that_of_the_metadata() -> None:
 
 
 def test_import_is_light() -> None:
-    """No framework is imported, and MPI is not started: both belong to the program that uses the library."""
+    """The import loads no framework and does not start MPI; the program decides about both."""
     heavy = {"torch", "jax", "cupy", "mpi4py.MPI", "matplotlib", "sklearn", "ml_dtypes"}
     loaded = python("-c", f"import sys, sparsecomm; print(*sorted({heavy!r} & set(sys.modules)))")
     assert loaded.split() == []
@@ -61,8 +61,8 @@ def test_import_is_light() -> None:
 @pytest.mark.parametrize(
     ("others", "state"), [((), "was not built"), (("_dlpack.cpython-39-a.so",), "was built for another Python")]
 )
-def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
-    """They stand before the installed package where Python starts in a checkout."""
+def test_unbuilt_sources_are_refused(others: tuple[str, ...], state: str, tmp_path: Path) -> None:
+    """In a checkout, Python finds them before an installed package."""
     (tmp_path / "sparsecomm" / "tensors").mkdir(parents=True)
     for name in ("__init__.py", "_built.py"):
         shutil.copy(ROOT / "sparsecomm" / name, tmp_path / "sparsecomm")
@@ -76,7 +76,7 @@ def test_sources_that_were_not_built(others: tuple[str, ...], state: str, tmp_pa
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="needs a free-threaded Python")
 def test_no_module_needs_the_gil() -> None:
-    """Python would turn the GIL on for one that does not say so."""
+    """Python enables the GIL for a module that does not declare this."""
     program = """
 import importlib, sys, sysconfig, warnings
 from pathlib import Path
@@ -98,7 +98,7 @@ print(len(names & set(sys.modules)))
 
 
 def test_extras_are_for_users() -> None:
-    """What only tests need is a dependency group."""
+    """Dependencies of tests are a dependency group."""
     extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
     groups = re.search(r"^\[dependency-groups\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
     assert extras is not None

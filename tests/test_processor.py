@@ -1,4 +1,4 @@
-"""A processor that lacks what the compiled modules may use: an error that says so, instead of the end by SIGILL."""
+"""A processor without instructions that compiled modules use is refused by an error, instead of SIGILL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are no
 
 @pytest.fixture(scope="module")
 def compiled_for_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The check, compiled as for a wheel."""
+    """Compile the check as for a wheel."""
     module = tmp_path_factory.mktemp("processor") / "_features.so"
     include = sysconfig.get_path("include")
     flags = ["-O3", "-march=x86-64-v2", "-fPIC", "-shared", f"-I{include}"]

@@ -1,4 +1,4 @@
-"""Numbers with units are printed as people write them, and options read them so."""
+"""Numbers with units: the texts for people, and the options that read them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sparsecomm.cli import options
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (65_536, "64 KiB"), (64_000, "64 kB"), (25_600_000, "25.6 MB"), (3 << 30, "3 GiB")],
 )
-def test_bytes_are_shown_in_the_shorter_units(size: int, text: str) -> None:
+def test_sizes_use_the_shorter_unit(size: int, text: str) -> None:
     assert quantities.size_text(size) == text
     assert options.nbytes(text) == size
 
 
-def test_bytes_that_were_counted_are_decimal() -> None:
+def test_byte_counts_are_decimal() -> None:
     assert [quantities.bytes_text(size) for size in (307_200, 179_201_344)] == ["307.2 kB", "179.2 MB"]
 
 
@@ -41,7 +41,7 @@ def test_numbers(number: float, text: str) -> None:
     assert quantities.number_text(number) == text
 
 
-def test_rates_and_parts() -> None:
+def test_rates_and_percentages() -> None:
     assert [quantities.rate_text(rate) for rate in (1e9, 99.96e6, 123456.0)] == ["1 Gb/s", "100 Mb/s", "123 kb/s"]
     assert quantities.percent_text(0.00012345) == "0.0123 %"
 
@@ -52,7 +52,7 @@ UNITS |= {"bit/s": 1.0, "kb/s": 1e3, "Mb/s": 1e6, "Gb/s": 1e9, "Tb/s": 1e12}
 
 
 def value(text: str) -> float:
-    """Return what a person reads: a number, its thousands apart, and a unit."""
+    """Return the value of a text: a number with commas between thousands, and a unit."""
     number, _, unit = text.partition(" ")
     assert re.fullmatch(r"(\d{1,3}(,\d{3})*)(\.\d*[1-9])?", number), text
     return float(number.replace(",", "")) * UNITS[unit]
@@ -70,7 +70,7 @@ def value(text: str) -> float:
     ],
 )
 @given(data=st.data())
-def test_what_is_shown_has_no_exponent_and_three_digits_and_keeps_the_order(
+def test_texts_have_three_digits_no_exponent_and_keep_the_order(
     shown: Callable[[float], str], lowest: float, data: st.DataObject
 ) -> None:
     numbers = st.floats(lowest, 1e15)

@@ -1,4 +1,4 @@
-"""What type checkers and editors know of options: the names that there are, and no others."""
+"""Type checkers and editors know the names of options, and refuse others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ optimizer.synchronise()
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_type_checkers_refuse_names_that_there_are_not(tmp_path: Path) -> None:
+def test_type_checkers_refuse_unknown_names(tmp_path: Path) -> None:
     if not all(map(importlib.util.find_spec, ("mypy", "torch", "jax"))):  # to import them takes seconds
         pytest.skip("needs mypy, torch and jax")
     (tmp_path / "program.py").write_text(SNIPPET + WRONG)
@@ -75,7 +75,7 @@ def names(alias: Any) -> set[str]:
     return {name for each in get_args(alias) for name in (get_args(each) or [each])}
 
 
-def test_names_are_those_of_the_code() -> None:
+def test_types_list_the_names_of_the_code() -> None:
     derived = {name for name in names(types.AlgorithmName) if ":" in name and "|" not in name}
     several = {name for name in names(types.AlgorithmName) if "|" in name}
     assert names(types.AlgorithmName) - derived - several == {"auto", "fastest", *sc.algorithms()}
@@ -98,7 +98,7 @@ def test_signatures_spell_out_options() -> None:
     assert inspect.signature(sc.LocalSteps).parameters["decay"].default == 0.8
 
 
-def test_algorithms_in_place_of_names() -> None:
+def test_algorithm_objects_replace_names() -> None:
     x = np.ones(9, np.float32)
     for name in ("split:17", "hierarchical:tree", "butterfly"):
         assert sc.algorithms()[name] is sc.algorithms()[name]

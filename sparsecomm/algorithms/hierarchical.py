@@ -25,7 +25,7 @@ from sparsecomm.algorithms.tree import broadcast, reduce, reselecting
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["hierarchical"]
 
@@ -42,7 +42,7 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         combine = reselecting(node, gradient, k) if inner.reselects else node.backend.merge
         entries = reduce(node, gradient, gradient.topk(k), combine)
         if node.rank == 0:
-            entries = inner.run(comm.subgroup(leaders, 2), _NodeSum(gradient, entries), k)
+            entries = inner.run(comm.subgroup(leaders, 2), gradient.with_selection(entries), k)
         return broadcast(comm.subgroup(mine, 3, plain=True), entries, k if inner.reselects else None)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
@@ -65,20 +65,3 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         unsupported=inner.unsupported,
         contributors_unknown="sends the sums of nodes, which do not say of how many ranks",
     )
-
-
-class _NodeSum(Contribution):
-    """A leader's contribution to the inner algorithm: the sum of its node."""
-
-    def __init__(self, gradient: Contribution, entries: SparseVector) -> None:
-        self.shape, self.size, self.backend = gradient.shape, gradient.size, gradient.backend
-        self._gradient, self._entries = gradient, entries
-
-    def drop(self, entries: SparseVector) -> None:
-        self._gradient.drop(entries)
-
-    def topk(self, k: int) -> SparseVector:
-        return self._entries
-
-    def whole(self) -> Array:
-        raise NotImplementedError("the inner algorithm takes entries")

@@ -1,4 +1,4 @@
-"""Small collective calls by which ranks tell each other what they hold, in the order of the call queue."""
+"""Small calls by which ranks exchange 64-bit words, such as checksums, in the order of the call queue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.wire import PLAIN, CallSignature, Messages
 
-__all__ = ["Realignment", "WordsBroadcast", "WordsComparison", "WordsGather"]
+__all__ = ["NO_ENTRIES", "Realignment", "WordsBroadcast", "WordsComparison", "WordsGather"]
 
-_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
+NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
 
 class WordsBroadcast(Call):
-    """A call after which all ranks have the words of rank 0.
+    """Gives all ranks the words of rank 0.
 
     Attributes:
-        words: whole numbers from 0 to 2^64 - 1, as many on all ranks.
+        words: ints from 0 to 2^64 - 1, the same number of them on all ranks.
     """
 
     name = "words of the first rank"  # in the call signature
@@ -39,7 +39,7 @@ class WordsBroadcast(Call):
 
     @property
     def description(self) -> bytes:
-        """What the transport is told of the call."""
+        """The call signature that `Transport.begin` receives."""
         return replace(self._signature, label=self._label).pack()
 
     def _communicator(self) -> Communicator:
@@ -50,19 +50,19 @@ class WordsBroadcast(Call):
 
     def _exchange(self) -> SparseVector:
         self._received = self._exchange_words(self._comm)
-        return _NOTHING
+        return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:
         self.words = self._received
 
     def _exchange_words(self, comm: Communicator) -> list[int]:
         words = broadcast_words(comm, self.words, 0)
-        gather_words(comm, [], ROUNDS)  # no rank may be done before all have begun
+        gather_words(comm, [], ROUNDS)  # a barrier: no rank is done before all have begun
         return words
 
 
 class WordsGather(WordsBroadcast):
-    """A call after which ``words`` are those of all ranks, in order of rank."""
+    """Gives all ranks the words of all ranks, in order of rank."""
 
     name = "words of all ranks"
 
@@ -71,33 +71,33 @@ class WordsGather(WordsBroadcast):
 
 
 class WordsComparison(WordsBroadcast):
-    """A call after which all ranks know where each rank's words differ from those of rank 0.
+    """Compares each rank's words with those of rank 0.
 
-    Rank 0 sends its words, at most 8 bytes each, and each rank a position.
+    Rank 0 sends its words, and each rank sends one position.
 
     Attributes:
-        words: afterwards, for each rank, the position of its first word that differs; or the number of words if none
-            does.
+        words: afterwards, for each rank, the position of its first word that differs, or the number of words.
     """
 
     name = "comparison of words"
 
     def _exchange_words(self, comm: Communicator) -> list[int]:
-        theirs = broadcast_words(comm, self.words, 0)
-        first = next((i for i, (a, b) in enumerate(zip(self.words, theirs, strict=True)) if a != b), len(theirs))
-        return [word for (word,) in gather_words(comm, [first], ROUNDS)]
+        expected = broadcast_words(comm, self.words, 0)
+        pairs = enumerate(zip(self.words, expected, strict=True))
+        first = next((i for i, (word, other) in pairs if word != other), len(expected))
+        return [position for (position,) in gather_words(comm, [first], ROUNDS)]
 
 
 class Realignment:
-    """A call after which all ranks give the next one the same number: see `sparsecomm.realign`."""
+    """Makes all ranks give the next call the same number: see `sparsecomm.realign`."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def run(self) -> SparseVector:
-        """Make it. Its result is empty."""
+        """Realign the ranks. The result is empty."""
         self._transport.realign()
-        return _NOTHING
+        return NO_ENTRIES
 
     def leave(self, error: BaseException) -> None:
-        """Do nothing: it has no number."""
+        """Do nothing: other ranks do not wait for a call without a number."""

@@ -1,4 +1,4 @@
-"""Arguments of calls, checked before a byte is sent, and the rank that errors name."""
+"""Checks of a call's arguments, made before anything is sent, and the rank that error messages name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from sparsecomm import transport
 from sparsecomm.checks import MAX_SIZE, quote, to_float, to_int
 from sparsecomm.contribution import Chunks
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.transport import Comm, job
+from sparsecomm.transport import Comm, Transport, existing_transport, group_of, job
 
 __all__ = [
-    "Comm",
     "chunk_of",
     "chunks_of",
     "count_of",
@@ -34,17 +32,22 @@ _R = TypeVar("_R")
 
 
 def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
-    """Return how many entries ``k``, a count or a density, stands for, of ``size`` elements, which are ``what``.
+    """Return the number of entries to select.
+
+    Args:
+        k: a count or a density.
+        size: number of elements to select from.
+        what: what ``size`` is, for messages.
 
     Raises:
-        InvalidInputError: it is neither.
+        InvalidInputError: ``k`` is neither.
     """
-    if type(k) is int and 0 < k <= size:  # the common case, before what takes longer
+    if type(k) is int and 0 < k <= size:  # fast path
         return k
     if isinstance(k, numbers.Integral):
         if (count := to_int(k, 1, size or MAX_SIZE)) is not None:
             return min(count, size)
-    elif 0 < (density := to_float(k)) <= 1:  # NaN is not
+    elif 0 < (density := to_float(k)) <= 1:  # false for NaN
         return min(size, max(1, round(density * size)))
     raise InvalidInputError(
         f"k={quote(k)}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)"
@@ -52,61 +55,61 @@ def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
 
 
 def chunk_of(chunk: Any) -> int:
-    """Return how many elements a chunk has.
+    """Return the number of elements of a chunk.
 
     Raises:
-        InvalidInputError: it is no number of elements.
+        InvalidInputError: it is not a positive int.
     """
-    if (count := to_int(chunk, 1)) is None:
-        raise InvalidInputError(f"chunk={quote(chunk)}: expected a number of elements, an int from 1 on")
-    return count
+    if (length := to_int(chunk, 1)) is None:
+        raise InvalidInputError(f"chunk={quote(chunk)}: expected a number of elements, an int of at least 1")
+    return length
 
 
 def chunks_of(k: Any, chunk: Any) -> Chunks:
-    """Return the selection by chunk for ``k``, a count or a density, of every ``chunk`` elements.
+    """Return the selection of ``k``, a count or a density, of every ``chunk`` elements.
 
     Raises:
-        InvalidInputError: they are not.
+        InvalidInputError: one of the arguments cannot be used.
     """
     length = chunk_of(chunk)
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
 def decay_of(decay: object, residual: object, algorithm: object) -> float:
-    """Return what the residual is multiplied by.
+    """Return the factor of the residual.
 
     Raises:
-        InvalidInputError: it is no such number, or there is nothing that it would multiply.
+        InvalidInputError: it is not in (0, 1], or is below 1 where there is no residual.
     """
-    part = to_float(decay)
-    if not 0 < part <= 1:  # NaN is not
-        raise InvalidInputError(f"decay={quote(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
-    if part < 1 and residual is None:
-        raise InvalidInputError(f"decay={part!r} without a residual, which it would make smaller; pass one")
-    name = getattr(algorithm, "name", algorithm) if part < 1 else None  # it may not have been checked
+    factor = to_float(decay)
+    if not 0 < factor <= 1:  # true for NaN
+        raise InvalidInputError(f"decay={quote(decay)}: expected a number in (0, 1]; 1 keeps all of the residual")
+    if factor < 1 and residual is None:
+        raise InvalidInputError(f"decay={factor!r} without a residual to multiply; pass one, or leave decay out")
+    name = getattr(algorithm, "name", algorithm) if factor < 1 else None  # not checked yet: may be any object
     if isinstance(name, str) and name == "dense":
-        raise InvalidInputError(f"decay={part!r} with algorithm='dense', which leaves no residual; leave one out")
-    return part
+        raise InvalidInputError(f"decay={factor!r} with algorithm='dense', which leaves no residual; leave one out")
+    return factor
 
 
 def label_checksum(label: object) -> int:
-    """Return the checksum of a label that messages carry; 0 for none.
+    """Return the checksum of a label, as messages carry it; 0 for an empty label.
 
     Raises:
-        InvalidInputError: it is no text.
+        InvalidInputError: it is not a str, or UTF-8 cannot encode it.
     """
     if not isinstance(label, str):
-        raise InvalidInputError(f"label={quote(label)}: expected a text")
+        raise InvalidInputError(f"label={quote(label)}: expected a str")
     try:
         return zlib.crc32(label.encode()) or 1 if label else 0
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"label={quote(label)}: expected characters that UTF-8 has") from error
+        raise InvalidInputError(f"label={quote(label)}: expected characters that UTF-8 can encode") from error
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function's `InvalidInputError` name the rank: other ranks may have passed their arguments.
+    """Decorate a function so that its `InvalidInputError` names the rank, since other ranks may pass other arguments.
 
-    Its communicator is the keyword argument ``comm``.
+    The function's communicator is its keyword argument ``comm``.
     """
 
     @wraps(function)
@@ -120,34 +123,34 @@ def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
-    """Return an error that names this rank of ``comm``, if that can be said."""
+    """Return ``error`` with this rank's number in ``comm`` added, if it is known."""
     rank = rank_of(comm)
     return error if rank is None else InvalidInputError(f"rank {rank}: {error}")
 
 
 def note_skipped(comm: Comm, error: BaseException) -> None:
-    """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
+    """Record on the transport of ``comm`` that ``error`` prevented this rank's call."""
     try:
-        ranks = transport.existing_transport(comm)
-        if ranks is not None:
-            ranks.skipped = type(error).__name__
+        transport = existing_transport(comm)
+        if transport is not None:
+            transport.skipped = type(error).__name__
     except BaseException:
-        pass  # not a communicator, a freed one, or an interrupt; the error that was there first is raised
+        pass  # not a communicator, a freed one, or an interrupt; the first error is the one to raise
 
 
 def rank_of(comm: Any) -> int | None:
-    """Return this process's rank, if that can be said without starting anything."""
-    if isinstance(comm, transport.Transport):
+    """Return this process's rank if it is known without starting anything, or None."""
+    if isinstance(comm, Transport):
         return comm.rank
-    if (group := transport.group_of(comm)) is not None:
+    if (group := group_of(comm)) is not None:
         return None if type(group) is int else int(group.rank())
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         world = MPI.COMM_WORLD
-        with suppress(Exception):  # not a communicator, or a freed one: the error being raised says so
+        with suppress(Exception):  # not a communicator, or a freed one, which the error being raised says
             if comm is not None and comm != world:
                 return int(comm.Get_rank())
         if world.Get_size() > 1:
             return int(world.Get_rank())
-        return job.rank() or 0  # MPI knows of no other rank, and a launcher may
+        return job.rank() or 0  # MPI knows no other rank, but a launcher may
     return job.rank()

@@ -1,16 +1,15 @@
-"""A collective call: what it may become, and the one place where it is given up.
+"""`Call`: one collective call, its states, and how it is left after an error. `SumCall`: a sum of contributions.
 
     PLANNED ----> RUNNING ----> DECIDED ----> DONE
         |             |
         +-------------+-------> FAILED
 
-A call is PLANNED until it has begun on the transport, under a number that all ranks give it. It is RUNNING while
-anything can fail on any rank. When the algorithm has returned, and the ranks have voted where they do, it is DECIDED:
-the residual is committed and the result is written, whatever comes, and it is DONE. Otherwise it has FAILED: the other
-ranks are told, and the gradient is as after a rollback.
+PLANNED: the transport has not given it a number. RUNNING: anything may fail on any rank. DECIDED: the algorithm has
+returned, and the ranks have voted if they do; now the residual is committed and the result is written, whatever
+happens. FAILED: the other ranks have been told, and the gradient is rolled back into the residual.
 
-Signals: this module is compiled, and what it calls is, but for algorithms. So an exception of a signal handler comes
-while an algorithm runs or where a wait asks for it, as any error does; nothing comes between two statements here.
+This module is compiled, as are the modules it calls except the algorithms. So an exception of a signal handler can come
+only while an algorithm runs or where a wait asks for signals, and never between two statements of this module.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["Call", "State", "SumCall"]
 
 
 class State(Enum):
-    """What has become of a call."""
+    """The state of a call."""
 
     PLANNED = 0
     RUNNING = 1
@@ -41,11 +40,11 @@ class State(Enum):
 
 
 class Call:
-    """A collective call, which is made by `run` or left by `leave`, once: a `sparsecomm.calls.queue.Task`.
+    """A collective call. `run` makes it or `leave` leaves it, once: a `sparsecomm.calls.queue.Task`.
 
     Attributes:
-        ranks: the transport.
-        state: of the call.
+        transport: the transport that it is made on.
+        state: its state.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Call:
         """Plan a call.
 
         Args:
-            ranks: the transport.
-            within: entered around it.
-            keeps: even if the call cannot be begun, for bad settings, the gradient is kept as after a rollback.
+            transport: the transport.
+            within: a context in which it is made or left.
+            keeps: roll the gradient back even if the call fails before it begins, as for a setting that cannot be used.
         """
         self.transport, self.state = transport, State.PLANNED
         self._within, self._keeps = AT_ONCE if within is None else within, keeps
@@ -66,15 +65,15 @@ class Call:
         """Make the call, and return its result.
 
         Raises:
-            CollectiveMismatchError, TransportError: see `sparsecomm.sparse_allreduce`. The call has failed.
-            BaseException: anything else. `state` says what has become of the call.
+            CollectiveMismatchError, TransportError: as `sparsecomm.sparse_allreduce`. The call has failed.
+            BaseException: any other error. See `state`.
         """
         with self._within:
             return self._run()
 
     @default_float_mode
     def leave(self, error: BaseException) -> None:
-        """Leave the call without making it, and tell the other ranks why. A call that is over stays as it is."""
+        """Leave the call without making it, and send the reason to the other ranks. Ignored after `run`."""
         if self.state is State.PLANNED:
             self._keeps = True
             with self._within:
@@ -82,8 +81,12 @@ class Call:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the call has been decided, also if an exception was raised when it had."""
+        """Whether the call has been decided, even if an exception was raised afterwards."""
         return self.state is State.DECIDED or self.state is State.DONE
+
+    def describe(self) -> str:
+        """Return the properties that the ranks must agree on, in words."""
+        return self._communicator().description
 
     def _run(self) -> SparseVector:
         transport, last = self.transport, self.transport.number
@@ -100,10 +103,10 @@ class Call:
             if result is None or not transport.concluded:
                 self._fail(error, last)
                 raise
-            raised = error  # while the votes were counted
+            raised = error  # while votes were counted
         self.state = State.DECIDED
         assert result is not None
-        for _ in range(2):  # memory may run out, and be there again
+        for _ in range(2):  # the first attempt may run out of memory
             try:
                 transport.end()
                 self._finish(result)
@@ -118,9 +121,11 @@ class Call:
         return result
 
     def _fail(self, error: BaseException, last: int) -> None:
-        """Leave the call. If it has not begun, it is begun only to be left, so that the other ranks know.
+        """Leave the call. If it has not begun, begin it first, so that the other ranks learn of the error.
 
-        ``last``: the number of the call before.
+        Args:
+            error: the reason.
+            last: number of the call before it.
         """
         self.state = State.FAILED
         transport = self.transport
@@ -131,24 +136,20 @@ class Call:
             if transport.number == last and not isinstance(error, InvalidInputError):
                 self._begin()
         except BaseException:
-            pass  # the error that was there first is raised
+            pass  # the first error is the one to raise
         if transport.number == last:
             transport.skipped = type(error).__name__
-        try:  # noqa: SIM105 - what leaves `suppress` is bytecode
+        try:  # noqa: SIM105 - `suppress` is bytecode, in which signal handlers run
             transport.abort(error)
         except BaseException:
             pass
         if self._keeps or transport.number != last or isinstance(error, TransportError):
             self._keep()
 
-    def describe(self) -> str:
-        """Return in words what the ranks must agree on."""
-        return self._communicator().description
-
-    # -- what a kind of call is ---------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _communicator(self) -> Communicator:
-        """Return the communicator on which it is made."""
+        """Return the communicator that it is made on."""
         raise NotImplementedError
 
     def _begin(self) -> None:
@@ -156,22 +157,22 @@ class Call:
         raise NotImplementedError
 
     def _exchange(self) -> SparseVector:
-        """Do what can fail on any rank; return the result."""
+        """Exchange messages with the other ranks, and return the result. May fail on any rank."""
         raise NotImplementedError
 
     def _finish(self, result: SparseVector) -> None:
-        """Do what remains when the call is decided. If it raises, it is called again, and goes on."""
+        """Apply the result. If this raises, it is called again and must continue where it stopped."""
 
     def _keep(self) -> None:
-        """Keep here what this rank would have given away."""
+        """Roll back: keep on this rank the gradient that it would have contributed."""
 
 
 class SumCall(Call):
-    """The sum of all ranks' contributions.
+    """The sum of the contributions of all ranks.
 
     Attributes:
-        plan: of the call.
-        contribution: this rank's.
+        plan: its plan.
+        contribution: this rank's contribution.
     """
 
     def __init__(
@@ -188,22 +189,23 @@ class SumCall(Call):
         """Plan a sum.
 
         Args:
-            plan: on whose communicator no other call is under way when it is made.
-            contribution: this rank's.
-            label: what the ranks' calls must have in common besides; 0: nothing.
-            write: called with the result when the call is decided. It must not mind to be called again.
-            within, keeps: as of `Call`.
-            deferred: the contribution of a call that went well is left as it is, for `settle`.
+            plan: its plan. No other call of it may be in flight when this call is made.
+            contribution: this rank's contribution.
+            label: a checksum that the ranks' calls must share; 0 for none.
+            write: called with the result when the call is decided. Must be idempotent.
+            within, keeps: as in `Call`.
+            deferred: leave it to `settle` to commit the contribution.
         """
         super().__init__(plan.transport, within, keeps=keeps)
         self.plan, self.contribution = plan, contribution
         self._label, self._write, self._deferred = label, write, deferred
-        self._total: SparseVector | None = None  # the result, before a mean is taken
+        self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
     @default_float_mode
     def settle(self, *, usable: bool) -> None:
-        """Commit the contribution of a call that went well; or roll it back where the result is not usable, on all
-        ranks. Only of a deferred call. After a call that failed there is nothing to do, nor the second time.
+        """Commit the contribution of a deferred call, or roll it back if the result is not usable on all ranks.
+
+        Does nothing after a failed call, and nothing the second time.
         """
         if self._deferred and self.succeeded:
             if usable:
@@ -227,12 +229,9 @@ class SumCall(Call):
         self.plan.comm.begin(self._label)
 
     def _exchange(self) -> SparseVector:
-        plan, contribution = self.plan, self.contribution
-        total = plan.algorithm.run(plan.comm, contribution, plan.k)
-        self._total = total
-        return (
-            contribution.backend.divide(total, self.transport.size) if plan.mean and self.transport.size > 1 else total
-        )
+        plan, contribution, size = self.plan, self.contribution, self.transport.size
+        self._total = total = plan.algorithm.run(plan.comm, contribution, plan.k)
+        return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
         if not self._deferred:

@@ -1,14 +1,13 @@
-"""The call that measures links, and the costs of messages and work by which calls on a communicator are planned.
+"""`costs_of`: the costs by which calls on a communicator are planned. `LinkMeasurement`: the call that measures them.
 
-Costs come from a profile. Without one that fits, `LinkMeasurement` measures delay and rate, once on each communicator.
-Every call between nodes uses them, whatever its algorithm, because they decide whether small messages reach all ranks
-in one trip or in log2 P. On one node, only the choice of an algorithm needs them.
+Without a profile that fits, latency and bandwidth are measured once per communicator (`sparsecomm.tuning.links`). Calls
+between nodes need them with every algorithm, since they decide whether small messages reach all ranks in one trip or in
+log2 P. On one node, only the choice of an algorithm needs them.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
+from sparsecomm.calls.agreement import NO_ENTRIES
 from sparsecomm.calls.call import Call, State
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import queue_of
@@ -29,35 +28,29 @@ __all__ = [
     "plan_costs",
 ]
 
-_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
-
 
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
     """Return the costs by which calls are planned, the same on all ranks.
 
-    They are measured if there is no profile for these ranks, and they have not been measured. Then this is a call,
-    which all ranks must make; it comes after those in the queue.
+    Collective if they have to be measured; the measurement comes after the calls in the queue.
 
     Args:
-        ranks: the ranks.
-        measurement: what `measurement_needed` has returned, if the caller has asked, to know what becomes of it.
+        transport: the ranks.
+        measurement: the call that `measurement_needed` returned, for a caller that needs its state after an error.
 
     Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: that call has failed, as any other.
+        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
     """
-    if measurement is None:
-        measurement = measurement_needed(transport)
+    measurement = measurement or measurement_needed(transport)
     if measurement is not None:
         queue_of(transport).call(measurement)
-        assert measurement.found is not None
-        return measurement.found
-    used = _known(transport)
-    assert used is not None
-    return used
+    costs = _known(transport) if measurement is None else measurement.costs
+    assert costs is not None
+    return costs
 
 
 def costs_for_steps(transport: Transport) -> KnownCosts:
-    """Like `costs_of`, but where a thread makes calls an interrupt ends only the wait. The next call resumes it."""
+    """Return `costs_of`. Where a thread makes calls, an interrupt ends only the wait, which the next call resumes."""
     queue = queue_of(transport)
     handle = queue.measuring
     if handle is None:
@@ -76,21 +69,15 @@ def costs_for_steps(transport: Transport) -> KnownCosts:
 
 
 def costs_matter(transport: Transport, options: Options) -> bool:
-    """Return whether calls with these options need costs that are those of the links."""
+    """Return whether calls with these options need the costs of the links."""
     return transport.num_nodes > 1 or options.chooses_algorithm
 
 
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
-    """Return the costs by which a plan chooses; ``None``: its options leave nothing to choose, on one node.
+    """Return the costs by which a plan chooses, or None if its options leave nothing to choose on one node.
 
-    For a wire format alone nothing is measured; without a profile, what has been measured or is assumed will do.
-
-    Args:
-        ranks, measurement: as of `costs_of`.
-        options: of the plan.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `costs_of`.
+    The choice of a wire format alone uses the profile, measured costs or assumed ones, and measures nothing. The other
+    arguments and the errors are those of `costs_of`.
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
@@ -98,19 +85,14 @@ def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurem
 
 
 def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
-    """Return the call that `costs_of` will make; ``None``: none, since costs are known.
-
-    Args:
-        ranks: the ranks.
-        options: of calls, which may not need them; ``None``: they are needed.
-    """
+    """Return the call that `costs_of` has to make, or None if costs are known or ``options`` do not need them."""
     if options is not None and not costs_matter(transport, options):
         return None
     queue = queue_of(transport)
     if queue.measuring is not None and _known(transport) is None:  # a reducer's wait for it was interrupted
         try:
             queue.measuring.wait()
-        except Exception:  # the other ranks measure again, too
+        except Exception:  # all ranks measure again
             pass
         except BaseException:
             if queue.measuring.error is not None:
@@ -121,14 +103,9 @@ def measurement_needed(transport: Transport, options: Options | None = None) -> 
 
 
 def measured_links(transport: Transport, seconds: float) -> Links:
-    """Measure the links between ranks, even if they have been measured before. Collective.
+    """Measure the links, even if they have been measured before. Collective; raises what `costs_of` raises.
 
-    Args:
-        ranks: the ranks.
-        seconds: as of `sparsecomm.tuning.links.Probe.measure`.
-
-    Raises:
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the call has failed, as any other.
+    ``seconds``: time budget, as in `sparsecomm.tuning.links.Probe.measure`.
     """
     measurement = LinkMeasurement(transport, seconds)
     queue_of(transport).call(measurement)
@@ -141,22 +118,26 @@ def _known(transport: Transport) -> KnownCosts | None:
 
 
 class LinkMeasurement(Call):
-    """A call after which the queue knows how long messages take, the same on all ranks.
+    """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks.
 
     Attributes:
-        must_keep: whether the caller must keep its gradient: the measurement has begun, even if it then failed, or the
-            transport has failed.
-        links, found: the links, and the costs with them; ``None``: it has not come so far.
+        must_keep: whether the caller has to roll back its gradient: the measurement has begun, even if it then failed,
+            or the transport has failed.
+        links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
     """
 
     def __init__(self, transport: Transport, seconds: float = 0.0) -> None:
-        """Prepare it; ``seconds``: as of `sparsecomm.tuning.links.Probe.measure`."""
+        """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""
         super().__init__(transport)
         self.links: Links | None = None
-        self.found: KnownCosts | None = None
-        self._probe, self._queue, self._seconds = Probe(transport), queue_of(transport), seconds
-        self._counted = transport.counted
+        self.costs: KnownCosts | None = None
         self.must_keep = False
+        self._probe, self._seconds, self._counted = Probe(transport), seconds, transport.counted
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank left it with an error that the other ranks know."""
+        return self.must_keep and self.state is State.FAILED
 
     def _communicator(self) -> Communicator:
         return self._probe.comm
@@ -166,19 +147,14 @@ class LinkMeasurement(Call):
         self.must_keep = True
 
     def _keep(self) -> None:
-        self.must_keep = True  # `_begin` may have failed
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank has left it with an error, of which the others know."""
-        return self.must_keep and self.state is State.FAILED
+        self.must_keep = True  # also if `_begin` failed
 
     def _exchange(self) -> SparseVector:
-        links = self._probe.measure(self._seconds)
-        self.links, self.found = links, profile.measured(links.between, links.inside)
-        return _NOTHING
+        self.links = links = self._probe.measure(self._seconds)
+        self.costs = profile.measured(links.between, links.inside)
+        return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:
-        if not self._seconds:  # tools do not change the costs that calls use
-            self._queue.measured = self.found
-        self.transport.counted = self._counted  # to the program, the sum that comes next is the call that may count
+        if not self._seconds:  # a measurement by a tool does not change the costs of calls
+            queue_of(self.transport).measured = self.costs
+        self.transport.counted = self._counted  # for the program, only sums count

@@ -1,4 +1,4 @@
-"""The options of `sparsecomm.sparse_allreduce`, in one record."""
+"""`Options`: the algorithm, op and wire format of `sparsecomm.sparse_allreduce`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIRES = ("auto", *WIRES)
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments that functions only hand on to `Options`."""
+    """Keyword arguments of functions that pass them on to `Options.of`."""
 
     algorithm: AlgorithmName | Algorithm
     op: Op
@@ -27,7 +27,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `sparsecomm.sparse_allreduce`, as the caller gave them; they are described there."""
+    """The options of a call, as in `sparsecomm.sparse_allreduce`. The algorithm is a name."""
 
     algorithm: str = "auto"
     op: str = "sum"
@@ -35,55 +35,59 @@ class Options:
 
     @classmethod
     def of(cls, algorithm: AlgorithmName | Algorithm = "auto", op: Op = "sum", wire: WireName = "auto") -> Options:
-        """Return the options of a call, of which the algorithm is given by name or as itself.
+        """Return the options of a call, with the algorithm as a name or an object.
 
         Raises:
-            InvalidInputError: the algorithm was not registered.
+            InvalidInputError: the algorithm is not registered.
         """
         return cls(name_of(algorithm), op, wire)
 
     def check(self, dtype: str, *, by_chunk: bool = False) -> None:
-        """Check them for gradients of that element type; ``by_chunk``: of which ranks select by chunk.
+        """Check that calls can be made with these options.
+
+        Args:
+            dtype: name of the gradient's element type.
+            by_chunk: whether the ranks select entries by chunk.
 
         Raises:
-            InvalidInputError: one of them cannot be used.
+            InvalidInputError: an option is unknown, or not supported for such gradients.
         """
         find(self.algorithm)
         check_choice("op", self.op, OPS)
         check_choice("wire", self.wire, _WIRES)
         if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
             raise InvalidInputError(
-                f"wire={self.wire!r} carries values of float32 sums, and x is float64; expected plain or packed"
+                f"wire={self.wire!r} carries values of float32 sums, and x is float64; pass wire='plain' or 'packed'"
             )
-        named = find_all(self.algorithm)
-        if by_chunk and (whole := [each.name for each, _ in named if each is not None and not each.by_chunk]):
+        algorithms = [algorithm for algorithm, _ in find_all(self.algorithm)]
+        if by_chunk and (unsupported := [each.name for each in algorithms if each is not None and not each.by_chunk]):
             raise InvalidInputError(
-                f"selection by chunk with algorithm={self.algorithm!r}: {whole[0]} selects of ranges of its own; "
-                "leave chunks out, or take another algorithm"
+                f"chunk is not supported with algorithm={self.algorithm!r}: {unsupported[0]} selects from its own "
+                "ranges; leave chunk out, or choose another algorithm"
             )
-        unknown = [each.contributors_unknown for each, _ in named if each is not None]
-        if self.op == MEAN_OF_CONTRIBUTORS and len(unknown) == len(named) and all(unknown):
-            counting = ", ".join(a.name for a in ALGORITHMS.values() if not a.contributors_unknown)
+        reasons = ["" if each is None else each.contributors_unknown for each in algorithms]
+        if self.op == MEAN_OF_CONTRIBUTORS and all(reasons):
+            supported = ", ".join(each.name for each in ALGORITHMS.values() if not each.contributors_unknown)
             raise InvalidInputError(
-                f"op={self.op!r} with algorithm={self.algorithm!r}, which {unknown[0]}; expected auto "
-                f"or one of {counting}"
+                f"op={self.op!r} with algorithm={self.algorithm!r}, which {reasons[0]}; expected auto or one of "
+                f"{supported}"
             )
 
     @property
     def decided(self) -> bool:
-        """Whether they leave nothing to choose, so that costs do not matter."""
-        return self.wire != "auto" and find(self.algorithm) is not None
+        """Whether nothing is left to choose, so that costs do not matter."""
+        return self.wire != "auto" and not self.chooses_algorithm
 
     @property
     def chooses_algorithm(self) -> bool:
-        """Whether costs decide how long calls take: which algorithm they are made with, not the wire format alone."""
+        """Whether costs decide which algorithm is used."""
         return find(self.algorithm) is None
 
     def whole(self) -> Options:
-        """Return the options of a call that sums whole gradients. To these all ranks contribute."""
+        """Return the options of a call that sums dense gradients, to which all ranks contribute."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
 
     def query(self, transport: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
-        """Return what the choice of an algorithm depends on; ``value_bytes``: of a value in a sum."""
+        """Return the sizes that the choice depends on; ``value_bytes`` is the size of a value in a sum."""
         counted = self.op == MEAN_OF_CONTRIBUTORS
         return CostQuery(transport.size, transport.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)

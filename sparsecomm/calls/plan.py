@@ -1,7 +1,7 @@
-"""Plans: all that does not change between calls of one signature on one communicator, computed and checked once.
+"""`Plan`: everything that calls of one signature on one communicator share, computed and checked once.
 
-MPI has persistent collectives for what is the same in every step of a program. Here a program need not say that it is:
-the communicator's queue keeps the plans of its latest signatures, and a call looks its own up.
+It corresponds to a persistent collective of MPI, but a program need not ask for it: the queue of a communicator stores
+the plans of the latest signatures, and each call looks its plan up.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """What calls of one signature on one communicator have in common.
-
-    One call of it is under way at a time, as of all calls of a queue.
+    """The plan of calls with one signature on one communicator, of which at most one is in flight.
 
     Attributes:
-        ranks: the transport.
-        algorithm: which calls are made with.
+        transport: the transport of the communicator.
         backend: of the gradient's device.
-        k: entries that every rank selects.
-        chunks: how they are selected; ``None``: from the whole.
-        choice: the algorithm and the wire format, and the seconds that were predicted for them.
-        costs: by which it was made; ``None``: nothing was left to choose.
+        k: number of entries that each rank selects.
+        chunks: how they are selected by chunk; ``None`` selects from the whole gradient.
+        choice: the chosen algorithm and wire format, and their predicted time.
+        algorithm: the chosen algorithm.
+        costs: the costs that decided it; ``None`` if nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
-        comm: the ranks, as the algorithm sees them.
+        comm: the communicator that the algorithm uses.
     """
 
     def __init__(
@@ -49,27 +47,27 @@ class Plan:
         options: Options,
         costs: KnownCosts | None,
         chunks: Chunks | None = None,
-        given: tuple[bool, bool] | None = None,
+        arrays: tuple[bool, bool] | None = None,
     ) -> None:
         """Choose the algorithm and the wire format, and prepare messages.
 
         Args:
-            ranks, backend, k, chunks: see above.
-            dtype: the element type that the ranks agree on.
+            transport, backend, k, chunks: as in the attributes.
+            dtype: the element type that the ranks must agree on.
             shape, size: of the gradient.
-            options: have been checked.
-            costs: by which the ranks choose, the same on all; ``None``: the options leave nothing to choose, and the
-                assumed ones will do: profiles may differ then.
-            given: whether the caller has passed a residual, and an out. Ranks must agree on it, and on the shape;
-                ``None``: what they must agree on is in the label of calls.
+            options: checked options.
+            costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose:
+                assumed costs are used, since the ranks' profiles may differ.
+            arrays: whether the caller passed a residual, and an ``out``. The ranks must agree on both and on the shape.
+                ``None`` if the label of calls covers all of this.
 
         Raises:
             InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
-        config.timeout()  # which calls ask for themselves
-        self.transport, self.backend, self.k, self.chunks = transport, backend, k, chunks
+        config.timeout()  # raises if it cannot be used; calls read it themselves
+        self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
         accumulator = dtype.accumulator
-        self.costs, assumed = costs, profile.DEFAULT if costs is None else costs.costs
+        assumed = profile.DEFAULT if costs is None else costs.costs
         self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)
         self.algorithm, self.mean = best.algorithm, options.op == "mean"
         call = CallSignature(
@@ -81,9 +79,9 @@ class Plan:
             k,
             0 if costs is None else costs.checksum,
             chunk=0 if chunks is None else chunks.length,
-            shape=0 if given is None else shape_checksum(shape),
-            residual=given is not None and given[0],
-            out=given is not None and given[1],
+            shape=0 if arrays is None else shape_checksum(shape),
+            residual=arrays is not None and arrays[0],
+            out=arrays is not None and arrays[1],
         )
         messages = Messages(call, transport.rank, accumulator, shape, backend)
         self.comm = Communicator(transport, backend, messages, best.wire, assumed)

@@ -1,11 +1,11 @@
-"""The call queue of a communicator, and the handles of calls that go on while the program does other things.
+"""`CallQueue`: makes the calls on one communicator one after another. `Handle`: a call in flight.
 
-Calls on one transport are made one after another, in the order in which the program made them, whichever thread made
-them and whether or not they block. Those that do not block are made by a thread of the queue. Where the transport
-may not be used by another thread, they are made when the program waits for them.
+Calls are made in the order in which the program submitted them, whichever thread did and whether or not they block. A
+thread of the queue makes the non-blocking ones. Where the transport allows no other thread, they are made when the
+program waits for them.
 
-One lock stands for the right to make calls. This module is compiled, so that an exception of a signal handler comes
-where a lock is waited for, or within a call, and nowhere else. An error keeps no variables of compiled functions alive.
+This module is compiled, so a signal handler can raise only while a lock is awaited or a call is made. An exception
+does not keep the variables of compiled functions alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plan
-from sparsecomm.calls.tracing import observers_of
 from sparsecomm.checks import FAULTS, quote, to_float
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -38,6 +37,7 @@ from sparsecomm.errors import (
 )
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tracing.observers import ObservedBackends, Observer, observe
+from sparsecomm.tracing.recorder import observers_of
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
@@ -45,46 +45,47 @@ from sparsecomm.tuning.profile import KnownCosts
 __all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
 
 _log = logging.getLogger("sparsecomm")
-_MAX_PLANS = 1024  # of one communicator: more than a model has tensors; each takes some KB
+_MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
 
 
 class Task(Protocol):
-    """A collective call that is ready to be made: once, by `run` or by `leave`."""
+    """A collective call that is ready to be made or left, once."""
 
     def run(self) -> SparseVector:
-        """Make the call, and return its result. If it raises, the call is over."""
+        """Make the call, and return its result. The call has ended even if this raises."""
 
     def leave(self, error: BaseException) -> None:
-        """Leave the call without making it, and tell the other ranks why."""
+        """Leave the call without making it, and send the reason to the other ranks."""
 
 
 class Handle:
-    """A call in flight, as `sparsecomm.isparse_allreduce` returns it.
+    """A call in flight, returned by `sparsecomm.isparse_allreduce`.
 
-    Until it is done, x, residual and out belong to the call: do not change them, nor rely on what they hold.
+    Do not change x, residual and out, or rely on their contents, before the call is done.
     """
 
     def __init__(self, queue: CallQueue, task: Task) -> None:
         self._queue = queue
         self._task: Task | None = task
-        self._refused: BaseException | None = None  # why the call is to be left instead of made
+        self._refusal: BaseException | None = None  # if set, the call is left instead of made
         self._outcome: tuple[SparseVector | None, BaseException | None] | None = None
-        self._undone = Lock()  # held until there is an outcome
-        self._undone.acquire()
-        self._told = False  # somebody has seen the error
+        self._pending = Lock()  # released when there is an outcome
+        self._pending.acquire()
+        self._error_seen = False
 
     def wait(self, timeout: float | None = None) -> SparseVector:
-        """Wait until the call is done, and return its result. May be called again, and then does the same again.
+        """Wait until the call is done, and return its result. A second wait returns or raises the same again.
 
-        An interrupt (Ctrl-C) ends the wait, not the call. Only where no thread makes calls, and this one is being made
-        here, it ends the call as it ends `sparse_allreduce`.
+        An interrupt (Ctrl-C) ends the wait and not the call, unless no thread makes calls and this one makes it here:
+        then it ends the call as it ends `sparse_allreduce`.
 
         Args:
-            timeout: seconds to wait; ``None``: as long as it takes, which ``SPARSECOMM_TIMEOUT`` bounds.
+            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, which
+                ``SPARSECOMM_TIMEOUT`` bounds.
 
         Raises:
-            TimeoutError: the call is not done yet. It goes on: wait again.
-            SparseCommError: what the call raised, as `sparse_allreduce` does.
+            TimeoutError: the call is not done yet. It continues; wait again.
+            SparseCommError: the error that the call raised, as in `sparse_allreduce`.
         """
         if timeout is not None and math.isnan(to_float(timeout)):
             raise InvalidInputError(f"timeout={quote(timeout)}: expected a number of seconds, or None")
@@ -97,20 +98,20 @@ class Handle:
             raise
         if not done:
             raise TimeoutError(
-                f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it goes on: wait again"
+                f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it continues: wait again"
             )
         assert self._outcome is not None
         result, error = self._outcome
-        if isinstance(error, CollectiveMismatchError) and not self._told:
-            self._queue.forget_measured()
-        self._told = True
+        if isinstance(error, CollectiveMismatchError) and not self._error_seen:
+            self._queue.use_measured(None)
+        self._error_seen = True
         if error is not None:
             raise error
         assert result is not None
         return result
 
     def test(self) -> bool:
-        """Return whether the call is done, with a result or an error. Where no thread makes it, this makes it."""
+        """Return whether the call is done, with a result or an error. Where no thread makes calls, this makes it."""
         return self._outcome is not None or self._queue.run_or_wait(self, 0.0)
 
     @property
@@ -119,7 +120,7 @@ class Handle:
 
         Raises:
             InvalidInputError: the call is not done yet.
-            SparseCommError: what the call raised.
+            SparseCommError: the error that the call raised.
         """
         if self._outcome is None:
             raise InvalidInputError(f"rank {self._queue.rank}: the call is not done yet; call wait() first")
@@ -127,7 +128,7 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the call raised; ``None``: none, or it is not done yet."""
+        """The error that the call raised; ``None`` if there is none, or the call is not done yet."""
         return None if self._outcome is None else self._outcome[1]
 
     def __repr__(self) -> str:
@@ -137,45 +138,47 @@ class Handle:
 
     def __del__(self) -> None:
         outcome = getattr(self, "_outcome", None)
-        if outcome is not None and outcome[1] is not None and not self._told:
-            _log.error("rank %s: a call failed, and nobody waited for it: %s", self._queue.rank, text_of(outcome[1]))
+        if outcome is not None and outcome[1] is not None and not self._error_seen:
+            _log.error(
+                "rank %s: a call failed, and no wait() raised its error: %s", self._queue.rank, text_of(outcome[1])
+            )
 
     def _run(self) -> None:
-        """Make the call, or leave it, and wake those who wait."""
-        task, refused = self._task, self._refused
+        """Make or leave the call, and wake the threads that wait for it."""
+        task, refusal = self._task, self._refusal
         assert task is not None
         try:
-            if refused is None:
+            if refusal is None:
                 self._outcome = task.run(), None
             else:
-                task.leave(refused)
-                self._outcome = None, refused
+                task.leave(refusal)
+                self._outcome = None, refusal
         except BaseException as error:
-            self._outcome = None, refused or error
+            self._outcome = None, refusal or error
         self._task = None
-        self._undone.release()
+        self._pending.release()
 
     def _wait(self, timeout: float | None) -> bool:
-        """Return whether the call is done within so many seconds."""
+        """Wait at most this many seconds; return whether the call is done."""
         if self._outcome is None:
             bound = -1.0 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
-            if self._undone.acquire(timeout=bound):
-                self._undone.release()
+            if self._pending.acquire(timeout=bound):
+                self._pending.release()
         return self._outcome is not None
 
 
 class Plans:
-    """The plans of a communicator: the latest that were made, until a setting or the registry of algorithms changes.
+    """The latest plans of a communicator, until a setting or the registry of algorithms changes.
 
-    A key that cannot be hashed or compared has none: its arguments are refused, or checked in every call.
+    Keys that cannot be hashed or compared are not stored: their arguments are checked again in every call.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        self._settings, self._algorithms = config.texts(), len(ALGORITHMS)  # for which they hold
+        self._settings, self._algorithms = config.texts(), len(ALGORITHMS)  # for which the plans are valid
 
     def find(self, key: Hashable) -> Plan | None:
-        """Return the plan that was kept by that key; ``None`` if there is none, or it holds no more."""
+        """Return the plan stored for a key, if it is still valid."""
         settings, algorithms = config.texts(), len(ALGORITHMS)
         if self._settings is not settings or self._algorithms != algorithms:
             self._plans.clear()
@@ -185,18 +188,18 @@ class Plans:
         except FAULTS:
             return None
 
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()
-
     def keep(self, key: Hashable, plan: Plan) -> None:
-        """Keep a plan that was not found, in place of the oldest one if there are too many."""
+        """Store a plan. If there are too many, the oldest one is dropped."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
-        try:  # noqa: SIM105 - what leaves `suppress` is bytecode
+        try:  # noqa: SIM105 - `suppress` is bytecode, in which signal handlers run
             self._plans[key] = plan
         except FAULTS:
             pass
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._plans.clear()
 
 
 class CallQueue:
@@ -204,12 +207,12 @@ class CallQueue:
 
     Attributes:
         rank: of the transport.
-        plans: of its calls.
-        backends: of its calls, which are made one at a time.
-        observers: of its calls.
-        users: how many have numbers in this queue, see `Reducer`.
-        measured: the costs that the ranks have measured, see `sparsecomm.calls.measurement`; None: not yet.
-        measuring: the call that does so, while a reducer waits for it, or is to wait again.
+        plans: plans of its calls.
+        backends: backends for its calls, which are made one at a time.
+        observers: observers of its calls.
+        users: number of `Reducer` objects that use it.
+        measured: costs that the ranks have measured; None if they have not.
+        measuring: a call that measures them, which a reducer waits for or will wait for again.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -219,60 +222,60 @@ class CallQueue:
         self.measuring: Handle | None = None
         self._threaded = transport.threaded
         self._process = os.getpid()
-        self._making = Lock()  # whoever holds it makes calls
-        self._maker = 0  # the thread that does
-        self._waiting: deque[Handle] = deque()
-        self._wake: SimpleQueue[None] = SimpleQueue()  # of the thread, where there is one
-        self._start = Lock()  # acquired once and never released, by the caller that starts the thread
+        self._calling = Lock()  # held by the thread that makes calls
+        self._caller = 0  # identifier of that thread
+        self._handles: deque[Handle] = deque()  # calls that have not begun
+        self._wake: SimpleQueue[None] = SimpleQueue()  # wakes the queue's thread
+        self._start = Lock()  # acquired once, by the thread that starts the queue's thread
         self._started = self._ending = False
-        self._thread = 0  # which it is
-        self._ended = Lock()  # the thread holds it
-        self._postponed: list[Callable[[], object]] = []  # until the end of the call that is being made
+        self._thread = 0  # identifier of the queue's thread
+        self._running = Lock()  # held by the queue's thread
+        self._after_current: list[Callable[[], object]] = []  # run when the current call has ended
         for observer in observers_of(transport):
             self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
 
     def observe(self, transport: Transport, observer: Observer) -> None:
-        """Have somebody observe the calls from now on, of which none is under way."""
+        """Have an observer observe all later calls. No call may be in flight."""
         observe(transport, observer)
         self.backends = ObservedBackends(self.backends, observer)
         self.observers.append(observer)
         self.plans.clear()
 
     def call(self, task: Task) -> SparseVector:
-        """Make a call after those in the queue, and return its result.
+        """Make a call after the calls in the queue, and return its result.
 
         Raises:
-            InvalidInputError: this was called within a call of the same thread.
+            InvalidInputError: the same thread is making another call.
         """
-        self._check()
-        if self._waiting or not self._making.acquire(blocking=False):
+        self._check_process()
+        if self._handles or not self._calling.acquire(blocking=False):
             return self._call_in_turn(task)
-        self._maker = get_ident()
+        self._caller = get_ident()
         try:
             return task.run()
         except TransportError as error:
-            self._refuse_waiting(error)
+            self._refuse_handles(error)
             raise
         except CollectiveMismatchError:
-            self.forget_measured()
+            self.use_measured(None)
             raise
         finally:
             self._leave_refused()
-            self._maker = 0
-            self._making.release()
-            self._after_call()
+            self._caller = 0
+            self._calling.release()
+            self._run_postponed()
 
     def submit(self, task: Task) -> Handle:
-        """Have a call made after those in the queue, and return its handle."""
+        """Submit a call, and return its handle."""
         handle = Handle(self, task)
         self.enqueue(handle)
         return handle
 
     def enqueue(self, handle: Handle) -> None:
-        """Have the call of a handle of this queue made."""
-        self._check()
-        self._waiting.append(handle)
+        """Submit the call of a handle of this queue."""
+        self._check_process()
+        self._handles.append(handle)
         if self._threaded:
             if not self._started and self._start.acquire(blocking=False):
                 try:
@@ -284,75 +287,72 @@ class CallQueue:
             self._wake.put(None)
 
     def run_or_wait(self, handle: Handle, timeout: float | None) -> bool:
-        """Wait until a call is done; make it here if no thread does. Return whether it is done."""
+        """Wait until a call is done, and make it here if no thread does. Return whether it is done."""
         while not (self._threaded and not self._ending) and handle._outcome is None:
-            made = self._run_next()
-            if made is None:
+            ran = self._run_next()
+            if ran is None:
                 break
-            if made is not handle and made.error is not None and not isinstance(made.error, Exception):
-                made._told = True
-                raise made.error  # Ctrl-C came while an earlier call was made
+            if ran is not handle and ran.error is not None and not isinstance(ran.error, Exception):
+                ran._error_seen = True
+                raise ran.error  # Ctrl-C during an earlier call
         return handle._wait(timeout)
 
-    def forget_measured(self) -> None:
-        """Have costs measured again, where they were. Called on all ranks when a call has told that they do not match.
-
-        For it may be that some ranks have measured, and others have left that call with an error when these were done.
-        """
-        if self.measured is not None:
-            self.use_measured(None)
-
     def use_measured(self, costs: KnownCosts | None) -> None:
-        """Have calls choose by costs that ranks have measured, the same on all; ``None``: they are to be measured."""
+        """Plan calls with these measured costs, the same on all ranks, or measure them again.
+
+        All ranks measure again after a mismatch: one rank may have measured while another one failed.
+        """
         self.measured = costs
         self.plans.clear()
 
     def refuse_within_call(self) -> None:
-        """Raise if this thread is making a call.
-
-        Raises:
-            InvalidInputError: it is.
-        """
-        if self._maker == get_ident():
+        """Raise `InvalidInputError` if this thread is making a call."""
+        if self._caller == get_ident():
             raise InvalidInputError(
-                f"rank {self.rank}: this call was made while the same thread makes another one on this communicator, "
-                "by a signal handler or by a finaliser (`__del__`); make it when that one has returned, or on another "
-                "communicator"
+                f"rank {self.rank}: a signal handler or finaliser (`__del__`) made this call while the same thread "
+                "makes another call on this communicator; make it afterwards, or on another communicator"
             )
 
     def finish(self, then: Callable[[], object] | None = None) -> None:
+        """Make the calls in the queue, since other ranks may wait for them, and run ``then``. Nothing may follow.
+
+        From within a call, as when the garbage collector calls this, it returns at once and happens after that call.
+        """
         if os.getpid() != self._process:
             return
-        if self._maker == get_ident():
+        if self._caller == get_ident():
             if then is not None:
-                self._postponed.append(then)
+                self._after_current.append(then)
             return
         self._ending = True
         while self._run_next() is not None:
             pass
         if self._started and self._thread != get_ident():
             self._wake.put(None)
-            self._ended.acquire()
-            self._ended.release()
+            self._running.acquire()
+            self._running.release()
         if then is not None:
             then()
 
     def _call_in_turn(self, task: Task) -> SparseVector:
-        """Make a call after others, which are waiting or being made by another thread."""
+        """Make a call while other calls wait or another thread makes one."""
         self.refuse_within_call()
         handle = Handle(self, task)
         try:
             self.enqueue(handle)
             return handle.wait()
         except BaseException as error:
-            if handle._outcome is None:  # it is left, if it has not begun; only then x and others are the caller's
-                handle._refused = error
+            if (
+                handle._outcome is None
+            ):  # leave it, unless it has begun; only then do x and the others belong to the caller
+                handle._refusal = error
                 self.run_or_wait(handle, None)
-            handle._told = True
+            handle._error_seen = True
             raise
 
     def _serve(self) -> None:
-        with self._ended:
+        """Make calls, in the queue's thread."""
+        with self._running:
             self._thread = get_ident()
             be_prompt()
             while not self._ending:
@@ -360,53 +360,53 @@ class CallQueue:
                     self._wake.get()
 
     def _run_next(self) -> Handle | None:
-        """Make the first call of the queue, or leave it; return it, or None if there was none."""
-        if not self._waiting:
+        """Make or leave the first call of the queue, and return its handle; None if the queue is empty."""
+        if not self._handles:
             return None
         self.refuse_within_call()
         handle: Handle | None = None
-        with self._making:
-            self._maker = get_ident()
+        with self._calling:
+            self._caller = get_ident()
             try:
-                if self._waiting:
-                    handle = self._waiting.popleft()
+                if self._handles:
+                    handle = self._handles.popleft()
                     handle._run()
-                    if isinstance(handle.error, TransportError) and handle._refused is None:
-                        self._refuse_waiting(handle.error)
+                    if isinstance(handle.error, TransportError) and handle._refusal is None:
+                        self._refuse_handles(handle.error)
                     self._leave_refused()
             finally:
-                self._maker = 0
-        self._after_call()
+                self._caller = 0
+        self._run_postponed()
         return handle
 
     def _leave_refused(self) -> None:
-        while self._waiting and self._waiting[0]._refused is not None:
-            self._waiting.popleft()._run()
+        while self._handles and self._handles[0]._refusal is not None:
+            self._handles.popleft()._run()
 
-    def _refuse_waiting(self, error: TransportError) -> None:
-        """Have the calls that are waiting left: the job is in pieces, and no call should wait for it again."""
-        for i in range(len(self._waiting)):  # other threads may add to it meanwhile, and only this one takes from it
-            handle = self._waiting[i]
-            text = f"rank {self.rank} did not make this call, since one before it failed: {text_of(error)}"
+    def _refuse_handles(self, error: TransportError) -> None:
+        """Refuse the calls in the queue, so that none of them waits for a broken job again."""
+        for i in range(len(self._handles)):  # other threads may append; only this one removes
+            handle = self._handles[i]
+            text = f"rank {self.rank} did not make this call, since an earlier one failed: {text_of(error)}"
             dead = error.ranks if isinstance(error, RankFailedError) else None
-            why = TransportError(text) if dead is None else RankFailedError(text, dead)
-            why.__cause__ = error
-            handle._refused = why
+            refusal = TransportError(text) if dead is None else RankFailedError(text, dead)
+            refusal.__cause__ = error
+            handle._refusal = refusal
 
-    def _after_call(self) -> None:
-        while self._postponed:
+    def _run_postponed(self) -> None:
+        while self._after_current:
             try:
-                then = self._postponed.pop()
-            except IndexError:  # another thread has it
+                then = self._after_current.pop()
+            except IndexError:  # another thread took it
                 return
             self.finish(then)
 
-    def _check(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInputError(
-                f"this communicator belongs to process {self._process}, of which this one, {os.getpid()}, is a fork; "
-                "its connections and threads do not survive that: make the call in the process that started, or start "
-                "this one by spawning, with a communicator of its own"
+                f"this communicator belongs to process {self._process}, and this is its fork {os.getpid()}, in which "
+                "connections and threads do not survive. Make the call in the original process, or start this process "
+                "by spawning, with its own communicator"
             )
 
 
@@ -416,7 +416,7 @@ _creating = Lock()
 
 @atexit.register
 def _finish() -> None:
-    """Finish all queues, in an order that is the same on all ranks, before MPI is finalised under their threads."""
+    """Finish all queues before MPI is finalised, in an order that is the same on all ranks."""
     for known in tuple(_queues):
         queue = known()
         if queue is not None:

@@ -1,4 +1,4 @@
-"""What ranks compare before anything is applied: also the shape of x, and whether there are a residual and an out."""
+"""Ranks compare the shape of x, and whether there are a residual and an out, before anything is applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that go on beside the program do what blocking ones do: results, residuals, errors."""
+"""Calls in the background have the results, residuals and errors of blocking calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bits(*arrays: np.ndarray) -> list[bytes]:
         ("float64", "packed", "sum"),
     ],
 )
-def test_results_are_those_of_sparse_allreduce(algorithm: str, P: int, dtype: str, wire: str, op: str) -> None:
+def test_results_equal_those_of_sparse_allreduce(algorithm: str, P: int, dtype: str, wire: str, op: str) -> None:
     options = {"algorithm": algorithm, "wire": wire, "op": op, "label": "a layer"}
 
     def program(blocking: bool) -> Callable[[simulated.SimulatedTransport], list[bytes]]:
@@ -58,7 +58,7 @@ def test_results_are_those_of_sparse_allreduce(algorithm: str, P: int, dtype: st
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("P", [2, 3, 8])
-def test_other_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> None:
+def test_different_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) -> None:
     def call(*arguments: Any, **options: Any) -> sc.SparseVector:
         if blocking:
             return sc.sparse_allreduce(*arguments, **options)
@@ -98,7 +98,7 @@ def test_bad_arguments_are_refused_at_once_and_not_counted(wrong: dict[str, Any]
 
 @pytest.mark.parametrize("P", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["dense", "butterfly", "split", "tree"])
-def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(
+def test_a_transport_error_rolls_back_queued_calls_on_all_ranks(
     P: int, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that the first call measures nothing, and is queued
@@ -124,11 +124,11 @@ def test_after_an_error_of_the_transport_queued_gradients_are_kept_on_all_ranks(
 
     for said in [result for result in run(P, program) if result]:
         assert all("rank 1" in text or "left" in text for text in said)
-        assert "did not make this call, since one before it failed" in said[-1]
+        assert "did not make this call, since an earlier one failed" in said[-1]
 
 
 @pytest.mark.parametrize("P", [2, 3, 5])
-def test_after_a_mismatch_queued_calls_are_made(P: int) -> None:
+def test_queued_calls_are_made_after_a_mismatch(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
         first = sc.isparse_allreduce(np.ones(10, np.float32), 2 + (transport.rank == 1), comm=transport)
         second = sc.isparse_allreduce(np.ones(10, np.float32), 2, comm=transport)

@@ -1,4 +1,4 @@
-"""Interrupted calls: whatever the place, the queue can be used again and the gradient is in one place, whole."""
+"""Interrupted calls: wherever the interrupt comes, the queue stays usable, and no gradient is lost or doubled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CALLS: list[dict[str, Any]] = [
 
 
 class Rank:
-    """A rank that makes one call again and again, of which it knows what comes out."""
+    """A rank that repeats a call whose outcome it knows."""
 
     def __init__(self, transport: simulated.SimulatedTransport, background: bool, options: dict[str, Any]) -> None:
         self.transport, self.background, self.options = transport, background, options
@@ -84,8 +84,8 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("options", CALLS, ids=lambda options: options["algorithm"])
-def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], background: bool) -> None:
-    """Also where what ends it is interrupted again."""
+def test_an_interrupted_call_is_committed_or_rolled_back(options: dict[str, Any], background: bool) -> None:
+    """Also if the rollback is interrupted again."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         rank = Rank(transport, background, options)
@@ -103,7 +103,7 @@ def test_a_call_interrupted_anywhere_is_whole(options: dict[str, Any], backgroun
 
 @pytest.mark.parametrize(("P", "step"), [(2, 7), exhaustive(2, 1), exhaustive(3, 1)])
 @pytest.mark.parametrize("options", CALLS[:2], ids=lambda options: options["algorithm"])
-def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
+def test_a_call_interrupted_on_one_rank_is_committed_or_rolled_back_on_all(
     P: int, step: int, options: dict[str, Any]
 ) -> None:
     more, last = [0], P - 1
@@ -131,7 +131,7 @@ def test_a_call_interrupted_anywhere_on_one_of_several_ranks_is_whole_on_all(
 
 
 def test_signals_at_random_times() -> None:
-    """Real ones, in calls of every kind."""
+    """Real signals, in all kinds of calls."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         transport.threaded = True
@@ -169,8 +169,8 @@ def test_signals_at_random_times() -> None:
 
 
 @pytest.mark.parametrize("step", ["commit", "densify", "end"])
-def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that runs out once: the call ends as one that went well, and says so."""
+def test_a_single_memory_error_after_the_decision_loses_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call succeeds, and `last_call` says so."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         rank = Rank(transport, False, {"algorithm": "butterfly"})
@@ -192,7 +192,7 @@ def test_an_error_after_the_sum_is_known_loses_nothing(step: str, monkeypatch: p
     simulated.run(1, program)
 
 
-def test_memory_that_stays_out_leaves_the_gradient_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_memory_errors_leave_the_gradient_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         rank = Rank(transport, False, {"algorithm": "butterfly"})
         with monkeypatch.context() as patch:
@@ -215,7 +215,7 @@ def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, back
 
     class Outer(Call):
         def run(self) -> sc.SparseVector:
-            with pytest.raises(sc.InvalidInputError, match=r"rank 3: .*while the same thread makes another one"):
+            with pytest.raises(sc.InvalidInputError, match=r"rank 3: .*while the same thread makes another call"):
                 queue_.call(Call([]))
             return super().run()
 
@@ -224,8 +224,8 @@ def test_a_call_within_a_call_of_the_same_thread_is_refused(threaded: bool, back
     assert queue_.call(Call([])).nnz == 1
 
 
-def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> None:
-    """x, residual and out are the program's again when the call raises."""
+def test_an_interrupt_leaves_a_blocking_call_that_waits_its_turn() -> None:
+    """The program may use x, residual and out again when the call raises."""
     queue_, log, gate = made(True), [], threading.Event()
     first = queue_.submit(Call(log, "first", gate=gate))
 
@@ -245,8 +245,8 @@ def test_an_interrupt_of_a_blocking_call_that_waits_for_others_leaves_it() -> No
     assert first.wait(SECONDS).nnz == 1
 
 
-def test_ctrl_c_says_what_was_interrupted() -> None:
-    """The rank and the call: in the call itself, and where the program waits for one in the background."""
+def test_keyboard_interrupt_names_the_rank_and_the_call() -> None:
+    """During the call, and during a wait for a call in the background."""
 
     def program(transport: simulated.SimulatedTransport) -> str:
         def receive(*_: Any) -> None:
@@ -281,7 +281,7 @@ def test_ctrl_c_says_what_was_interrupted() -> None:
 
 
 def test_closing_within_a_call_happens_after_it() -> None:
-    """The garbage collector may close a transport at any time, also in the middle of a call on it."""
+    """The garbage collector may close a transport at any time, even during a call on it."""
     queue_, log = made(True), []
 
     class Closing(Call):

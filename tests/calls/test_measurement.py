@@ -1,4 +1,4 @@
-"""The measurement of links that precedes the first call without a profile: what it finds, costs, and breaks."""
+"""The measurement of links before the first call without a profile: its precision, its cost and its failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 
 def gradient(rank: int, number: int) -> np.ndarray:
-    """Whole numbers, whose sums are exact."""
+    """Return integers, whose sums are exact."""
     return np.random.default_rng([rank, number]).integers(-8, 9, N).astype(np.float32)
 
 
@@ -49,8 +49,8 @@ def gradient(rank: int, number: int) -> np.ndarray:
     st.floats(5e7, 1e11),
     st.randoms(use_true_random=False),
 )
-def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
-    """Whenever ranks come, and whatever their clocks say."""
+def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
+    """Whenever ranks begin, and whatever their clocks say."""
     lates = [random.choice([0.0, random.uniform(0, 3 * alpha), 1.0]) for _ in nodes]
 
     def program(transport: simulated.SimulatedTransport) -> KnownCosts:
@@ -76,7 +76,7 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
 
 @settings(max_examples=20)
 @given(st.integers(2, 9), st.randoms(use_true_random=False))
-def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
+def test_all_ranks_agree_with_any_clocks(P: int, random: Any) -> None:
     """Clocks that jitter, stand still, or go backwards."""
 
     def program(transport: simulated.SimulatedTransport) -> KnownCosts:
@@ -89,8 +89,8 @@ def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 64])
-def test_it_takes_one_and_a_half_round_trips(P: int) -> None:
-    """And one more for an odd number of nodes."""
+def test_a_measurement_takes_one_and_a_half_round_trips(P: int) -> None:
+    """And one more with an odd number of nodes."""
     trips = max(
         result.seconds for result in simulated.run(P, lambda transport: costs_of(transport).checksum, alpha=1.0)
     )
@@ -98,7 +98,7 @@ def test_it_takes_one_and_a_half_round_trips(P: int) -> None:
 
 
 @pytest.mark.parametrize(("alpha", "rate", "max_seconds"), [(1e-6, 40e9, 0.3e-3), (50e-6, 1e9, 5e-3)])
-def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds: float) -> None:
+def test_a_measurement_of_fast_links_is_short(alpha: float, rate: float, max_seconds: float) -> None:
     results = simulated.run(16, lambda transport: costs_of(transport).checksum, alpha=alpha, beta=8 / rate)
     assert max(result.seconds for result in results) < max_seconds
 
@@ -110,8 +110,10 @@ def test_it_is_short_where_ranks_are_near(alpha: float, rate: float, max_seconds
     st.floats(5e7, 1e10),
     st.randoms(use_true_random=False),
 )
-def test_with_seconds_to_spend_links_are_known_better(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
-    """And by how much the clocks of any two ranks differ."""
+def test_a_time_budget_makes_the_measurement_more_precise(
+    nodes: list[int], alpha: float, rate: float, random: Any
+) -> None:
+    """It also finds the clock offsets of all ranks."""
     ahead = [random.uniform(-1e3, 1e3) for _ in nodes]
 
     def program(transport: simulated.SimulatedTransport) -> Links:
@@ -139,8 +141,8 @@ def test_with_seconds_to_spend_links_are_known_better(nodes: list[int], alpha: f
         assert offset.bound <= 4 * (alpha + 200 * 8 / rate)
 
 
-def test_a_named_algorithm_reaches_all_at_once_where_links_are_long() -> None:
-    """`double` takes two trips on a long link, and on a short one what costs least."""
+def test_a_named_algorithm_reaches_all_ranks_at_once_over_long_links() -> None:
+    """`double` takes two trips over a long link, and the cheapest way over a short one."""
     options = {"algorithm": "double", "wire": "packed"}
 
     def program(transport: simulated.SimulatedTransport) -> float:
@@ -168,7 +170,7 @@ def test_a_named_algorithm_reaches_all_at_once_where_links_are_long() -> None:
     ],
 )
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1], [0, 0, 0, 1, 1]], ids=str)
-def test_once_on_a_communicator_where_costs_matter(
+def test_links_are_measured_once_per_communicator_if_costs_matter(
     options: dict[str, Any],
     setting: str | None,
     calls: tuple[int, int],
@@ -190,8 +192,8 @@ def test_once_on_a_communicator_where_costs_matter(
     assert run(P, program, nodes) == [[first, first + 1, first + 2]] * P
 
 
-def test_one_that_a_reducer_no_longer_waits_for_is_not_made_twice() -> None:
-    """Its wait was interrupted, and the program goes on with another kind of call."""
+def test_an_abandoned_measurement_is_not_repeated() -> None:
+    """A reducer's wait for it was interrupted, and the program continues with another kind of call."""
 
     def program(transport: simulated.SimulatedTransport) -> int:
         if transport.rank == 0:
@@ -203,7 +205,7 @@ def test_one_that_a_reducer_no_longer_waits_for_is_not_made_twice() -> None:
     assert run(2, program, [0, 1]) == [2, 2]
 
 
-def test_explain_and_calls_use_the_same() -> None:
+def test_explain_uses_the_costs_of_calls() -> None:
     def program(transport: simulated.SimulatedTransport) -> tuple[str, int]:
         said = str(sc.explain(N, K, comm=transport))
         sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport)
@@ -220,7 +222,7 @@ def test_explain_and_calls_use_the_same() -> None:
 
 
 def failing(transport: simulated.SimulatedTransport, place: int, error: BaseException) -> None:
-    """Have the operation of that number of a rank's first call fail, sends and receives counted together."""
+    """Make operation number ``place`` of a rank's first call fail, counting sends and receives together."""
     count = 0
 
     def around(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,8 +243,8 @@ def failing(transport: simulated.SimulatedTransport, place: int, error: BaseExce
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 0], [0, 0, 1, 1], list(range(5))], ids=str)
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("alpha", [1e-6, 1e-2])
-def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], alpha: float) -> None:
-    """All ranks leave it or find a mismatch next, nothing is lost, and calls go on by themselves."""
+def test_a_rank_that_fails_during_a_measurement(nodes: list[int], kind: type[BaseException], alpha: float) -> None:
+    """All ranks leave it or find a mismatch next, nothing is lost, and later calls succeed."""
     P = len(nodes)
     for place in range(0, 60, 3):
         came = []
@@ -282,8 +284,8 @@ def test_a_rank_that_fails_in_it(nodes: list[int], kind: type[BaseException], al
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, sc.TransportError])
 @pytest.mark.parametrize("numbered", [False, True])
-def test_a_rank_that_fails_as_it_begins_it(kind: type[BaseException], numbered: bool) -> None:
-    """The others are told that it has begun and was left, and the gradient is in the residual of all."""
+def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], numbered: bool) -> None:
+    """The other ranks learn that it was left, and the gradient is in the residual on all ranks."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
         residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
@@ -307,8 +309,8 @@ def test_a_rank_that_fails_as_it_begins_it(kind: type[BaseException], numbered: 
     run(3, program)
 
 
-def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`last_call` says that a call has begun and does not count: so the gradient must be in the residual."""
+def test_an_interrupt_after_a_measurement_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`last_call` reports a call that has begun and failed, so the gradient must be in the residual."""
     right = sparse.plan_costs
 
     def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
@@ -334,7 +336,7 @@ def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatc
     run(2, program)
 
 
-def test_a_rank_that_makes_another_call_is_told() -> None:
+def test_a_rank_that_makes_another_call_gets_a_mismatch() -> None:
     def program(transport: simulated.SimulatedTransport) -> str:
         algorithm = "tree" if transport.rank else "auto"
         with pytest.raises(sc.CollectiveMismatchError) as caught:

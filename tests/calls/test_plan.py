@@ -1,4 +1,4 @@
-"""Plans: what calls of one signature share, when it is worked out anew, and that nobody sees a difference."""
+"""Plans: which calls share one, when plans become invalid, and that stored plans change no result."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_another_signature_has_another_plan(rank: Ranks) -> None:
+def test_each_signature_has_its_own_plan(rank: Ranks) -> None:
     plans = [plan_of(rank), *(plan_of(rank, **other) for other in OTHERS.values())]
     assert len(set(map(id, plans))) == len(plans)
     assert [plan_of(rank), *(plan_of(rank, **other) for other in OTHERS.values())] == plans, "each is kept"
 
 
-def test_another_device_and_another_communicator_have_other_plans(cuda: DeferredRuntime, rank: Ranks) -> None:
+def test_each_device_and_communicator_has_its_own_plan(cuda: DeferredRuntime, rank: Ranks) -> None:
     plans = plan_of(rank), plan_of(rank, cuda.put(X)), plan_of(simulated.run(1, lambda transport: transport)[0].value)
     assert len(set(map(id, plans))) == 3
 
 
 @pytest.mark.parametrize(("mine", "others"), [(1, (1.0, True, np.True_)), (1.0, (1, True)), (True, (1, 1.0))])
-def test_numbers_that_are_equal_are_not_the_same_k_nor_chunk(rank: Ranks, mine: Any, others: tuple[Any, ...]) -> None:
+def test_equal_numbers_of_different_types_have_different_plans(rank: Ranks, mine: Any, others: tuple[Any, ...]) -> None:
     for k in (mine, *others, mine):
         if isinstance(k, bool | np.bool_):
             with pytest.raises(sc.InvalidInputError, match="k="):
@@ -109,7 +109,7 @@ def test_numbers_that_are_equal_are_not_the_same_k_nor_chunk(rank: Ranks, mine: 
 @pytest.mark.parametrize(
     ("name", "value"), [("TIMEOUT", "7"), ("THREADS", "3"), ("PROFILE", "mine.json"), ("SIMD", "portable")]
 )
-def test_a_setting_that_has_changed_ends_plans(
+def test_a_changed_setting_invalidates_plans(
     rank: Ranks, name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,9 +126,7 @@ def test_a_setting_that_has_changed_ends_plans(
     assert plan_of(rank) not in (before, changed)
 
 
-def test_a_setting_that_cannot_be_used_is_told_also_where_there_is_a_plan(
-    rank: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_setting_is_refused_despite_a_plan(rank: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(rank)
     monkeypatch.setenv("SPARSECOMM_TIMEOUT", "soon")
     with pytest.raises(sc.InvalidInputError, match="SPARSECOMM_TIMEOUT='soon'"):
@@ -137,7 +135,7 @@ def test_a_setting_that_cannot_be_used_is_told_also_where_there_is_a_plan(
     assert plan_of(rank).k == plan.k
 
 
-def test_an_algorithm_that_is_registered_later_is_taken(rank: Ranks) -> None:
+def test_an_algorithm_registered_later_is_used(rank: Ranks) -> None:
     before, tree = plan_of(rank), sc.algorithms()["tree"]
     new = sc.Algorithm("new", "", "", "", "", tree.run, lambda problem, costs: -1.0, automatic=True)
     sc.register_algorithm(new)
@@ -147,7 +145,7 @@ def test_an_algorithm_that_is_registered_later_is_taken(rank: Ranks) -> None:
         del ALGORITHMS["new"]
 
 
-def test_plans_are_bounded_and_the_latest_stay(rank: Ranks) -> None:
+def test_only_the_latest_plans_are_stored(rank: Ranks) -> None:
     limit, x = module._MAX_PLANS, np.ones(2000, np.float32)
     first, *others = [plan_of(rank, x, k=k) for k in range(1, limit + 50)]
     assert len(queue_of(rank).plans._plans) == limit
@@ -159,7 +157,7 @@ def test_plans_are_bounded_and_the_latest_stay(rank: Ranks) -> None:
 
 
 class Odd(str):
-    """A text that is equal to another one, and cannot be hashed."""
+    """A str that cannot be hashed."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -178,7 +176,7 @@ class OddNumber(int):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_also_where_there_is_a_plan(rank: Ranks, odd: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_despite_a_plan(rank: Ranks, odd: dict[str, Any]) -> None:
     plan = plan_of(rank)
     for _ in range(2):
         with pytest.raises(sc.InvalidInputError, match=f"rank 0: {next(iter(odd))}"):
@@ -187,7 +185,7 @@ def test_what_cannot_be_is_refused_also_where_there_is_a_plan(rank: Ranks, odd: 
 
 
 @pytest.mark.parametrize("odd", [{"k": OddNumber(3)}, {"op": Odd("sum")}], ids=str)
-def test_what_has_no_hash_and_can_be_used_is_used(rank: Ranks, odd: dict[str, Any]) -> None:
+def test_unhashable_valid_arguments_are_used(rank: Ranks, odd: dict[str, Any]) -> None:
     assert plan_of(rank, **odd) is not plan_of(rank, **odd)
     result = sc.sparse_allreduce(X, comm=rank, **({"k": 3} | odd))
     assert data.same_bits(result.indices, sc.sparse_allreduce(X, 3, comm=rank).indices)
@@ -197,7 +195,7 @@ def test_what_has_no_hash_and_can_be_used_is_used(rank: Ranks, odd: dict[str, An
 
 
 class Forgetful(Plans):
-    """No plan is found: each call has a new one."""
+    """Finds no plan, so that each call makes a new one."""
 
     def find(self, key: Hashable) -> Plan | None:
         return None
@@ -231,12 +229,12 @@ sequences = st.lists(signatures, min_size=1, max_size=3).flatmap(
 
 
 def interrupt(*message: Any) -> Any:
-    """Send no message."""
+    """Raise instead of sending a message."""
     raise KeyboardInterrupt
 
 
 def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) -> list[Any]:
-    """Return, for each rank, what came of each call: the result or the error, and what is in residual and out."""
+    """Return for each rank and call the result or the error, the residual and out."""
 
     def program(transport: Ranks) -> list[Any]:
         queue_of(transport).plans = plans()
@@ -268,7 +266,7 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
-def test_results_with_kept_plans_are_those_of_fresh_ones(P: int) -> None:
+def test_stored_and_new_plans_give_the_same_results(P: int) -> None:
     seen = set()
 
     @settings(max_examples=40)

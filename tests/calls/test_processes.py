@@ -1,4 +1,4 @@
-"""The ends of processes whose calls go on beside the program: they are made, in order, and by nobody else."""
+"""Exits and forks of processes with calls in the background: the calls are made, in order, by their own process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
 
 @pytest.mark.parametrize("threaded", [True, False])
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "raise SystemExit"])
-def test_what_was_not_waited_for_is_made_when_the_interpreter_ends(threaded: bool, end: str) -> None:
+def test_calls_without_a_wait_are_made_at_exit(threaded: bool, end: str) -> None:
     done = python(f"""{HEAD}
 queue_ = CallQueue(SimpleNamespace(rank=0, threaded={threaded}))
 for name in ("a", "b", "wrong", "c"):
@@ -50,11 +50,11 @@ for name in ("a", "b", "wrong", "c"):
 """)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["made a", "made b", "made wrong", "made c"]
-    assert done.stderr.count("nobody waited for it: calls differ") == 1, done.stderr
+    assert done.stderr.count("no wait() raised its error: calls differ") == 1, done.stderr
 
 
-def test_at_the_end_lines_are_finished_in_the_order_in_which_they_were_made() -> None:
-    """All ranks in one order: without threads, each call waits for the other ranks'."""
+def test_queues_finish_in_the_order_of_their_creation() -> None:
+    """All ranks use the same order: without threads, each call waits for the other ranks."""
     done = python(f"""{HEAD}
 queues = [CallQueue(SimpleNamespace(rank=0, threaded=False)) for _ in range(20)]
 for number, queue_ in reversed(list(enumerate(queues))):
@@ -64,7 +64,7 @@ for number, queue_ in reversed(list(enumerate(queues))):
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
-def test_a_fork_makes_no_calls_and_its_parent_goes_on(end: str) -> None:
+def test_a_fork_makes_no_calls_and_its_parent_continues(end: str) -> None:
     done = python(f"""{HEAD}
 queue_ = CallQueue(SimpleNamespace(rank=0, threaded=True))
 handles = [queue_.submit(Call(i, 0.02)) for i in range(10)]
@@ -130,7 +130,7 @@ print("fine", flush=True)
 
 
 @pytest.mark.mpi
-def test_a_rank_that_ends_without_waiting_still_makes_its_calls() -> None:
+def test_a_rank_that_exits_without_waiting_makes_its_calls() -> None:
     status, said = mpirun(
         3,
         "-c",

@@ -1,4 +1,4 @@
-"""Calls that go on beside the program: their order, their results, their errors, and the ends of processes."""
+"""The call queue: order, results and errors of calls, with and without a thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 60  # after which a test that should not wait has failed
 
 
 class Call:
-    """`sparsecomm.calls.queue.Work` that says what became of it."""
+    """A task that records whether it was made or left."""
 
     def __init__(
         self, log: list[Any], name: Any = 0, *, error: BaseException | None = None, gate: threading.Event | None = None
@@ -60,7 +60,7 @@ def threaded() -> CallQueue:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_both_kinds_are_made_in_the_order_of_the_program() -> None:
+def test_blocking_and_other_calls_are_made_in_program_order() -> None:
     @settings(max_examples=30)
     @given(st.lists(st.sampled_from(["submit", "call", "wait", "test"]), max_size=30), st.booleans())
     def check(steps: list[str], threaded: bool) -> None:
@@ -83,7 +83,7 @@ def test_calls_of_both_kinds_are_made_in_the_order_of_the_program() -> None:
     check()
 
 
-def test_calls_of_several_threads_each_keep_their_order_and_never_overlap(queue_: CallQueue) -> None:
+def test_calls_of_several_threads_keep_their_order_and_never_overlap(queue_: CallQueue) -> None:
     log: list[Any] = []
     inside = threading.Lock()
 
@@ -117,14 +117,14 @@ def test_calls_of_several_threads_each_keep_their_order_and_never_overlap(queue_
         assert [number for thread, number in log if thread == i] == list(range(40))
 
 
-def test_a_call_that_does_not_block_returns_before_it_is_made(threaded: CallQueue) -> None:
+def test_submit_returns_before_the_call_is_made(threaded: CallQueue) -> None:
     gate, log = threading.Event(), []
     handle = threaded.submit(Call(log, gate=gate))
     assert not handle.test()
     assert "in flight" in repr(handle)
     with pytest.raises(sc.InvalidInputError, match="rank 3: the call is not done yet"):
         _ = handle.result
-    with pytest.raises(sc.TimeoutError, match=r"rank 3: .* within 0\.01 s; it goes on"):
+    with pytest.raises(sc.TimeoutError, match=r"rank 3: .* within 0\.01 s; it continues"):
         handle.wait(0.01)
     assert log == []
     gate.set()
@@ -133,7 +133,7 @@ def test_a_call_that_does_not_block_returns_before_it_is_made(threaded: CallQueu
     assert log == [0]
 
 
-def test_without_a_thread_calls_are_made_when_they_are_waited_for() -> None:
+def test_without_a_thread_wait_makes_calls() -> None:
     queue_, log = made(False), []
     first, second, third = (queue_.submit(Call(log, i)) for i in range(3))
     assert log == []
@@ -163,7 +163,7 @@ def test_an_error_is_raised_by_every_wait_and_later_calls_are_made(queue_: CallQ
 
 @pytest.mark.parametrize("error", [sc.TransportError, sc.TimeoutError, sc.RankFailedError])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones_made(
+def test_a_transport_error_leaves_queued_calls_and_later_calls_are_made(
     queue_: CallQueue, error: type[Exception], blocking: bool
 ) -> None:
     log: list[Any] = []
@@ -177,7 +177,7 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
     if blocking:
         thread = threading.Thread(target=call)
         thread.start()
-        while not queue_._making.locked():
+        while not queue_._calling.locked():
             time.sleep(1e-4)
     else:
         first = queue_.submit(wrong)
@@ -197,7 +197,7 @@ def test_after_an_error_of_the_transport_calls_under_way_are_left_and_later_ones
     assert log[4:] == ["later", "latest"]
 
 
-def test_a_call_that_cannot_be_left_says_why_it_was(queue_: CallQueue) -> None:
+def test_an_error_in_leave_does_not_hide_the_reason(queue_: CallQueue) -> None:
     class Stuck(Call):
         def leave(self, error: BaseException) -> None:
             raise sc.TransportError("another rank left it, too")
@@ -211,7 +211,7 @@ def test_a_call_that_cannot_be_left_says_why_it_was(queue_: CallQueue) -> None:
             handle.wait(SECONDS)
 
 
-def test_an_error_that_nobody_waits_for_is_logged_once(queue_: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_a_wait_is_logged_once(queue_: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # handles of other tests
     caplog.clear()
     with caplog.at_level(logging.ERROR, "sparsecomm"):
@@ -229,8 +229,8 @@ def test_an_error_that_nobody_waits_for_is_logged_once(queue_: CallQueue, caplog
     assert "the sixth layer differs" in record.getMessage()
 
 
-def test_a_failed_call_is_forgotten_with_its_handle(threaded: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
-    """Without waiting for the garbage collector."""
+def test_a_failed_call_is_freed_with_its_handle(threaded: CallQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """Not only when the garbage collector runs."""
     with caplog.at_level(logging.ERROR, "sparsecomm"):
         gc.disable()
         try:
@@ -264,7 +264,7 @@ def test_an_interrupt_in_a_call_of_this_thread_is_its_error() -> None:
     assert after.wait().nnz == 1
 
 
-def test_one_line_per_transport_from_many_threads() -> None:
+def test_threads_share_one_queue_per_transport() -> None:
     transport = SimpleNamespace(rank=0, threaded=True, queue=None)
     found: list[CallQueue] = []
     threads = [threading.Thread(target=lambda: found.append(queue.queue_of(transport))) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Ranks whose calls do not pair any more: they find out at once, and meet again."""
+"""Ranks whose calls are out of step find out at once, and continue together after `realign`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(transport: Any) -> list[float]:
 
 
 def skip(transport: simulated.SimulatedTransport) -> None:
-    """Be interrupted in the checks of the arguments."""
+    """Make a call that is interrupted while its arguments are checked."""
 
     class Interrupting:
         def __dlpack_device__(self) -> Any:
@@ -37,7 +37,7 @@ def skip(transport: simulated.SimulatedTransport) -> None:
 
 
 class Barrier:
-    """A barrier of simulated ranks that is not the library's: how programs agree."""
+    """A barrier of simulated ranks outside the library, as programs have."""
 
     def __init__(self) -> None:
         self.here: list[simulated.SimulatedTransport] = []
@@ -55,7 +55,7 @@ class Barrier:
 @several
 @pytest.mark.parametrize("realigned", [True, False])
 def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it in vain. Then all go on with the next one."""
+    """The other ranks time out. Then all ranks make the next call."""
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that calls are counted from the first sum on
     barrier = Barrier()
 
@@ -91,7 +91,7 @@ def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pyte
 
 
 @several
-def test_ranks_in_a_call_that_others_do_not_make_are_called_to_realign(P: int) -> None:
+def test_realign_ends_the_calls_of_other_ranks(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> Any:
         if transport.rank == P - 1:
             skip(transport)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sparsecomm.tracing import observers
 
 import sparsecomm as sc
 from sparsecomm.backends import Backend
@@ -25,6 +24,7 @@ from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
 from sparsecomm.cli.bench import launch, rows, runners, sweep, timing
 from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
 from tests.cli.test_cli import shell

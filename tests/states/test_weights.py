@@ -1,4 +1,4 @@
-"""Ranks that compare their weights, on simulated ranks."""
+"""`check_weights` on simulated ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.thinning import exhaustive
 
 
 def outcomes(P: int, tensors: Any) -> list[BaseException | None]:
-    """What `check_weights` raises on each rank, given what ``tensors(rank)`` returns. The next call is fine."""
+    """Return the error of `check_weights` on each rank with ``tensors(rank)``, and make another call."""
 
     def program(transport: simulated.SimulatedTransport) -> BaseException | None:
         found = None
@@ -52,7 +52,7 @@ def of_every_kind() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("P", [1, exhaustive(2), 5])
-def test_the_same_bits_are_the_same(P: int) -> None:
+def test_equal_bits_are_equal_weights(P: int) -> None:
     pytest.importorskip("greenlet")
     assert outcomes(P, lambda rank: of_every_kind()) == [None] * P
     assert outcomes(P, lambda rank: {}) == [None] * P
@@ -66,7 +66,7 @@ def test_bytes_of_jax() -> None:
 
 
 @pytest.mark.parametrize("P", [2, 5])
-def test_the_first_tensor_and_rank_that_differ_are_named_on_all_ranks(P: int) -> None:
+def test_all_ranks_name_the_first_tensor_and_rank_that_differ(P: int) -> None:
     *names, last = [name for name, t in of_every_kind().items() if name not in ("none", "no tensor")]
     for name in names:
 
@@ -107,7 +107,7 @@ def _with_another_bit(tensor: Any) -> Any:
         {"a": np.ones(3), "b": np.ones(1)},
     ],
 )
-def test_other_tensors_are_refused_on_all_ranks(theirs: dict[str, Any]) -> None:
+def test_different_tensors_are_refused_on_all_ranks(theirs: dict[str, Any]) -> None:
     for error in outcomes(3, lambda rank: theirs if rank == 1 else {"a": np.ones(3)}):
         assert type(error) is sc.CollectiveMismatchError
         assert "number, order, names, types or shapes" in str(error)

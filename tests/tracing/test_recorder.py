@@ -1,4 +1,4 @@
-"""What SPARSECOMM_TRACE and SPARSECOMM_RANGES make of calls: all of their messages, and nothing else changes."""
+"""SPARSECOMM_TRACE records all messages of calls, SPARSECOMM_RANGES marks their parts, and results do not change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparsecomm.tracing.events import Rank, messages, read
-from sparsecomm.tracing.observers import PARTS
 
 import sparsecomm as sc
+from sparsecomm.tracing import recorder
+from sparsecomm.tracing.events import Rank, messages, read
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import simulated
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive
@@ -33,11 +34,11 @@ def vector(rank: int, n: int = 3000) -> np.ndarray:
 def traced(
     folder: Path, P: int, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], dict[int, Rank]]:
-    """Run simulated ranks; return what they did, and what their files say."""
+    """Run simulated ranks; return their outcomes, and their trace files as read."""
     monkeypatch.setenv("SPARSECOMM_TRACE", str(folder / "trace.json"))
     outcomes = simulated.run(P, program, alpha=0.01)
     monkeypatch.delenv("SPARSECOMM_TRACE")
-    for path, file in tracing._files.items():
+    for path, file in recorder._files.items():
         if path.parent == folder:
             file.end()
     return outcomes, read(sorted(folder.glob("trace.*.json")))
@@ -45,7 +46,7 @@ def traced(
 
 @pytest.mark.parametrize(("P", "wire"), [(5, "packed_int8"), exhaustive(1, "plain"), exhaustive(2, "plain")])
 @pytest.mark.parametrize("algorithm", sc.algorithms())
-def test_every_message_is_told_by_both_ends_and_results_are_the_same(
+def test_both_ends_record_every_message_and_results_do_not_change(
     algorithm: str, P: int, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program(transport: SimulatedTransport) -> tuple[Any, ...]:
@@ -82,8 +83,8 @@ def call(transport: SimulatedTransport) -> sc.SparseVector:
 
 @settings(max_examples=20)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_communicators_are_told_apart(sizes: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each simulated job is a communicator of its own, of the same file; in its order where the ranks are the same."""
+def test_communicators_are_distinguished(sizes: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each simulated job adds a communicator to the same files. Those of the same ranks are numbered in order."""
     folder = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as monkeypatch:
         for P in sizes:
@@ -95,7 +96,7 @@ def test_communicators_are_told_apart(sizes: list[int], tmp_path_factory: pytest
         assert list(rank.calls) == [key for key in expected if number < len(key[0])]
 
 
-def test_an_error_is_told_with_whom_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_recorded_with_the_awaited_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: SimulatedTransport) -> None:
         if transport.rank != 1:
             with pytest.raises(sc.TransportError):
@@ -116,10 +117,10 @@ def test_an_error_is_told_with_whom_was_waited_for(tmp_path: Path, monkeypatch: 
         ("fifo/trace.json", "not a regular file"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_once(
+def test_an_unwritable_file_is_logged_once(
     name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A FIFO has no reader: to open it would wait for ever."""
+    """Opening a FIFO without a reader would block forever."""
     (tmp_path / "fifo").mkdir()
     for rank in range(2):
         os.mkfifo(tmp_path / "fifo" / f"trace.{rank}.json")
@@ -135,14 +136,14 @@ def test_a_file_that_cannot_be_written_is_told_once(
     assert all((tmp_path / "fifo" / f"trace.{rank}.json").is_fifo() for rank in range(2))
 
 
-def test_a_folder_gets_files_of_the_usual_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_gets_files_with_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path))
     simulated.run(2, lambda transport: call(transport).nnz)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
 
 
-def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "MAX_BYTES", 5000)
+def test_long_files_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_BYTES", 5000)
 
     def program(transport: SimulatedTransport) -> None:
         for _ in range(100):
@@ -159,7 +160,7 @@ def test_long_files_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_jobs_do_not_write_to_one_file(tmp_path: Path) -> None:
-    file = tracing.TraceFile(tmp_path / "trace.0.json", 0)
+    file = recorder.TraceFile(tmp_path / "trace.0.json", 0)
     before = (tmp_path / "trace.0.json").read_text()
     status, output = run_python(
         "-c", f"import os\nos.environ['SPARSECOMM_TRACE'] = {str(tmp_path / 'trace.json')!r}\n{CALL}"
@@ -209,7 +210,7 @@ print(sorted(f"{{name}} {{ranges.count(name)}}" for name in set(ranges)))
 
 
 @pytest.mark.parametrize("code", [pytest.param(IN_TORCH, id="torch"), pytest.param(IN_NVTX, id="nvtx")])
-def test_profilers_see_the_parts_of_calls(code: str) -> None:
+def test_profilers_record_the_parts_of_calls(code: str) -> None:
     status, output = run_python("-c", code)
     assert status == 0, output
     said = output.splitlines()[-1]
@@ -217,11 +218,11 @@ def test_profilers_see_the_parts_of_calls(code: str) -> None:
     assert "sparsecomm: take-back" in said
 
 
-def test_nvtx_takes_the_ranges() -> None:
+def test_nvtx_accepts_the_ranges() -> None:
     assert run_python("-c", f"import os\nos.environ['SPARSECOMM_RANGES'] = 'nvtx'\n{CALL}") == (0, "")
 
 
-def test_a_profiler_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_and_missing_profilers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_RANGES", "torch, vtune")
 
     def refused(transport: SimulatedTransport) -> None:
@@ -275,11 +276,11 @@ def test_the_rank_that_was_killed_is_found(tmp_path: Path) -> None:
     assert "Call 4 of ranks 0, 2 did not end well: tree sum of n=10000" in output
 
 
-def test_threads_that_write_while_others_begin_new_files(
+def test_threads_write_while_other_threads_begin_new_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing, "MAX_BYTES", 100)
-    file = tracing.TraceFile(tmp_path / "t.json", 0)
+    monkeypatch.setattr(recorder, "MAX_BYTES", 100)
+    file = recorder.TraceFile(tmp_path / "t.json", 0)
 
     def work() -> None:
         for number in range(300):

@@ -1,4 +1,4 @@
-"""A check that all ranks hold the same weights."""
+"""`check_weights`: check that all ranks hold the same tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sparsecomm import transport
 from sparsecomm.calls.agreement import WordsComparison
-from sparsecomm.calls.arguments import Comm, naming_rank
+from sparsecomm.calls.arguments import naming_rank
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array
-from sparsecomm.transport import Transport
+from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 
 __all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "compare_weights"]
@@ -24,18 +22,18 @@ __all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "com
 def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, comm: Comm = None) -> None:
     """Check that all ranks hold the same tensors, bit for bit. Collective: every rank calls it, with the same names.
 
-    It compares a checksum of 64 bits for each tensor. Each rank reads its tensors once, at some GB/s, after a copy to
-    the host if they are on a GPU; 8 bytes for each tensor travel. On one rank it does nothing.
+    Compares a 64-bit checksum per tensor. Each rank reads its tensors once, at some GB/s, after copying them to the
+    host if they are on a GPU, and 8 bytes per tensor are sent. On one rank it does nothing.
 
     Args:
-        tensors: names and tensors, or pairs of them, such as ``model.state_dict()`` or ``model.named_parameters()``: of
-            NumPy, PyTorch, JAX, CuPy, or anything else with ``__dlpack__`` in host memory; of any type. Of a DTensor it
-            is this rank's shard. What is no tensor is left out.
+        tensors: names and tensors, or pairs of them, such as ``model.state_dict()`` or ``model.named_parameters()``:
+            tensors of NumPy, PyTorch, JAX, CuPy, or anything else with ``__dlpack__`` in host memory, of any type. Of
+            a DTensor, this rank's shard is compared. Values that are no tensors are ignored.
         comm: as in `sparse_allreduce`.
 
     Raises:
-        WeightMismatchError: a tensor differs: every rank raises it, and names the first tensor, and the first rank
-            whose tensor is not that of rank 0.
+        WeightMismatchError: a tensor differs. Every rank raises it; it names the first tensor that differs, and the
+            first rank whose tensor is not that of rank 0.
         CollectiveMismatchError: the ranks' tensors differ in number, order, names, types or shapes, or a rank makes
             another call.
         InvalidInputError: an argument cannot be used. Nothing was sent.
@@ -43,10 +41,10 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
     """
 
     def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
-        ranks = transport.transport_of(comm)
-        comparison = make(ranks)
-        if ranks.size > 1:
-            queue_of(ranks).call(comparison)
+        transport = transport_of(comm)
+        comparison = make(transport)
+        if transport.size > 1:
+            queue_of(transport).call(comparison)
         return comparison
 
     compare_weights(tensors, call)
@@ -56,11 +54,11 @@ def compare_weights(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],
 ) -> None:
-    """Do as `check_weights`, by a call that `Reducer.opening_call` makes, for example.
+    """Check weights as `check_weights` does, with the caller's way to make calls, such as `Reducer.opening_call`.
 
     Args:
-        tensors: as there.
-        call: makes the call that the function it is given prepares, and returns it.
+        tensors: as in `check_weights`.
+        call: makes the call that the function passed to it prepares, and returns it.
     """
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
     try:
@@ -78,35 +76,35 @@ class WeightComparison(WordsComparison):
     """The call of `check_weights`."""
 
     def __init__(self, transport: Transport, named: list[tuple[str, Any]]) -> None:
-        """Prepare it for named tensors, which are read now, if there are other ranks."""
-        self._described: list[str] = []
+        """Compute the checksums of tensors, unless there is only one rank."""
+        self._descriptions: list[str] = []
         checksums = []
         for name, tensor in named if transport.size > 1 else ():
-            what, data = interop.content(tensor, name)
-            self._described.append(f"{name}, {what}")
-            checksums.append(_checksum(data))
-        super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._described]).encode()) or 1)
+            description, data = interop.content(tensor, name)
+            self._descriptions.append(f"{name}, {description}")
+            checksums.append(zlib.crc32(data.data) << 32 | zlib.adler32(data.data))
+        super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._descriptions]).encode()) or 1)
 
     def check(self) -> None:
-        """Check what the call has found.
+        """Check the outcome of the call.
 
         Raises:
             WeightMismatchError: tensors differ between ranks.
         """
-        described, firsts = self._described, self.words
-        if described and (first := min(firsts)) < len(described):
+        tensors, firsts = self._descriptions, self.words
+        if tensors and (first := min(firsts)) < len(tensors):
             rank = firsts.index(first)
-            differing = [r for r, position in enumerate(firsts) if position < len(described)]
+            differing = [r for r, position in enumerate(firsts) if position < len(tensors)]
             raise WeightMismatchError(
-                f"{described[first]}: the weights of rank {rank} are not those of rank 0. It is the first of "
-                f"{len(described)} tensors that differs; {format_ranks(differing)} of {len(firsts)} differ from rank "
-                "0. Give all ranks the same: load the same checkpoint, or broadcast them (PyTorch: "
+                f"{tensors[first]}: the weights of rank {rank} are not those of rank 0. It is the first of "
+                f"{len(tensors)} tensors that differs; {format_ranks(differing)} of {len(firsts)} differ from rank 0. "
+                "Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
                 "sparsecomm.torch.broadcast_parameters)"
             )
 
 
 def check_every(every: object) -> int | None:
-    """Return an option ``check_weights_every``.
+    """Return the option ``check_weights_every``.
 
     Raises:
         InvalidInputError: it is neither a number of steps nor None.
@@ -124,10 +122,6 @@ def check_due(every: int | None, step: int, checked: int | None) -> bool:
     Args:
         every: the option ``check_weights_every``.
         step: number of the step.
-        checked: the last step before which they were compared if that was due; ``None``: none.
+        checked: the last step before which they were compared because it was due; ``None`` if there is none.
     """
     return every is not None and (checked is None or bool(every and step % every == 0 and checked != step))
-
-
-def _checksum(data: Array) -> int:
-    return zlib.crc32(data.data) << 32 | zlib.adler32(data.data)

@@ -1,4 +1,4 @@
-"""What messages advise: the name that was meant, and what to install."""
+"""Texts of error messages: similar names, and the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import hints
+from sparsecomm import errors
 
 X = np.ones(9, np.float32)
 
@@ -32,7 +32,7 @@ def test_misspelled_names(call: Any, meant: str) -> None:
         call()
 
 
-def test_names_that_nothing_is_like() -> None:
+def test_names_without_a_similar_one() -> None:
     for algorithm in ("xyz", None, 3):
         with pytest.raises(sc.InvalidInputError, match=r"^algorithm=.*expected one of auto, ") as refused:
             sc.explain(9, 1, algorithm=algorithm)  # type: ignore[arg-type]
@@ -41,8 +41,8 @@ def test_names_that_nothing_is_like() -> None:
 
 @pytest.mark.parametrize("folder", ["checkout", "with a space"])
 def test_commands_that_install(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "__file__", str(tmp_path / folder / "sparsecomm" / "hints.py"))
-    assert shlex.split(hints.pip_install("torch")) == ["pip", "install", "sparsecomm[torch]"]
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / folder / "sparsecomm" / "errors.py"))
+    assert shlex.split(errors.pip_install("torch")) == ["pip", "install", "sparsecomm[torch]"]
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "pyproject.toml").touch()
-    assert shlex.split(hints.pip_install("torch")) == ["pip", "install", "-e", f"{tmp_path / folder}[torch]"]
+    assert shlex.split(errors.pip_install("torch")) == ["pip", "install", "-e", f"{tmp_path / folder}[torch]"]
