@@ -68,6 +68,11 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     assert not int(status), log.decode()
     assert "error" not in log.decode()
     assert nvrtc.nvrtcGetCUBINSize(program)[1] > 1000
+    _, length = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytearray(length)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    assert b".entry" in ptx
+    assert b".ftz" not in ptx  # or subnormal floats would be zero
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
-OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
+# As the CPU rounds: each operation by itself, quotients to nearest, and subnormal floats as what they are.
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
