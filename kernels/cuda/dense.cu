@@ -139,15 +139,17 @@ KERNEL void __launch_bounds__(DENSE_THREADS) narrow(const Value* values, u64 n, 
     for (u64 i = grid_thread(); i < n; i += grid_threads()) dense[i] = values ? X::narrow(values[i]) : Bits(0);
 }
 
-// to = values / by.
+// to = values / by, or values / counts.
 //
 //   values                    [in]   entries' values
 //   host_count, device_count  [in]   entries
-//   by                        [in]   the divisor
+//   by                        [in]   the divisor, unless each value has its own:
+//   counts                    [in]   divisors; or null
 //   to                        [out]  quotients, one per entry
-KERNEL void __launch_bounds__(DENSE_THREADS) divide(const Value* values, u64 host_count, const u64* device_count, Value by, Value* to) {
+KERNEL void __launch_bounds__(DENSE_THREADS)
+divide(const Value* values, u64 host_count, const u64* device_count, Value by, const Value* counts, Value* to) {
     const u64 count = device_count ? *device_count : host_count;
-    for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / by;
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / (counts ? counts[e] : by);
 }
 
 // Checks that indices increase strictly within [begin, end), and that no value is zero.
