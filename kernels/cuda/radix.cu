@@ -41,7 +41,7 @@ struct Radix {
     OWN_LINE u32 histogram[RADIX_BINS];
     OWN_LINE u64 sums[2];  // of each part: keys above the k-th, and equal to it
 };
-static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
+static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 struct Counts {
     u32 of[RADIX_BINS];
@@ -138,7 +138,9 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
             const bool all_win = state->decided == 0 && all <= k;
             u32 bin = 0;
             u64 rank = 0;
-            if (!all_win) find_rank<RADIX_THREADS, RADIX_BINS>(state->histogram, k - state->above, &bin, &rank);
+            const u32* histogram = state->histogram;
+            const auto count_at = [=](u32 b) { return histogram[b]; };
+            if (!all_win) find_rank<RADIX_THREADS, RADIX_BINS>(count_at, k - state->above, &bin, &rank);
             __syncthreads();
             for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS) state->histogram[b] = 0;
             if (threadIdx.x == 0) {
