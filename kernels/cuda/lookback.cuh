@@ -19,7 +19,10 @@ struct LookBack {
 };
 static_assert(sizeof(LookBack) == LOOK_BACK_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
-constexpr u32 WINDOWS = 4;  // of a tile per lane, that are loaded together
+#ifndef LOOK_BACK_WINDOWS
+#define LOOK_BACK_WINDOWS 4
+#endif
+constexpr u32 WINDOWS = LOOK_BACK_WINDOWS;  // of a tile per lane, that are loaded together
 constexpr u64 AGGREGATE = 1ull << 62, INCLUSIVE = 2ull << 62, SUM = AGGREGATE - 1;  // flags, and 62 bits of a sum
 
 // Returns the tile of this block. All threads call it.

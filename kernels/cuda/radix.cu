@@ -16,6 +16,7 @@ using namespace sparsecomm;
 namespace {
 
 constexpr u32 RADIX_BINS = 1u << RADIX_BITS;
+constexpr u32 RADIX_BLOCKS = sizeof(Index) == 8 ? 1 : 0;  // per multiprocessor, at least: as few as need no spilling
 
 enum Stage : u32 {
 #if RESIDUAL
@@ -83,7 +84,7 @@ DEVICE void next_step(Radix* state, Stage stage) {
 //   kept_count                 [out]     winners
 //   state                      [in,out]  zeros, with `sums` for each part
 //   selection                  [in]      retry, count; unless from_start
-KERNEL void __launch_bounds__(RADIX_THREADS)
+KERNEL void __launch_bounds__(RADIX_THREADS, RADIX_BLOCKS)
 radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_start, u64 capacity, const Index* indices,
       const AccBits* bits, Index* kept_indices, Acc::Accumulator* kept_values, u64* kept_count, Radix* state,
       const Selection* selection) {
