@@ -117,6 +117,6 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     The order in which it works is the test's own.
     """
     runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
-    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
     yield runtime
     runtime.streams.run_all()

@@ -18,7 +18,24 @@ using Value = X::Accumulator;
 DEVICE u64 grid_thread() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
 DEVICE u64 grid_threads() { return u64(gridDim.x) * DENSE_THREADS; }
 
-// Returns the position of the first of `count` indices that is at least `from`.
+// Returns the position of the first of `count` indices that is at least `from`. All lanes of a warp call it: 32 probes at a
+// time.
+DEVICE u64 warp_lower_bound(const Index* indices, u64 count, u64 from) {
+    const u32 lane = threadIdx.x % WARP;
+    u64 low = 0, high = count;
+    while (low < high) {
+        const u64 step = (high - low + WARP - 1) / WARP, i = low + lane * step;
+        const bool below = i < high && u64(indices[i]) < from;
+        const u32 found = u32(__popc(__ballot_sync(ALL_LANES, below)));
+        if (found == 0) return low;
+        const u64 next = low + (found - 1) * step + 1;
+        high = low + found * step < high ? low + found * step : high;
+        low = next;
+    }
+    return low;
+}
+
+// The same by one thread.
 DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
     u64 low = 0, high = count;
     while (low < high) {
@@ -50,8 +67,11 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
     SHARED(Tile, tile);
     const u64 count = device_count ? *device_count : host_count, first = u64(blockIdx.x) * DENSIFY_TILE;
     const u64 size = n - first < DENSIFY_TILE ? n - first : DENSIFY_TILE;
-    if (threadIdx.x == 0) tile.begin = lower_bound(indices, count, first);
-    if (threadIdx.x == WARP) tile.end = lower_bound(indices, count, first + size);
+    if (threadIdx.x < 2 * WARP) {
+        const u32 warp = threadIdx.x / WARP;
+        const u64 found = warp_lower_bound(indices, count, warp == 0 ? first : first + size);
+        if (threadIdx.x % WARP == 0) (warp == 0 ? tile.begin : tile.end) = found;
+    }
     for (u64 i = threadIdx.x; i < DENSIFY_TILE; i += DENSE_THREADS) tile.element[i] = 0;
     __syncthreads();
     for (u64 e = tile.begin + threadIdx.x; e < tile.end; e += DENSE_THREADS) {
@@ -105,8 +125,11 @@ scatter_add_where(Bits* dense, const Index* indices, const Value* values, u64 ho
     for (u64 first = u64(blockIdx.x) * DENSE_THREADS; first < count; first += grid_threads()) {
         const u64 last = (first + DENSE_THREADS < count ? first + DENSE_THREADS : count) - 1;
         __syncthreads();  // until all have looked at the range before
-        if (threadIdx.x == 0) range.begin = lower_bound(others, other_count, u64(indices[first]));
-        if (threadIdx.x == WARP) range.end = lower_bound(others, other_count, u64(indices[last]) + 1);
+        if (threadIdx.x < 2 * WARP) {
+            const u32 warp = threadIdx.x / WARP;
+            const u64 found = warp_lower_bound(others, other_count, warp == 0 ? u64(indices[first]) : u64(indices[last]) + 1);
+            if (threadIdx.x % WARP == 0) (warp == 0 ? range.begin : range.end) = found;
+        }
         __syncthreads();
         const u64 e = first + threadIdx.x;
         if (e > last) continue;
@@ -139,15 +162,17 @@ KERNEL void __launch_bounds__(DENSE_THREADS) narrow(const Value* values, u64 n, 
     for (u64 i = grid_thread(); i < n; i += grid_threads()) dense[i] = values ? X::narrow(values[i]) : Bits(0);
 }
 
-// to = values / by.
+// to = values / by, or values / counts.
 //
 //   values                    [in]   entries' values
 //   host_count, device_count  [in]   entries
-//   by                        [in]   the divisor
+//   by                        [in]   the divisor, unless each value has its own:
+//   counts                    [in]   divisors; or null
 //   to                        [out]  quotients, one per entry
-KERNEL void __launch_bounds__(DENSE_THREADS) divide(const Value* values, u64 host_count, const u64* device_count, Value by, Value* to) {
+KERNEL void __launch_bounds__(DENSE_THREADS)
+divide(const Value* values, u64 host_count, const u64* device_count, Value by, const Value* counts, Value* to) {
     const u64 count = device_count ? *device_count : host_count;
-    for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / by;
+    for (u64 e = grid_thread(); e < count; e += grid_threads()) to[e] = values[e] / (counts ? counts[e] : by);
 }
 
 // Checks that indices increase strictly within [begin, end), and that no value is zero.

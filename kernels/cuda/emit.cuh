@@ -1,8 +1,8 @@
 // From candidates to the top-k: `refine` finds the k-th key, `emit` writes the winners in order.
 //
-// Compiled for ACC, the format of the candidates, and INDEX. Grids are by the capacity for candidates; blocks beyond their
-// number end at once. Both kernels do nothing if `retry` is set. Deterministic: `refine` gathers keys in any order, of
-// which it takes the r-th largest; `emit` keeps the order of indices.
+// Compiled for ACC, the format of the candidates, and INDEX. Any number of blocks. Both kernels do nothing if `retry` is
+// set. Deterministic: `refine` gathers keys in any order, of which it takes the r-th largest; `emit` keeps the order of
+// indices.
 #pragma once
 
 #include "select.cuh"
@@ -23,9 +23,17 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
     const u64 wanted = selection->bin, threshold = selection->threshold, count = selection->retry ? 0 : selection->count;
     const u32 shift = selection->shift;
     if (wanted != NO_BIN) {
-        for (u64 i = u64(blockIdx.x) * REFINE_THREADS + threadIdx.x; i < count; i += u64(gridDim.x) * REFINE_THREADS) {
-            const Key key = sparsecomm::key_of(bits[i], ACC::infinity);
-            if (bin_of(key, threshold, shift) == wanted) survivors[atomicAdd(&selection->survivors, 1ull)] = key;
+        const u64 threads = u64(gridDim.x) * REFINE_THREADS;
+        for (u64 i = u64(blockIdx.x) * REFINE_THREADS + threadIdx.x; i < count; i += threads * REFINE_ITEMS) {
+            Key found[REFINE_ITEMS];
+            UNROLL
+            for (u32 j = 0; j < REFINE_ITEMS; j++) found[j] = i + j * threads < count ? bits[i + j * threads] : Key(0);
+            UNROLL
+            for (u32 j = 0; j < REFINE_ITEMS; j++) {
+                const Key key = sparsecomm::key_of(found[j], ACC::infinity);
+                if (i + j * threads < count && bin_of(key, threshold, shift) == wanted)
+                    survivors[atomicAdd(&selection->survivors, 1ull)] = key;
+            }
         }
     }
     if (!is_last_block(&selection->blocks_done)) return;
@@ -43,8 +51,8 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
     }
 }
 
-// Writes the winners, and what becomes of the others. One block per EMIT_TILE candidates of capacity. Reads the candidates
-// once and writes each once. Greater keys and ties are counted together, in two halves of one word.
+// Writes the winners, and what becomes of the others. Any number of blocks; each takes EMIT_TILE candidates at a time.
+// Reads the candidates once and writes each once. Greater keys and ties are counted together, in two halves of one word.
 //
 //   indices, bits              [in]      of the candidates, in order of index: selection->count elements
 //   kept_indices, kept_values  [out]     the winners, in order of index; room for k
@@ -57,10 +65,11 @@ KERNEL void __launch_bounds__(EMIT_THREADS)
 emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulator* kept_values, INDEX* lost_indices,
      ACC::Accumulator* lost_values, Key* residual, u64* kept_count, u64* lost_count, LookBack* look_back, const Selection* selection) {
     constexpr u64 TIE = 1ull << 31;
-    const u32 tile = tile_ticket(look_back);
     const u64 count = selection->retry ? 0 : selection->count, kth = selection->kth, ties = selection->ties;
-    const u64 begin = u64(tile) * EMIT_TILE + u64(threadIdx.x) * EMIT_ITEMS;
-    if (u64(tile) * EMIT_TILE < count) {
+    while (true) {
+        const u32 tile = tile_ticket(look_back);
+        if (u64(tile) * EMIT_TILE >= count) break;
+        const u64 begin = u64(tile) * EMIT_TILE + u64(threadIdx.x) * EMIT_ITEMS;
         Key found[EMIT_ITEMS];
         u64 mine = 0, all;
         UNROLL
@@ -98,9 +107,9 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
             if (lost_count != nullptr) *lost_count = count - won;
         }
     }
-    if (count == 0 && tile == 0 && threadIdx.x == 0 && !selection->retry) {
+    if (count == 0 && blockIdx.x == 0 && threadIdx.x == 0 && !selection->retry) {
         *kept_count = 0;
         if (lost_count != nullptr) *lost_count = 0;
     }
-    reset_after_last_block(look_back, gridDim.x);
+    reset_after_last_block(look_back, u32((count + EMIT_TILE - 1) / EMIT_TILE));
 }

@@ -73,20 +73,49 @@ DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits
     }
 }
 
-// Returns what is selected from: x, or decay * residual + x as it is stored; product and sum are rounded each. x may be
-// null: then the residual alone.
+// Returns decay * residual + x as it is stored; product and sum are rounded each.
+DEVICE Group<AccBits> sum_of(Group<AccBits> residual, const Group<XBits>& x, Acc::Accumulator decay) {
+    UNROLL
+    for (u32 e = 0; e < VECTOR; e++) residual.set(e, Acc::narrow(decay * Acc::widen(residual.get(e)) + X::widen(x.get(e))));
+    return residual;
+}
+
+// Returns what is selected from: x, or decay * residual + x. x may be null: then the residual alone.
 DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned, Acc::Accumulator decay = 1) {
 #if RESIDUAL
-    Group<AccBits> acc = load_group(residual, i, n, aligned);
-    if (x != nullptr) {
-        const Group<XBits> g = load_group(x, i, n, aligned);
-        UNROLL
-        for (u32 e = 0; e < VECTOR; e++) acc.set(e, Acc::narrow(decay * Acc::widen(acc.get(e)) + X::widen(g.get(e))));
-    }
-    return acc;
+    const Group<AccBits> acc = load_group(residual, i, n, aligned);
+    return x == nullptr ? acc : sum_of(acc, load_group(x, i, n, aligned), decay);
 #else
     return load_group(x, i, n, aligned);
 #endif
+}
+
+// The same for COUNT groups, APART elements from each other. Where `whole` says that all is there and at multiples of 16
+// bytes, all loads are under way before the first is looked at.
+template <u32 COUNT, u32 APART>
+DEVICE void accumulate(Group<AccBits> (&acc)[COUNT], const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned,
+                       bool whole, Acc::Accumulator decay = 1) {
+    constexpr u64 ANY = ~0ull;
+#if RESIDUAL
+    if (whole && x != nullptr) {
+        Group<XBits> addend[COUNT];
+        UNROLL
+        for (u32 c = 0; c < COUNT; c++) acc[c] = load_group(residual, i + c * APART, ANY, true);
+        UNROLL
+        for (u32 c = 0; c < COUNT; c++) addend[c] = load_group(x, i + c * APART, ANY, true);
+        UNROLL
+        for (u32 c = 0; c < COUNT; c++) acc[c] = sum_of(acc[c], addend[c], decay);
+        return;
+    }
+#else
+    if (whole) {
+        UNROLL
+        for (u32 c = 0; c < COUNT; c++) acc[c] = load_group(x, i + c * APART, ANY, true);
+        return;
+    }
+#endif
+    UNROLL
+    for (u32 c = 0; c < COUNT; c++) acc[c] = accumulated(x, residual, i + c * APART, n, aligned, decay);
 }
 
 DEVICE AccBits key_of(AccBits bits) { return sparsecomm::key_of(bits, Acc::infinity); }

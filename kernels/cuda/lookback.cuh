@@ -17,8 +17,12 @@ struct LookBack {
     OWN_LINE u32 blocks_done;  // blocks that have reached their end
     OWN_LINE u64 status[1];    // of each tile: 0, or AGGREGATE and its count, or INCLUSIVE and the inclusive prefix
 };
-static_assert(sizeof(LookBack) == LOOK_BACK_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
+static_assert(sizeof(LookBack) == LOOK_BACK_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
+#ifndef LOOK_BACK_WINDOWS
+#define LOOK_BACK_WINDOWS 4
+#endif
+constexpr u32 WINDOWS = LOOK_BACK_WINDOWS;  // of a tile per lane, that are loaded together
 constexpr u64 AGGREGATE = 1ull << 62, INCLUSIVE = 2ull << 62, SUM = AGGREGATE - 1;  // flags, and 62 bits of a sum
 
 // Returns the tile of this block. All threads call it.
@@ -29,29 +33,43 @@ DEVICE u32 tile_ticket(LookBack* state) {
     return tile;
 }
 
-// Returns the exclusive prefix over the tiles. All threads call it.
+// Tells later tiles the aggregate of this one, before anything waits for it. One thread calls it.
+DEVICE void publish(LookBack* state, u32 tile, u64 own) {
+    store_relaxed(&state->status[tile], (tile == 0 ? INCLUSIVE : AGGREGATE) | own);
+}
+
+// Returns the exclusive prefix over the tiles, once it has been told by `publish`. All threads call it.
 //
 //   state  [in,out]  all zeros before the first tile
 //   tile   [in]      from `tile_ticket`
 //   own    [in]      the aggregate of this tile
-DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
+DEVICE u64 prefix_before(LookBack* state, u32 tile, u64 own) {
     SHARED(u64, base);
     if (threadIdx.x < WARP) {
         const u32 lane = threadIdx.x;
-        if (lane == 0) store_relaxed(&state->status[tile], (tile == 0 ? INCLUSIVE : AGGREGATE) | own);
-        u64 before = 0;
-        for (i64 end = tile; end > 0; end -= WARP) {  // a window of tiles, lane 0 the nearest
-            const i64 t = end - 1 - i64(lane);
-            u64 word = t < 0 ? INCLUSIVE : load_relaxed(&state->status[t]);
-            while (__any_sync(ALL_LANES, word == 0)) {
-                pause();
-                if (word == 0) word = load_relaxed(&state->status[t]);
+        u64 before = 0;  // the sum of these over the lanes
+        bool ended = false;
+        for (i64 end = tile; end > 0 && !ended; end -= WINDOWS * WARP) {  // lane 0 has the nearest tile of each window
+            u64 word[WINDOWS];
+            UNROLL
+            for (u32 w = 0; w < WINDOWS; w++) {
+                const i64 t = end - 1 - i64(w * WARP + lane);
+                word[w] = t < 0 ? INCLUSIVE : load_relaxed(&state->status[t]);
             }
-            const u32 inclusive = __ballot_sync(ALL_LANES, word >= INCLUSIVE);
-            const u32 last = inclusive ? u32(__ffs(int(inclusive))) - 1 : WARP - 1;
-            before += warp_sum(lane <= last ? word & SUM : 0ull);
-            if (inclusive) break;
+            UNROLL
+            for (u32 w = 0; w < WINDOWS; w++) {
+                if (ended) continue;
+                while (__any_sync(ALL_LANES, word[w] == 0)) {
+                    pause();
+                    if (word[w] == 0) word[w] = load_relaxed(&state->status[end - 1 - i64(w * WARP + lane)]);
+                }
+                const u32 inclusive = __ballot_sync(ALL_LANES, word[w] >= INCLUSIVE);
+                const u32 last = inclusive ? u32(__ffs(int(inclusive))) - 1 : WARP - 1;
+                before += lane <= last ? word[w] & SUM : 0ull;
+                ended = inclusive != 0;
+            }
         }
+        before = warp_sum(before);
         if (lane == 0) {
             if (tile > 0) store_relaxed(&state->status[tile], INCLUSIVE | (before + own));
             base = before;
@@ -59,6 +77,12 @@ DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
     }
     __syncthreads();
     return base;
+}
+
+// Both, one after the other. All threads call it.
+DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
+    if (threadIdx.x == 0) publish(state, tile, own);
+    return prefix_before(state, tile, own);
 }
 
 // Returns whether this block is the last one of the grid to come here; it then sees what all others wrote before they

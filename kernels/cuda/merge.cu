@@ -77,18 +77,20 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
         u64 threshold;  // here, and not in registers, of which there are too few
+        u32 keys[BINS];  // of this block, since very many keys of all blocks may be in one bin
     };
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
     const u64 total = a_count + b_count;
     const u32 warp = threadIdx.x / WARP;
-    if (warp == 0) {
+    if (warp == 1) {  // while the first one waits for its ticket
         const u64 first = first_bin(a_values, a_count, b_values, b_count);
-        if (threadIdx.x == 0) tile.threshold = first;
+        if (threadIdx.x == WARP) tile.threshold = first;
     }
     const u32 ticket = tile_ticket(look_back);  // after which all threads see the threshold
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
+        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS) tile.keys[b] = 0;
         const u64 end = begin + MERGE_TILE < total ? begin + MERGE_TILE : total;
         if (warp < 2) {
             const u64 found = merge_path(a_indices, a_count, b_indices, b_count, warp == 0 ? begin : end);
@@ -147,9 +149,12 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
             const Key found = canonical<ACC>(ACC::narrow(sum[item]));
             indices[to] = where[item];
             bits[to] = found;
-            count_key(selection, sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT);
+            atomicAdd(&tile.keys[bin_of(sparsecomm::key_of(found, ACC::infinity), tile.threshold, SHIFT)], 1u);
             to++;
         }
+        __syncthreads();
+        for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS)
+            if (tile.keys[b]) add_keys(selection, b, tile.keys[b]);
         if (threadIdx.x == 0 && end == total) selection->count = before + all;
     }
     if (!reset_after_last_block(look_back, gridDim.x)) return;

@@ -24,6 +24,7 @@
 // the count, the length follows that the host has checked: it never reads or writes anything else, and adds to `faults`
 // if the bits are not `count`, a bit is set where none can be, or a block has an exponent that is too large, or magnitudes
 // that are none. Deterministic.
+#define LOOK_BACK_WINDOWS 1  // for want of registers
 #include "codecs.cuh"
 #include "lookback.cuh"
 

@@ -1,8 +1,7 @@
 // What the kernels ask of the machine, and nothing else does: memory order, shared memory, 16 bytes at a time.
 //
-// Names in capitals that no source declares are macros that the launch code defines: types (FORMAT, ACC, INDEX, CODEC ...)
-// by sparsecomm/backends/cuda/modules.py, sizes (FILTER_THREADS, BINS ...) by tuning.py, the bytes of structures in device
-// memory (SELECTION_BYTES ...) by workspace.py.
+// Names in capitals that no source declares are macros that sparsecomm/backends/cuda/modules.py defines: types (FORMAT, ACC,
+// INDEX, CODEC ...), sizes (FILTER_THREADS, BINS ...), and the bytes of structures in device memory (SELECTION_BYTES ...).
 //
 // The tests run these sources on the CPU, with one fiber per CUDA thread: SPARSECOMM_EMULATED then names a header that
 // stands in for the compiler's built-ins.

@@ -16,6 +16,7 @@ using namespace sparsecomm;
 namespace {
 
 constexpr u32 RADIX_BINS = 1u << RADIX_BITS;
+constexpr u32 RADIX_BLOCKS = sizeof(Index) == 8 ? 1 : 0;  // per multiprocessor, at least: as few as need no spilling
 
 enum Stage : u32 {
 #if RESIDUAL
@@ -41,7 +42,7 @@ struct Radix {
     OWN_LINE u32 histogram[RADIX_BINS];
     OWN_LINE u64 sums[2];  // of each part: keys above the k-th, and equal to it
 };
-static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
+static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 struct Counts {
     u32 of[RADIX_BINS];
@@ -83,7 +84,7 @@ DEVICE void next_step(Radix* state, Stage stage) {
 //   kept_count                 [out]     winners
 //   state                      [in,out]  zeros, with `sums` for each part
 //   selection                  [in]      retry, count; unless from_start
-KERNEL void __launch_bounds__(RADIX_THREADS)
+KERNEL void __launch_bounds__(RADIX_THREADS, RADIX_BLOCKS)
 radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_start, u64 capacity, const Index* indices,
       const AccBits* bits, Index* kept_indices, Acc::Accumulator* kept_values, u64* kept_count, Radix* state,
       const Selection* selection) {
@@ -138,7 +139,9 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
             const bool all_win = state->decided == 0 && all <= k;
             u32 bin = 0;
             u64 rank = 0;
-            if (!all_win) find_rank<RADIX_THREADS, RADIX_BINS>(state->histogram, k - state->above, &bin, &rank);
+            const u32* histogram = state->histogram;
+            const auto count_at = [=](u32 b) { return histogram[b]; };
+            if (!all_win) find_rank<RADIX_THREADS, RADIX_BINS>(count_at, k - state->above, &bin, &rank);
             __syncthreads();
             for (u32 b = threadIdx.x; b < RADIX_BINS; b += RADIX_THREADS) state->histogram[b] = 0;
             if (threadIdx.x == 0) {

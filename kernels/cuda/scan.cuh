@@ -46,7 +46,6 @@ DEVICE T block_scan(T v, T* total) {
     static_assert(BLOCK % WARP == 0 && WARPS <= WARP, "whole warps, whose sums one warp can add");
     struct Sums {
         T warp[WARPS];
-        T all;
     };
     SHARED(Sums, sums);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -54,15 +53,9 @@ DEVICE T block_scan(T v, T* total) {
     __syncthreads();  // the last call's sums have been read
     if (lane == WARP - 1) sums.warp[warp] = inclusive;
     __syncthreads();
-    if (warp == 0) {
-        const T mine = lane < WARPS ? sums.warp[lane] : T(0);
-        const T through = warp_scan(mine);
-        if (lane < WARPS) sums.warp[lane] = through - mine;
-        if (lane == WARP - 1) sums.all = through;
-    }
-    __syncthreads();
-    *total = sums.all;
-    return sums.warp[warp] + inclusive - v;
+    const T mine = lane < WARPS ? sums.warp[lane] : T(0), through = warp_scan(mine);  // each warp for itself
+    *total = __shfl_sync(ALL_LANES, through, WARP - 1);
+    return __shfl_sync(ALL_LANES, T(through - mine), int(warp)) + inclusive - v;
 }
 
 }  // namespace sparsecomm

@@ -23,7 +23,7 @@ struct Selection {
     OWN_LINE u32 blocks_done;  // blocks that have reached their end, of kernels without tiles
     OWN_LINE u32 histogram[BINS];
 };
-static_assert(sizeof(Selection) == SELECTION_BYTES, "as in sparsecomm/backends/cuda/workspace.py");
+static_assert(sizeof(Selection) == SELECTION_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 constexpr u64 NO_BIN = ~0ull;
 
@@ -35,18 +35,27 @@ DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
     return bin < BINS - 1 ? bin : BINS - 1;
 }
 
+// Where bin b of N stands in device memory: neighbours in other sectors of 32 bytes, since many blocks at once add to bins
+// that are near each other.
+template <u32 N>
+DEVICE u32 slot_of(u32 b) { return b % (N / 8) * 8 + b / (N / 8); }
+template <u32 N>
+DEVICE u32 bin_at(u32 slot) { return slot % 8 * (N / 8) + slot / 8; }
+
+DEVICE void add_keys(Selection* selection, u32 bin, u32 count) { atomicAdd(&selection->histogram[slot_of<BINS>(bin)], count); }
+
 DEVICE void count_key(Selection* selection, u64 key, u64 threshold, u32 shift) {
-    atomicAdd(&selection->histogram[bin_of(key, threshold, shift)], 1u);
+    add_keys(selection, u32(bin_of(key, threshold, shift)), 1);
 }
 
 // Finds the r-th key from the top in a histogram of N bins. All THREADS threads call it; all get the answer.
 //
-//   counts  [in]   keys of each bin; in shared or device memory
-//   r       [in]   from 1 to the number of keys
-//   bin     [out]  that of the r-th key
-//   rank    [out]  its rank within that bin, from 1
-template <u32 THREADS, u32 N, class Count>
-DEVICE void find_rank(const Count* counts, u64 r, u32* bin, u64* rank) {
+//   count_at  [in]   count_at(b) is the number of keys in bin b
+//   r         [in]   from 1 to the number of keys
+//   bin       [out]  that of the r-th key
+//   rank      [out]  its rank within that bin, from 1
+template <u32 THREADS, u32 N, class CountAt>
+DEVICE void find_rank(CountAt count_at, u64 r, u32* bin, u64* rank) {
     constexpr u32 EACH = (N + THREADS - 1) / THREADS;
     struct Found {
         u32 bin;
@@ -54,19 +63,22 @@ DEVICE void find_rank(const Count* counts, u64 r, u32* bin, u64* rank) {
     };
     SHARED(Found, found);
     const i64 top = i64(N) - 1 - i64(threadIdx.x) * EACH;  // this thread's bins: top, top - 1, ...
+    u32 here[EACH];
     u64 mine = 0, all;
-    for (u32 i = 0; i < EACH; i++)
-        if (top - i64(i) >= 0) mine += counts[top - i64(i)];
+    UNROLL
+    for (u32 i = 0; i < EACH; i++) {
+        here[i] = top - i64(i) >= 0 ? u32(count_at(u32(top - i64(i)))) : 0;
+        mine += here[i];
+    }
     u64 above = block_scan<THREADS, u64>(mine, &all);
     if (above < r && r <= above + mine) {
+        UNROLL
         for (u32 i = 0; i < EACH; i++) {
-            const u64 here = top - i64(i) >= 0 ? counts[top - i64(i)] : 0;
-            if (r <= above + here) {
+            if (above < r && r <= above + here[i]) {
                 found.bin = u32(top - i64(i));
                 found.rank = r - above;
-                break;
             }
-            above += here;
+            above += here[i];
         }
     }
     __syncthreads();
@@ -81,7 +93,8 @@ DEVICE void pick_bin(Selection* selection, u64 count, u64 k) {
     const bool all_win = count <= k;
     u32 bin = 0;
     u64 rank = 0;
-    if (!all_win) find_rank<THREADS, BINS>(selection->histogram, k, &bin, &rank);
+    const u32* histogram = selection->histogram;
+    if (!all_win) find_rank<THREADS, BINS>([=](u32 b) { return histogram[slot_of<BINS>(b)]; }, k, &bin, &rank);
     if (threadIdx.x == 0) {
         selection->count = count;
         selection->bin = all_win ? NO_BIN : bin;
@@ -93,7 +106,8 @@ DEVICE void pick_bin(Selection* selection, u64 count, u64 k) {
     for (u32 b = threadIdx.x; b < BINS; b += THREADS) selection->histogram[b] = 0;
 }
 
-// Finds the key of rank `rank` from the top among some keys, in passes over 11 bits. One block calls it.
+// Finds the key of rank `rank` from the top among some keys: of few, each thread looks at one, and counts what is above it;
+// else in passes over 11 bits. One block calls it.
 //
 //   keys   [in]   `count` keys, in any order, each in [first, first + 2^bits)
 //   rank   [in]   from 1 to `count`
@@ -106,19 +120,52 @@ DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, 
         u32 of[1u << DIGIT];
     };
     SHARED(Counts, counts);
+    struct Found {
+        u64 key[THREADS], kth, ties;
+    };
+    SHARED(Found, found);
+    if (count <= THREADS) {
+        if (threadIdx.x < count) found.key[threadIdx.x] = keys[threadIdx.x];
+        __syncthreads();
+        if (threadIdx.x < count) {
+            const u64 key = found.key[threadIdx.x];
+            u64 above = 0, equal = 0;
+            bool first_of_equals = true;
+            for (u32 other = 0; other < u32(count); other++) {
+                above += found.key[other] > key;
+                equal += found.key[other] == key;
+                first_of_equals &= found.key[other] != key || other >= threadIdx.x;
+            }
+            if (first_of_equals && above < rank && rank <= above + equal) {
+                found.kth = key;
+                found.ties = rank - above;
+            }
+        }
+        __syncthreads();
+        *kth = found.kth;
+        *ties = found.ties;
+        return;
+    }
     u64 prefix = 0;  // of key - first, decided so far
     while (bits > 0) {
         const u32 digit = bits < DIGIT ? bits : DIGIT, shift = bits - digit;
         for (u32 b = threadIdx.x; b < 1u << DIGIT; b += THREADS) counts.of[b] = 0;
         __syncthreads();
-        for (u64 i = threadIdx.x; i < count; i += THREADS) {
-            const u64 key = keys[i] - first;
-            const bool matches = bits >= 64 || (key >> bits) == (prefix >> bits);
-            if (matches) atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
+        constexpr u32 AT_ONCE = 8;  // loads that are under way before the first is looked at
+        for (u64 i = threadIdx.x; i < count; i += THREADS * AT_ONCE) {
+            Key some[AT_ONCE];
+            UNROLL
+            for (u32 j = 0; j < AT_ONCE; j++) some[j] = i + j * THREADS < count ? keys[i + j * THREADS] : Key(0);
+            UNROLL
+            for (u32 j = 0; j < AT_ONCE; j++) {
+                const u64 key = some[j] - first;
+                const bool matches = i + j * THREADS < count && (bits >= 64 || (key >> bits) == (prefix >> bits));
+                if (matches) atomicAdd(&counts.of[(key >> shift) & ((1u << digit) - 1)], 1u);
+            }
         }
         __syncthreads();
         u32 bin;
-        find_rank<THREADS, (1u << DIGIT)>(counts.of, rank, &bin, &rank);
+        find_rank<THREADS, (1u << DIGIT)>([&](u32 b) { return counts.of[b]; }, rank, &bin, &rank);
         prefix |= u64(bin) << shift;
         bits = shift;
     }

@@ -382,7 +382,7 @@ class Backend:
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] = 0. The entries of a `DenseSum` are not looked for."""
-        self.memory_of(dense)[entries.dense != 0 if isinstance(entries, DenseSum) else entries.indices] = 0
+        self.memory_of(dense)[self.not_zero(entries.dense) if isinstance(entries, DenseSum) else entries.indices] = 0
 
     # -- dense sums ---------------------------------------------------------------------------------------------------
 
@@ -448,7 +448,12 @@ class Backend:
         """Return the same indices with other values, shape ``(nnz,)``, without those whose value is zero."""
         xp = _library(values)
         found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
-        return _where(SparseVector.trusted(entries.indices, found, entries.size, entries.shape), found != 0)
+        return _where(SparseVector.trusted(entries.indices, found, entries.size, entries.shape), self.not_zero(found))
+
+    def not_zero(self, values: Array) -> Array:
+        """Return a mask of the values that are not zero, however small."""
+        mask: Array = values != 0
+        return mask
 
     def _ones_like(self, entries: SparseVector) -> SparseVector:
         """Return a vector with the same indices, and the value 1 at each."""
@@ -587,13 +592,13 @@ class Backend:
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
         positions = None  # of the entries that remain
         while zeros:  # they are dropped, and of int8 the others then share their exponents with others
-            kept = _library(rounded).flatnonzero(narrow.values)
+            kept = _library(rounded).flatnonzero(self.not_zero(narrow.values))
             positions = kept if positions is None else positions[kept]
             narrow = SparseVector.trusted(narrow.indices[kept], narrow.values[kept], narrow.size, narrow.shape)
             rounded, more, zeros = self.quantize_values(narrow.values, kind)
             narrow.values = rounded
             errors[positions] += more
-        present = errors != 0
+        present = self.not_zero(errors)
         return narrow, lost if present.all() else _where(lost, present)
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:

@@ -31,7 +31,7 @@ def runtime() -> DeferredRuntime:
 
 @pytest.fixture
 def backend(runtime: DeferredRuntime) -> CudaBackend:
-    return CudaBackend(runtime, radix_max_size=300, spare_candidates=500)
+    return CudaBackend(runtime, radix_max_size=300, spare_candidates=500, filter_rounds=1)
 
 
 def entries_of(n: int, nnz: int, seed: int) -> SparseVector:
@@ -176,7 +176,9 @@ def sampled(n: int, itemsize: int, sectors: int) -> np.ndarray:
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_a_misleading_sample_costs_time_only(dtype: str, only_there: bool, with_residual: bool) -> None:
     """Large values only where the sample looks (too few candidates), or only elsewhere (too many): all over again."""
-    backend = CudaBackend(DeferredRuntime(), radix_max_size=300, spare_candidates=500, sample_sectors=256)
+    backend = CudaBackend(
+        DeferredRuntime(), radix_max_size=300, spare_candidates=500, sample_sectors=256, filter_rounds=1
+    )
     n, itemsize = 40_000, data.DTYPES[dtype].itemsize
     x = data.gradient("normal", n, dtype)
     x[sampled(n, itemsize, 256) != only_there] *= 2.0**-10
@@ -206,7 +208,10 @@ def test_no_order_of_threads_and_no_room_for_candidates_changes_a_result(
         acc = r + x
     indices, values = reference.topk(acc, k)
     backend = CudaBackend(
-        DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4), radix_max_size=0, spare_candidates=spare
+        DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4),
+        radix_max_size=0,
+        spare_candidates=spare,
+        filter_rounds=1,
     )
     found = backend.topk(on_device(x), k, on_device(r))
     np.testing.assert_array_equal(found.indices, indices)
@@ -290,7 +295,7 @@ def test_device_memory_that_runs_out_leaves_everything_as_it_was(
                 raise MemoryError
             return empty(count, dtype)
 
-        fresh = CudaBackend(runtime, radix_max_size=300, spare_candidates=500)
+        fresh = CudaBackend(runtime, radix_max_size=300, spare_candidates=500, filter_rounds=1)
         monkeypatch.setattr(runtime, "empty", limited)
         runtime.launches.clear()
         try:

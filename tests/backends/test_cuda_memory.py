@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,23 @@ def device(request: pytest.FixtureRequest) -> Emulated:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CHUNK", 1000)
+
+
+def test_what_is_in_use_at_the_end_of_the_process_is_let_go_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has set the names of modules to None by then, and CUDA may be gone."""
+
+    class Gone:
+        def wait(self) -> None:
+            raise RuntimeError("CUDA is gone")
+
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    in_use = memory.MemoryInUse()
+    in_use.keep(np.empty(1, np.uint8), Gone())
+    for name in [name for name in vars(memory) if not name.startswith("__")]:
+        monkeypatch.setattr(memory, name, None)
+    del in_use
+    assert not complaints
 
 
 @pytest.mark.parametrize("above", [False, True])

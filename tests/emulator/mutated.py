@@ -26,7 +26,16 @@ from tests.emulator.runtime import EmulatedRuntime, EmulatorError
 FINE, CAUGHT, BROKEN = 0, 3, 4  # how it exits; a fault may also end it by a signal
 SEEDS = 2
 MAX_SECONDS = 20  # of the processor for a driver, which takes one
-N = 9001  # three tiles of `filter`; 16 bytes do not divide it
+N = 9001  # some tiles of `filter` and of `chunks`; 16 bytes do not divide it
+# Kinds of gradients, k and lengths, of which a tile has many for warps, or some, or one, or not a whole one.
+CHUNKS = (
+    ("ties", 9, 300),
+    ("mostly zero", 9, 300),
+    ("few values", 200, 1000),
+    ("ties", 40, 2500),
+    ("few values", 200, 4096),
+    ("normal", 700, 5000),
+)
 
 
 class WrongError(Exception):
@@ -42,6 +51,8 @@ class Crowd(EmulatedRuntime):
 def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
     if kind == "ties":  # a few of every value
         return (np.round(50 * data.gradient("normal", n, "float32", seed)) / 50).astype(dtype)
+    if kind == "small":  # few of a warp's part are 1 or more, so that they wait
+        return data.gradient("normal", n, dtype, seed) / 2
     if kind == "close":  # most of them in one bin of the sample, some well above
         v = 1 + np.random.default_rng(seed).integers(0, 30, n) / 1024
         v[::10] *= 4
@@ -89,9 +100,10 @@ def selections(
 class Selecting:
     """`CudaBackend` with k or tau set."""
 
-    def __init__(self, sources: Path, seed: int, spare: int = 100, short: int = 50):
-        self.runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
-        self.backend = CudaBackend(self.runtime, radix_max_size=short, spare_candidates=spare)
+    def __init__(self, sources: Path, seed: int, spare: int = 100, short: int = 50, multiprocessors: int = 2):
+        self.runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=multiprocessors)
+        tiles = {"filter_threads": 64, "filter_vectors": 1, "filter_rounds": 2}  # short, so that there are many
+        self.backend = CudaBackend(self.runtime, radix_max_size=short, spare_candidates=spare, **tiles)
 
     def topk(self, x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
         return self.backend.topk(x, 2100, r)
@@ -134,9 +146,9 @@ def radix_with_residual(sources: Path, seed: int) -> None:
 
 
 def threshold(sources: Path, seed: int, residual: bool = False) -> None:
-    """There are more entries than the first call has room for; in more tiles than a look-back's window, and fewer."""
-    it = Selecting(sources, seed)
-    for n, kind in ((150_001, "few values"), (N, "normal"), (N, "mostly zero"), (20_001, "normal")):
+    """There are more entries than the first call has room for; in more tiles than a look-back's windows, and fewer."""
+    it = Selecting(sources, seed, multiprocessors=50)
+    for n, kind in ((150_001, "few values"), (N, "normal"), (N, "mostly zero"), (20_095, "normal"), (30_001, "small")):
         selections(it.threshold, lambda v: reference.threshold(v, 1.0), residual, seed, n, kind)
 
 
@@ -145,10 +157,10 @@ def threshold_with_residual(sources: Path, seed: int) -> None:
 
 
 def chunks(sources: Path, seed: int) -> None:
-    """Of which a tile has many, some, or not a whole one; with decay."""
+    """With decay."""
     runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
     backend = CudaBackend(runtime)
-    for kind, k, chunk in (("ties", 9, 300), ("mostly zero", 9, 300), ("few values", 200, 1000), ("normal", 700, 5000)):
+    for kind, k, chunk in CHUNKS:
         for again in range(2):
             x = guarded(runtime, gradient(kind, N, "float32", seed + again))
             r = guarded(runtime, gradient(kind, N, "float32", seed + 10))

@@ -22,7 +22,7 @@ COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TU
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
-RESIDENT |= {"chunks": 1024}
+RESIDENT |= {"chunks": 768, "unpack": 1280}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None
 
@@ -68,6 +68,11 @@ def test_nvrtc_compiles(file: str, definitions: tuple[str, ...], architecture: i
     assert not int(status), log.decode()
     assert "error" not in log.decode()
     assert nvrtc.nvrtcGetCUBINSize(program)[1] > 1000
+    _, length = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytearray(length)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    assert b".entry" in ptx
+    assert b".ftz" not in ptx  # or subnormal floats would be zero
 
 
 @pytest.mark.skipif(not NVCC, reason="no nvcc")
@@ -82,7 +87,10 @@ def test_nvcc_finds_no_spills_and_registers_within_budget(
     found = resources(done.stderr)
     assert found
     for kernel, (registers, spilled, shared) in found.items():
-        budget = 65536 // RESIDENT.get(kernel, RESIDENT_OTHERS)
+        resident = RESIDENT.get(kernel, RESIDENT_OTHERS)
+        if kernel == "radix" and "INDEX=long long" in definitions:
+            resident = 640  # for 2^31 elements and more it only works when a sample misled
+        budget = 65536 // resident
         assert spilled == 0, f"{kernel} {definitions} spills {spilled} bytes"
         assert registers <= budget, f"{kernel} {definitions}: {registers} registers, budget {budget}"
         assert shared <= 48 << 10, f"{kernel} {definitions}: {shared} bytes of shared memory"

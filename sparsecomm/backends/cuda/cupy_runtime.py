@@ -6,11 +6,16 @@ What is called here for every launch, copy and allocation is compiled in CuPy, s
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import compiler
 from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
@@ -34,8 +39,9 @@ class CupyRuntime:
         key = file, name, definitions
         if key not in self._kernels:  # two threads may come here at once: then they make the same twice
             with cupy.cuda.Device(self.device):
-                module = cupy.RawModule(code=(SOURCES / "cuda" / file).read_text(), options=_options(definitions))
-                self._kernels[key] = module.get_function(name).kernel
+                module = cupy.cuda.function.Module()
+                module.load(_binary((SOURCES / "cuda" / file).read_text(), _options(definitions)))
+                self._kernels[key] = module.get_function(name)
         return self._kernels[key]
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
@@ -129,8 +135,28 @@ def _stream(handle: int, device: int) -> Any:
     return cupy.cuda.ExternalStream(handle, device)
 
 
+def _binary(source: str, options: tuple[str, ...]) -> bytes:
+    """Return a module for the current device, compiled, or from the folder in which CuPy keeps its own.
+
+    `cupy.RawModule` would add ``-ftz=true``: subnormal floats would be zero, which they are not on the CPU.
+    """
+    versions = cupy.__version__, compiler._get_nvrtc_version(), cupy.cuda.Device().compute_capability
+    known_by = hashlib.sha256(repr((source, options, versions)).encode()).hexdigest()
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy/kernel_cache")
+    path = folder / f"sparsecomm-{known_by}.cubin"
+    with suppress(OSError):
+        return path.read_bytes()
+    made: bytes = compiler.compile_using_nvrtc(source, options)[0]
+    with suppress(OSError):  # whoever cannot write there compiles again
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(made)
+        os.replace(file.name, path)  # whole, whoever else does the same
+    return made
+
+
 def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    """Return options, with a digest of all sources: CuPy's cache on disk knows a module by its own text and options."""
+    """Return options, with a digest of all sources, of which a module's own text is one."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("cuda/*.cu*")]):
         digest.update(path.read_bytes())

@@ -53,7 +53,8 @@ class DenseArithmetic(Selection):
         else:
             given = Operand.of(entries)
         quotients = self.runtime.empty(given.max_count, given.values.dtype)
-        arguments: Arguments = given.arguments() | {"by": quotients.dtype.type(divisor), "to": quotients}
+        arguments: Arguments = given.arguments() | {"by": quotients.dtype.type(divisor), "counts": None}
+        arguments["to"] = quotients
         del arguments["indices"]
         self._elementwise("divide", given.max_count, dense_definitions(dtype_of(quotients)), arguments)
         if isinstance(entries, DenseSum):
@@ -61,6 +62,18 @@ class DenseArithmetic(Selection):
         if isinstance(entries, CountedVector):
             return entries.with_values(quotients)
         return SparseVector.trusted(given.indices, quotients, entries.size, entries.shape)
+
+    def means(self, entries: SparseVector, counts: Array) -> SparseVector:
+        quotients, count = self.runtime.empty(entries.nnz, entries.values.dtype), entries.nnz
+        given: Arguments = {"values": entries.values, "host_count": count, "device_count": None}
+        given |= {"by": quotients.dtype.type(1), "counts": counts, "to": quotients}
+        self._elementwise("divide", count, dense_definitions(dtype_of(quotients)), given)
+        return self.with_values(entries, quotients)
+
+    def not_zero(self, values: Array) -> Array:
+        """See `Backend`. CuPy's own comparison takes subnormal floats for zero."""
+        mask: Array = values.view(f"u{values.itemsize}") << 1 != 0
+        return mask
 
     def well_formed(self, entries: SparseVector, begin: int = 0, end: int | None = None) -> bool:
         end = entries.size if end is None else end

@@ -7,7 +7,6 @@ may still read, and host memory that a stream works with is not freed before it 
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +33,12 @@ class MemoryInUse:
         self._kept.append((until, memory))
 
     def __del__(self) -> None:
-        with suppress(Exception):  # CUDA may be gone at the end of the process
+        # At the end of the process CUDA may be gone, and so may be this module's names.
+        try:
             for event, _ in self._kept:
                 event.wait()
+        except Exception:
+            pass
 
 
 class _Chunk(NamedTuple):

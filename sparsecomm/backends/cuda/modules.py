@@ -32,41 +32,48 @@ __all__ = [
 ]
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
-OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would round differently from the CPU
+# As the CPU rounds: each operation by itself, quotients to nearest, and subnormal floats as what they are.
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
 
-_LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates"}
+_LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates", "filter_blocks", "tail_blocks"}
 _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes chosen such that no kernel spills registers on compute capability 9.0, and that 512 to 1,536 threads stay
-    resident on a multiprocessor (tests/kernels/test_cuda_compile.py). None was measured on a GPU yet.
+    """Sizes with which no kernel spills registers on compute capability 9.0, and 512 to 1,536 threads stay resident
+    on a multiprocessor (tests/kernels/test_cuda_compile.py). Those of top-k, merging and chunks were the fastest of
+    some on an H100 (docs/internals/cuda.md).
     """
 
-    sample_threads: int = 256  # of a block
+    sample_threads: int = 512  # of a block
     sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys
     filter_threads: int = 256
     filter_vectors: int = 4  # of 16 bytes, that each thread holds
+    filter_rounds: int = 4  # in which a thread reads its part of a tile
     bins: int = 4096  # of the candidates' histogram
     refine_threads: int = 256
+    refine_items: int = 4  # candidates that each thread holds
     emit_threads: int = 256
-    emit_items: int = 8  # candidates per thread
+    emit_items: int = 4  # candidates per thread
     radix_threads: int = 512
     radix_bits: int = 11  # of a key, decided by each pass
     merge_threads: int = 256
-    merge_items: int = 8  # entries of both vectors together, per thread
+    merge_items: int = 4  # entries of both vectors together, per thread
     by_chunk_threads: int = 256  # of a block that selects by chunk
-    by_chunk_items: int = 16  # elements per thread, in shared memory
+    by_chunk_items: int = 16  # elements per thread, in registers or in shared memory
+    by_chunk_blocks: int = 3  # per multiprocessor: as many as leave registers for what a thread holds
     dense_threads: int = 256
     densify_tile: int = 4096  # elements that are written at once
     packed_threads: int = 256  # of a block that packs or unpacks; of unpack also words of a tile
 
     # Of the launch code alone.
-    sample_sectors: int = 65536  # of 32 bytes, that are looked at, at most
+    sample_sectors: int = 32768  # of 32 bytes, that are looked at, at most
     radix_max_size: int = 1 << 16  # elements up to which one launch of `radix` does it all
+    filter_blocks: int = 4  # of a grid per multiprocessor, at most; fewer are resident with some types
+    tail_blocks: int = 2  # the same of refine and of emit
     spare_candidates: int = 1 << 20  # room beyond 2 k: for what an unlucky sample lets through
 
     @property

@@ -78,7 +78,8 @@ class Selection(ExecutionContext):
         given |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
         given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
         given |= {"look_back": self.workspace().look_back(tiles)}
-        self.start(self.prepare("chunks.cu", "chunks", _definitions_of(x, residual), tiles, threads, given))
+        blocks = self._at_once(tiles, self.tuning.by_chunk_blocks)
+        self.start(self.prepare("chunks.cu", "chunks", _definitions_of(x, residual), blocks, threads, given))
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
@@ -148,7 +149,8 @@ class Selection(ExecutionContext):
         tiles = self._filter_tiles(x)
         given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
         given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.selection}
-        filter_ = self.prepare("topk.cu", "filter", definitions, tiles, size.filter_threads, given)
+        blocks = self._at_once(tiles, size.filter_blocks)
+        filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
         rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
         return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
 
@@ -172,7 +174,8 @@ class Selection(ExecutionContext):
             given |= {"capacity": capacity, "indices": found.room[0], "values": found.room[1], "count": found.counter}
             given |= {"look_back": self.workspace().look_back(tiles)}
             types, threads = _definitions_of(x, residual), self.tuning.filter_threads
-            self.start(self.prepare("threshold.cu", "threshold", types, tiles, threads, given))
+            blocks = self._at_once(tiles, self.tuning.filter_blocks)
+            self.start(self.prepare("threshold.cu", "threshold", types, blocks, threads, given))
         return found
 
     def _kth_and_emit(
@@ -186,7 +189,7 @@ class Selection(ExecutionContext):
     ) -> list[Launch]:
         """Return the launches of emit.cuh, which ``file`` includes. Other entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
-        blocks = max(1, min(ceil_div(found.capacity, size.refine_threads), 8 * self.runtime.multiprocessors))
+        blocks = self._at_once(ceil_div(found.capacity, size.refine_threads), size.tail_blocks)
         given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.selection}
         refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
         given = {"indices": found.indices, "bits": found.bits}
@@ -194,7 +197,10 @@ class Selection(ExecutionContext):
         given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
         given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
         given |= {"look_back": work.look_back(tiles), "selection": work.selection}
-        return [refine, self.prepare(file, "emit", definitions, tiles, size.emit_threads, given)]
+        return [
+            refine,
+            self.prepare(file, "emit", definitions, self._at_once(tiles, size.tail_blocks), size.emit_threads, given),
+        ]
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles``, and after it over those of `kth_and_emit`."""
@@ -204,8 +210,13 @@ class Selection(ExecutionContext):
         return max(1, ceil_div(capacity, self.tuning.emit_threads * self.tuning.emit_items))
 
     def _filter_tiles(self, x: Tensor) -> int:
-        elements = self.tuning.filter_threads * self.tuning.filter_vectors * (16 // x.dtype.itemsize)
+        size = self.tuning
+        elements = size.filter_threads * size.filter_rounds * size.filter_vectors * (16 // x.dtype.itemsize)
         return ceil_div(x.size, elements)
+
+    def _at_once(self, tiles: int, blocks: int) -> int:
+        """Return how many blocks share so many tiles, at least one: not more than ``blocks`` per multiprocessor."""
+        return max(1, min(tiles, blocks * self.runtime.multiprocessors))
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
         """Return room for ``count`` entries of x, whose number is yet to be written."""

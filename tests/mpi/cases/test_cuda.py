@@ -28,7 +28,7 @@ FIRST = 65_536  # bytes of the first piece of a message; one that is full announ
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DeferredRuntime:
     """Rank 0 compiles the kernels for all. Each rank's device works in another order."""
     runtime = DeferredRuntime(seed=zlib.crc32(f"{request.node.nodeid} {RANK}".encode()))
-    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100)
+    use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
     if RANK == 0:
         for algorithm in ("tree", "dense"):
             simulated.run(2, lambda transport, a=algorithm: step(transport, a, runtime))

@@ -1,0 +1,88 @@
+"""How kernels are compiled by CuPy, and found again. CuPy is a stand-in: `tests/gpu` has the real one, and a device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparsecomm.backends.cuda.modules import OPTIONS
+
+NAME = "sparsecomm.backends.cuda.cupy_runtime"
+MADE = b"a module"
+
+
+class Module:
+    def load(self, binary: bytes) -> None:
+        assert binary == MADE
+
+    def get_function(self, name: str) -> str:
+        return name
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The options of what has been compiled."""
+    seen: list[tuple[str, ...]] = []
+
+    def compile_using_nvrtc(source: str, options: tuple[str, ...]) -> tuple[bytes, None]:
+        assert "KERNEL" in source
+        seen.append(options)
+        return MADE, None
+
+    cupy, cuda, compiler = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.compiler"))
+    vars(compiler).update(compile_using_nvrtc=compile_using_nvrtc, _get_nvrtc_version=lambda: (13, 0))
+    vars(cuda).update(compiler=compiler, Device=device, function=SimpleNamespace(Module=Module))
+    vars(cupy).update(cuda=cuda, __version__="14")
+    try:
+        importlib.import_module(NAME)
+    except ImportError:  # no CuPy
+        for module in (cupy, cuda, compiler):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(importlib.import_module(NAME), "cupy", cupy)
+    monkeypatch.setattr(importlib.import_module(NAME), "compiler", compiler)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    return seen
+
+
+def device(index: int = 0) -> Any:
+    """A device, which may be made current."""
+    found = SimpleNamespace(attributes={"MultiProcessorCount": 3}, compute_capability="90")
+    return type("Device", (SimpleNamespace,), {"__enter__": lambda self: self, "__exit__": lambda *_: None})(
+        **vars(found)
+    )
+
+
+def kernel(definitions: tuple[str, ...] = ("A=1",)) -> Callable[..., Any]:
+    """A kernel of a process that has just begun."""
+    return importlib.import_module(NAME).CupyRuntime(0).kernel("dense.cu", "add", definitions)
+
+
+def test_floats_that_are_subnormal_stay_what_they_are(compiled: list[tuple[str, ...]]) -> None:
+    assert kernel() == "add"
+    assert compiled[0][: len(OPTIONS)] == OPTIONS
+    assert "--ftz=false" in compiled[0]
+
+
+def test_a_module_is_compiled_once_on_a_machine(
+    compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "new"))
+    for definitions in (("A=1",), ("A=1",), ("A=2",), ("A=1",)):
+        assert kernel(definitions) == "add"
+    assert len(compiled) == 2
+    assert {path.read_bytes() for path in (tmp_path / "new").iterdir()} == {MADE}
+
+
+def test_a_folder_that_cannot_be_written_to(
+    compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    assert kernel() == kernel() == "add"
+    assert len(compiled) == 2

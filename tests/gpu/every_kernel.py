@@ -1,0 +1,109 @@
+"""Every kernel on small vectors of some types, with results checked: a program for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python -m tests.gpu.every_kernel
+
+CuPy's memory pool is off, so that what a kernel touches outside of an array is not another one's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import cupy
+import numpy as np
+
+import sparsecomm as sc
+from sparsecomm.backends import CpuBackend, cuda
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.kinds import BFLOAT16, INT4, INT8, ValueKind
+from tests import data
+
+PAIRS = [("float32", None), ("float32", "float32"), ("float16", "float32"), ("float64", "float64"), ("float16", None)]
+
+
+def same(what: str, found: sc.SparseVector, expected: sc.SparseVector) -> None:
+    same_arrays(f"{what}: indices", found.indices, np.asarray(expected.indices))
+    same_arrays(f"{what}: values", found.values, np.asarray(expected.values))
+
+
+def same_arrays(what: str, found: cupy.ndarray, expected: np.ndarray) -> None:
+    if found.get().tobytes() != expected.tobytes():
+        raise SystemExit(f"{what} are wrong")
+
+
+def select(n: int, dtype: str, residual_dtype: str | None) -> None:
+    """Those of topk.cu or radix.cu, of threshold.cu, and of chunks.cu."""
+    x = data.gradient("normal", n, dtype, 1)
+    x[::7] = 0
+    for what, (k, options) in {
+        "top-k": (n // 50, {}),
+        "many": (n // 3, {}),
+        "short chunks": (3, {"chunk": 200}),
+        "chunks": (9, {"chunk": 1000}),
+        "long chunks": (40, {"chunk": 9000}),
+    }.items():
+        ours = theirs = None
+        if residual_dtype:
+            theirs = data.gradient("normal", n, residual_dtype, 2)
+            ours = cupy.asarray(theirs)
+        found = sc.topk(cupy.asarray(x), k, residual=ours, **options)
+        same(f"{what} of {dtype}", found, sc.topk(x, k, residual=theirs, **options))
+        if ours is not None:
+            same_arrays(f"{what} of {dtype}: the residual's elements", ours, theirs)
+    same(f"threshold of {dtype}", sc.threshold(cupy.asarray(x), 0.5), sc.threshold(x, 0.5))
+
+
+def merge(n: int, dtype: str) -> None:
+    """merge.cu and dense.cu."""
+    x, y = (data.gradient("normal", n, dtype, seed) for seed in (1, 2))
+    ours, theirs = ([sc.topk(put(v), n // 20) for v in (x, y)] for put in (cupy.asarray, np.array))
+    same(f"merging {dtype}", sc.merge_topk(*ours, n // 20), sc.merge_topk(*theirs, n // 20))
+    device, host, dense = cuda.of(0), CpuBackend(1), []
+    for backend, entries, put in ((device, ours, cupy.asarray), (host, theirs, np.array)):
+        out = put(x)
+        t = interop.tensor(out, "out", writable=True)
+        backend.densify(t, entries[0])
+        backend.scatter_add(t, entries[1])
+        for present in (False, True):
+            backend.scatter_add_where(t, *entries, present)
+        quotients = backend.divide(entries[0], 3)
+        assert backend.well_formed(quotients)
+        total = backend.accumulate(t, None)
+        backend.add(total, backend.accumulate(interop.tensor(put(y), "y"), None))
+        backend.cast_into(total, t)
+        dense.append((out, quotients.values))
+    for ours_, theirs_ in zip(*dense, strict=True):
+        same_arrays(f"dense {dtype}", ours_, theirs_)
+
+
+def pack(n: int, kind: ValueKind) -> None:
+    """packed.cu."""
+    theirs = sc.topk(data.gradient("normal", n, "float32"), n // 20)
+    ours = sc.SparseVector.trusted(cupy.asarray(theirs.indices), cupy.asarray(theirs.values), n, (n,))
+    device, host = cuda.of(0), CpuBackend(1)
+    (narrow, lost), (expected, expected_lost) = device.quantize(ours, kind), host.quantize(theirs, kind)
+    same(f"{kind.name}: rounded", narrow, expected)
+    same(f"{kind.name}: lost", lost, expected_lost)
+    message, bytes_ = device.pack(narrow, kind), host.pack(expected, kind)
+    same_arrays(f"{kind.name}: bytes", message, bytes_)
+    found = device.unpack(message, bytes_[:16].tobytes(), expected.nnz, n, kind, False)
+    for a, b in zip(found, (expected.indices, expected.values), strict=True):
+        same_arrays(f"{kind.name}: entries", a, b)
+
+
+def main() -> int:
+    cupy.cuda.set_allocator(None)
+    sizes = [int(word) for word in sys.argv[1:]] or [5000, 80_000]
+    for n in sizes:
+        for pair in PAIRS:
+            select(n, *pair)
+        for dtype in ("float32", "float64", "float16"):
+            merge(n, dtype)
+        for kind in (BFLOAT16, INT8, INT4):
+            pack(n, kind)
+    print("all results are those of the CPU")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
