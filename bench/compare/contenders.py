@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from sparsecomm.tracing.observers import Forwarding, observed
 
 import sparsecomm as sc
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
@@ -27,6 +26,7 @@ from sparsecomm.cli.bench.timing import Runner
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
+from sparsecomm.tracing.observers import Forwarding, observed
 from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages

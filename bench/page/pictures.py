@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from sparsecomm.tracing.observers import PARTS
-
 from bench import model
 from bench.page.results import Result
 from bench.paper import tables
@@ -15,6 +13,7 @@ from bench.paper.models import MODELS, RANKS
 from sparsecomm.cli.bench import plot
 from sparsecomm.cli.plots import log_axis, panels, size_axis, style
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
+from sparsecomm.tracing.observers import PARTS
 
 Text = Callable[[float], str]
 _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#bbbbbb"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparsecomm.tracing.events import Call, clock_offsets, messages, read
-
 from docs.drawings.svg import Canvas
+from sparsecomm.tracing.events import Call, clock_offsets, messages, read
 
 __all__ = ["draw"]
 
