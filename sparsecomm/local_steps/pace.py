@@ -1,8 +1,7 @@
-"""How many local steps each rank takes in a round, and how that follows the speeds of the ranks."""
+"""The number of local steps that each rank takes in a round, which may follow the ranks' speeds."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,18 @@ from sparsecomm.local_steps.fragments import SyncSchedule
 
 __all__ = ["Pace", "Pacing", "StepTimer"]
 
-_WORTH = 1.03  # a table stays until another one makes the round shorter by this factor: speeds are never quite the same
+_GAIN = 1.03  # the pace changes only if rounds get shorter by this factor: measured speeds are never quite the same
+_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The local steps of rounds: the same on all ranks.
+    """The numbers of local steps in rounds: the same on all ranks.
 
     Attributes:
-        round: the first one for which it holds.
+        round: the first round to which it applies.
         steps: by rank; empty: ``sync_every`` each.
-        seconds: that a round is expected to take, without its exchanges; 0: not known.
+        seconds: the expected duration of a round without its exchanges; 0: unknown.
     """
 
     round: int = 0
@@ -34,156 +34,122 @@ class Pace:
 
 @dataclass(frozen=True)
 class Pacing:
-    """The rule by which the local steps of a round are divided.
+    """The rule by which `Pace` follows from the measured speeds of the ranks.
 
     Attributes:
-        sync_every: local steps of each rank in a round; by speed: of a rank on average, give or take less than one, and
-            of each in the first round.
-        by_speed: whether the faster ranks take more.
-        round_seconds: that a round is to take; 0: as long as ``sync_every`` local steps of a rank on average.
-        deadline: what comes later than so many times the expected time is left out; 0: everybody waits.
-        min_steps: local steps that a rank takes at least.
-
-    Raises:
-        InvalidInputError: one of them cannot be used.
+        sync_every: local steps of a round: of each rank, or by speed on average over the ranks.
+        by_speed: whether faster ranks take more local steps.
+        deadline: see `sparsecomm.LocalSteps`; 0: none.
+        min_steps: the smallest number of local steps of a rank in a round: at least one falls between the application
+            of a fragment and the beginning of its next exchange.
     """
 
     sync_every: int
     by_speed: bool = False
-    round_seconds: float = 0.0
     deadline: float = 0.0
     min_steps: int = 1
 
     @classmethod
-    def of(cls, schedule: SyncSchedule, by_speed: object, round_seconds: object, deadline: object) -> Pacing:
-        """Return that of arguments; ``None``: there is no such bound.
+    def of(cls, schedule: SyncSchedule, by_speed: object, deadline: object) -> Pacing:
+        """Return the rule for these arguments of `sparsecomm.LocalSteps`.
 
-        A rank takes one local step at least from where a fragment is applied to where its next exchange begins.
+        Raises:
+            InvalidInputError: an argument is out of range.
         """
-        seconds = 0.0 if round_seconds is None else number(round_seconds)
-        if round_seconds is not None and not 0 < seconds < math.inf:
-            raise InvalidInputError(f"round_seconds={shown(round_seconds)}: expected seconds above 0, or None")
         factor = 0.0 if deadline is None else number(deadline)
         if deadline is not None and not 1 < factor < math.inf:
             raise InvalidInputError(
-                f"deadline={shown(deadline)}: expected a factor above 1, of the time that local steps are expected to "
-                "take, or None"
+                f"deadline={shown(deadline)}: must be a factor above 1 of the expected time of local steps, or None"
             )
         min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
-        return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, min_steps)
+        return cls(schedule.sync_every, flag("by_speed", by_speed), factor, min_steps)
 
     def after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
         """Return the pace from a round on.
 
         Args:
-            pace: until then.
-            round_no: of the round.
-            seconds: of a local step, by rank; 0: it has not been measured.
-            late: ranks that were left out, of which it is the time until then. The time that a round is expected to
-                take, from which deadlines are counted, is not theirs: it would grow with every round that they miss.
+            pace: the pace until then.
+            round_no: the round.
+            seconds: duration of a local step, by rank; 0: not measured.
+            late: ranks that were left out: ``seconds`` is a lower bound for them.
         """
-        before = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
-        in_time = [each for rank, each in enumerate(seconds) if rank not in late]
-        if min(seconds) <= 0 or not in_time:
+        if min(seconds) <= 0 or len(late) == len(seconds):
             return Pace(round_no, pace.steps, pace.seconds)
         if not self.by_speed:
-            return Pace(round_no, (), self.sync_every * median(in_time))
-        total = self.sync_every * len(seconds)
-        if self.round_seconds:
-            until = self.round_seconds
-        else:
-            until = _most_busy(max(1, total - len(seconds) + 1), total + len(seconds) - 1, total, seconds)
-        steps = [_within(until, each) for each in seconds]
-        # Ranks that are so slow that they take the least number, and hold up the others, are left out of account.
-        ranks = [each for each in zip(before, steps, seconds, strict=True) if not each[0] == self.min_steps > each[1]]
-        busy, longest = sum(old * t for old, _, t in ranks), max((old * t for old, _, t in ranks), default=0.0)
-        if self.round_seconds:
-            stays = all(old * t <= _WORTH * until < _WORTH**2 * (old + 1) * t for old, _, t in ranks)
-            longest = until
-        else:
-            stays = abs(sum(steps) + sum(old - new for old, new, _ in ranks) - total) < len(seconds)
-            stays = stays and busy / longest * _WORTH >= sum(new * t for _, new, t in ranks) / until
-        if stays:
-            if late and not self.round_seconds:
-                longest = max(
-                    old * t for rank, (old, t) in enumerate(zip(before, seconds, strict=True)) if rank not in late
-                )
-            return Pace(round_no, before, longest)
-        return Pace(round_no, tuple(max(self.min_steps, n) for n in steps), until)
+            return Pace(round_no, (), self.sync_every * median(t for i, t in enumerate(seconds) if i not in late))
+        until = _least_idle(self.sync_every * len(seconds), seconds)
+        new = tuple(max(self.min_steps, _steps_within(until, t)) for t in seconds)
+        old = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
+        if abs(sum(new) - sum(old)) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
+            new = old
+        return Pace(round_no, new, until)
 
 
-def _within(until: float, seconds: float) -> int:
-    """Return how many steps of so many seconds end until a time, which may be the end of one."""
-    return int(until / seconds * (1 + 1e-9))
+def _steps_within(until: float, seconds: float) -> int:
+    """Return the number of steps that end within a time, or together with it."""
+    return int(until / seconds * _ROUNDING)
 
 
-def _most_busy(min_total: int, max_total: int, total: int, seconds: Sequence[float]) -> float:
-    """Return a time until which ranks make so many steps in all, and wait for the smallest part of it.
+def _busy(steps: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return how many ranks compute on average while a round lasts."""
+    each = [n * t for n, t in zip(steps, seconds, strict=True)]
+    return sum(each) / max(each)
 
-    Args:
-        min_total, max_total: bounds of the steps of all ranks.
-        total: which of several such times: that with the number of steps closest to it.
-        seconds: of a step, by rank.
+
+def _least_idle(total: int, seconds: Sequence[float]) -> float:
+    """Return the duration of a round of about ``total`` steps in which ranks are idle for the smallest share of it.
+
+    The number of steps of all ranks may differ from ``total`` by less than the number of ranks. Of several such
+    durations, the one whose number is closest to it is taken.
     """
-    begin = min_total / sum(1 / each for each in seconds)  # when there were so many if steps could be divided
-    steps = [_within(begin, each) for each in seconds]
-    made, busy = sum(steps), sum(n * each for n, each in zip(steps, seconds, strict=True))
-    ends = [((n + 1) * each, rank) for rank, (n, each) in enumerate(zip(steps, seconds, strict=True))]
-    heapq.heapify(ends)
+    rate, slack = sum(1 / t for t in seconds), len(seconds)
+    first, last = max(1, total - slack + 1) / rate, (total + 2 * slack) / rate
     found = []
-    if made >= min_total:
-        found.append((-busy / begin, abs(made - total), begin))
-    while True:
-        end, rank = ends[0]
-        steps[rank], made, busy = steps[rank] + 1, made + 1, busy + seconds[rank]
-        heapq.heapreplace(ends, ((steps[rank] + 1) * seconds[rank], rank))
-        if ends[0][0] <= end * (1 + 1e-9):  # another rank's step ends now, too
-            continue
-        if made > max_total and found:
-            return min(found)[2]
-        if made >= min_total:
-            found.append((-round(busy / end, 9), abs(made - total), end))
+    for end in {n * t for t in seconds for n in range(math.ceil(first / t / _ROUNDING), int(last / t) + 1)}:
+        steps = [_steps_within(end, t) for t in seconds]
+        if abs(sum(steps) - total) < slack:
+            found.append((-round(_busy(steps, seconds), 9), abs(sum(steps) - total), end))
+    return min(found)[2]
 
 
 class StepTimer:
-    """Measures the local steps of this rank: from the end of a call to the beginning of the next one.
+    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call.
 
     Attributes:
-        left: when the last call ended; ``None``: within a call, or the program does other things.
+        started: when the current local step began; ``None``: none is being measured.
+        estimate: seconds of a local step, as measured so far.
     """
 
+    started: float | None
+
     def __init__(self, clock: Callable[[], float], estimate: float = 0.0) -> None:
-        """Begin; ``estimate``: seconds of a local step, as they were measured before."""
-        self.clock, self.left, self.estimate = clock, None, estimate
+        self.clock, self.started, self.estimate = clock, None, estimate
         self._spent, self._steps = 0.0, 0
 
-    left: float | None
+    def start(self) -> None:
+        """Begin to measure a local step."""
+        self.started = self.clock()
 
-    def leave(self) -> None:
-        """Take note that the program goes on."""
-        self.left = self.clock()
-
-    def enter(self) -> None:
-        """Take note that a local step has ended."""
-        if self.left is not None:
-            self._spent += self.clock() - self.left
+    def stop(self) -> None:
+        """End the measurement of a local step."""
+        if self.started is not None:
+            self._spent += self.clock() - self.started
             self._steps += 1
-            self.left = None
+            self.started = None
 
-    def rest(self) -> None:
-        """Leave the time out until `leave` is called again."""
-        self.left = None
+    def cancel(self) -> None:
+        """Do not measure the current local step."""
+        self.started = None
 
     def nanoseconds(self) -> int:
-        """Return the time of a local step: that of those since this was asked last; 0 if there have been none.
+        """Return the duration of a local step since the last call of this method; 0: unknown.
 
-        A rank that has become slower holds up the others, so that is believed at once; that it has become faster,
-        by and by.
+        A slower rank holds up the others, so the estimate rises at once and falls gradually.
         """
         if self._steps:
             mean = self._spent / self._steps
             self.estimate = max(mean, math.sqrt(mean * self.estimate))
             self._spent, self._steps = 0.0, 0
-        running = 0.0 if self.left is None else self.clock() - self.left  # where this rank is late
+        running = 0.0 if self.started is None else self.clock() - self.started  # for a rank that is late
         seconds = max(self.estimate, running)
         return min(max(1, round(1e9 * seconds)), 1 << 62) if seconds > 0 else 0

@@ -61,7 +61,7 @@ class _LocalStepsSchema(Schema):
 
 LOCAL_STEPS = _LocalStepsSchema(
     "LocalSteps",
-    3,
+    4,
     {
         "sync_every": common("at least 1", lambda value, _: is_count(value) and value > 0),
         "fragment_sync_delay": common(
@@ -84,7 +84,8 @@ LOCAL_STEPS = _LocalStepsSchema(
         "exchanges": common(
             "a list of exchanges", _is_list, lambda values, *_: [{**each, "nanoseconds": []} for each in values[0]]
         ),
-        "late": per_rank("a list of exchanges", _is_list, lambda *_: []),
+        "late": per_rank("a list of fragments and rounds", _is_list, lambda *_: []),
+        "unsent": per_rank("a list of names", _is_list, lambda values, *_: sorted(set().union(*values))),
         "mixed": per_rank("checksums by name", _is_mixed, lambda *_: {}),
     },
     "start from the global parameters",
@@ -111,9 +112,9 @@ def fit(
 
     Returns:
         The fields. Those of the outer optimizer and of the reducers are as in the state. Arrays are new, flat, and in
-        the accumulator's type. ``under_way`` has for each exchange: the fragment, the round, the means (``None``: it
-        does not count), the nanoseconds of local steps, what this rank has sent if it was late, and the names of
-        parameters that no rank had trained.
+        the accumulator's type. ``under_way`` has for each exchange: the fragment, the round, whether this rank was
+        late, the means (``None``: it does not count), the nanoseconds of local steps, and the names of parameters that
+        no rank had trained.
 
     Raises:
         InvalidInputError: the state is damaged, or one of other parameters or settings.
@@ -144,7 +145,9 @@ def fit(
         )
     taken = found["round"] * schedule.sync_every + found["passed"]
     with reading("late", "exchanges for which this rank was late"):
-        late = {(each["fragment"], each["round"]): each["sent"] for each in found["late"]}
+        late = {(int(fragment), int(round_no)) for fragment, round_no in found["late"]}
+    if not set(found["unsent"]) <= specs.keys():
+        raise InvalidInputError(f"state: 'unsent' has names that are not parameters; {DAMAGED}")
     under_way: list[tuple[Any, ...]] = []
     for i, each in enumerate(found["exchanges"]):
         place = f"exchanges[{i}]"
@@ -160,14 +163,12 @@ def fit(
             if means is not None:
                 exchanged = {name: spec for name, spec in its_own.items() if name not in without}
                 means = read_arrays(means, exchanged, f"{place}['means']", _ADVICE)
-            if sent := late.pop((fragment, round_no), None):
-                trained = {name: spec for name, spec in its_own.items() if name in sent}
-                sent = read_arrays(sent, trained, f"what was sent in {place}", _ADVICE)
             times = tuple(map(int, each["nanoseconds"]))
             if len(times) not in (0, found["world_size"]):
                 raise InvalidInputError(f"state: {place} has {len(times)} times; expected one of each rank; {DAMAGED}")
-            under_way.append((int(fragment), int(round_no), means, times, sent, without))
-    if late or len({each[0] for each in under_way}) != len(under_way):
+            was_late = (fragment, round_no) in late
+            under_way.append((int(fragment), int(round_no), was_late, means, times, without))
+    if not late <= {each[:2] for each in under_way} or len({each[0] for each in under_way}) != len(under_way):
         raise InvalidInputError(f"state: impossible exchange: a fragment appears twice; {DAMAGED}")
     return {
         **found,
@@ -181,6 +182,6 @@ def fit(
         "passed": int(found["passed"]),
         "step_seconds": float(found["step_seconds"]),
         "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _ADVICE),
-        "exchanges": [(*each[:4], each[-1]) for each in under_way],  # without `sent`, of this rank alone
+        "exchanges": [(*each[:2], *each[3:]) for each in under_way],  # whether this rank was late is its own
         "under_way": under_way,
     }

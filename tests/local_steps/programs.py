@@ -182,7 +182,7 @@ def left_out(local: sc.LocalSteps) -> None:
     for exchange in local._exchanges.values():
         exchange.wait()
         local._follow_speeds(exchange)
-    local._leave_out()
+    local.leave_out()
 
 
 def comes_late(rank: int, rendezvous: Callable[[], object], **options: Any) -> tuple[sc.LocalSteps, dict[str, Any]]:
