@@ -42,8 +42,8 @@ def auto(sync_every: int) -> AlgorithmName:
     """Return the algorithm that "auto" stands for: the faster of two to equal loss, in rounds of so many local steps.
 
     `_BEST_LOSS` trains better in equally many rounds. So the time of `_FEWEST_BYTES` is multiplied by how many more
-    rounds it takes to the same loss in the trainings of docs/reports/local-steps.md. The time of local steps is ignored,
-    which favours fewer bytes.
+    rounds it takes to the same loss in the trainings of docs/reports/local-steps.md. Only exchanges count, which
+    favours fewer bytes.
     """
     H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
     more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)

@@ -42,10 +42,10 @@ class FragmentExchange:
     """An exchange that has begun, or ended, and is not applied yet.
 
     The reducer's calls sum the pseudo-gradients. One more call gathers six words per rank: the round, the fragment, how
-    the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and whether
-    the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks raise, the
-    pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and nobody waits
-    for them unless the sums have failed.
+    the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and
+    whether the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks
+    raise, the pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and
+    nobody waits for them unless the sums have failed.
 
     Attributes:
         fragment, round: the fragment, and the round in which it is applied.

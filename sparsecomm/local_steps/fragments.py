@@ -113,7 +113,7 @@ def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str,
         return split_by_size(sizes, count)
     if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
         raise InvalidInputError(
-            f"fragments={shown(fragments)}: expected a number, or a list of names for each fragment"
+            f"fragments={shown(fragments)}: expected a number, or lists of names"
         )
     seen: set[str] = set()
     for number, names in enumerate(fragments):
