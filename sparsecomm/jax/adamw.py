@@ -135,10 +135,10 @@ def sparse_adamw(
                 jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t)
             )
             hit = finite & (dense | (mean != 0))
-            change = jnp.where(hit, change, 0).astype(p.dtype)
-            fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + change) | ~jnp.isfinite(p))
+            moved = jnp.where(hit, change, 0).astype(p.dtype)
+            fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + moved) | ~jnp.isfinite(p))
             rescaled = jnp.clip(residual * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
-            made: Any = change, *(jnp.where(hit, *each) for each in ((new_m, m), (new_v, v), (step, last))), rescaled
+            made: Any = moved, *(jnp.where(hit, *each) for each in ((new_m, m), (new_v, v), (step, last))), rescaled
             return *made, jnp.where(hit & ~fits, 0, skipped), hit & ~fits
 
         leaves = jax.tree.map(leaf, params, means, state.mu, nu, state.last, decays, residuals, waiting)

@@ -56,7 +56,7 @@ class Deadline:
     in place of the program. A rank says that it waits after a quarter of a second, and then less and less often.
 
     Attributes:
-        factor: see above; 0: no deadline, and no thread.
+        factor: see above; 0: no deadline, and then only the lock is used.
         lock: the program and the thread hold it while they use the local steps.
     """
 
@@ -69,9 +69,8 @@ class Deadline:
 
     def exchange_begun(self, transport: Transport, step: int) -> None:
         """Count the time of the next exchange from the end of this one."""
-        if self.factor:
-            self._last = _Exchange(transport, step)
-            self._wake.put(None)
+        self._last = _Exchange(transport, step)
+        self._wake.put(None)
 
     def reset(self) -> None:
         """Let no deadline hold until an exchange begins."""
@@ -79,11 +78,11 @@ class Deadline:
 
     def step_begun(self, program: Program) -> None:
         """Watch a local step of the program."""
-        if self.factor and not self._started:
+        if not self._started:
             self._started = True
             finalize(program, self._wake.put, None)
             threading.Thread(target=self._serve, args=(ref(program),), name="sparsecomm deadline", daemon=True).start()
-        if self.factor and self._idle:
+        if self._idle:
             self._wake.put(None)
 
     def _serve(self, program: ref[Program]) -> None:

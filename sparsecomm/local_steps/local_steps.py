@@ -20,11 +20,11 @@ from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange, Outcome
-from sparsecomm.local_steps.fragments import Event, SyncSchedule, split_names
+from sparsecomm.local_steps.fragments import split_names
 from sparsecomm.local_steps.global_parameters import GlobalParameters, ImmutableParameters
 from sparsecomm.local_steps.members import compared_members
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, broadcast_outer, load_outer
-from sparsecomm.local_steps.pace import Pace, Pacing, StepTimer
+from sparsecomm.local_steps.schedule import Event, Pace, Pacing, StepTimer, SyncSchedule
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import Streams
@@ -597,7 +597,8 @@ class LocalSteps:
         if phase is Phase.TRAINING:
             self._phase = phase
             self._timer.start()
-            self._deadline.step_begun(self)
+            if self._deadline.factor:
+                self._deadline.step_begun(self)
         replaced = tuple(dict.fromkeys(self._replaced))
         self._replaced = []
         return replaced
@@ -639,7 +640,8 @@ class LocalSteps:
         """Begin the calls of an exchange to which everything has been pushed."""
         exchange.end_pushes()
         self._unsent.difference_update(self.fragments[exchange.fragment])
-        self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
+        if self._deadline.factor:
+            self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
 
     def _trained(self, name: str, local: interop.Tensor) -> bool:
         """Return whether this rank has changed a parameter since its last exchange.

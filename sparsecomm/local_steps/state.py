@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.local_steps.fragments import SyncSchedule
+from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import DAMAGED, reading

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsecomm.local_steps.fragments import SyncSchedule, split_by_size
+from sparsecomm.local_steps.fragments import split_by_size
+from sparsecomm.local_steps.schedule import SyncSchedule
 
 CHECK = settings(max_examples=300)
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.local_steps.fragments import SyncSchedule
-from sparsecomm.local_steps.pace import Pace, Pacing
+from sparsecomm.local_steps.schedule import SyncSchedule
+from sparsecomm.local_steps.schedule import Pace, Pacing
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
 from tests.reducer.programs import run
