@@ -161,10 +161,13 @@ class Pacing:
             return Pace(round_no, pace.steps, pace.seconds)
         if not self.by_speed:
             return Pace(round_no, (), self.sync_every * median(t for i, t in enumerate(seconds) if i not in late))
-        until = _least_idle(self.sync_every * len(seconds), seconds)
-        new = tuple(max(self.min_steps, _steps_within(until, t)) for t in seconds)
+        total = self.sync_every * len(seconds)
+        until = _least_idle(total, seconds)
+        fitting = [_steps_within(until, t) for t in seconds]
+        new = tuple(max(self.min_steps, n) for n in fitting)
         old = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
-        if abs(sum(new) - sum(old)) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
+        excess = sum(new) - sum(fitting)  # of ranks that are too slow even for `min_steps`
+        if abs(sum(old) - excess - total) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
             new = old
         return Pace(round_no, new, until)
 
