@@ -58,7 +58,7 @@ class Phase(Enum):
 
 
 class LocalSteps:
-    """Trains by local steps, and sums sparsely once per round how far the ranks have moved (DiLoCo, SparseLoCo).
+    """Trains by local steps, and averages sparsely once per round how far the ranks have moved (DiLoCo, SparseLoCo).
 
     Each rank trains its own local parameters with its own optimizer. After ``sync_every`` local steps, a round, the
     ranks average their pseudo-gradients, global parameters - local parameters, with a `Reducer`. The outer optimizer
@@ -71,54 +71,47 @@ class LocalSteps:
         model = local.global_parameters()
 
     What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
-    By default a rank selects 64 entries of each chunk of 4,096, with values of 2 bits, and each sum is divided by the
-    number of ranks that contributed to it. Residuals decay by 0.8 per round; docs/reports/local-steps.md compares
-    alternatives.
-
-    **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
-    last exchange. Its residual then stays as it is. If no rank has trained a parameter, its exchange changes nothing.
+    docs/reports/local-steps.md compares the defaults with alternatives.
 
     **Schedule.** Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round. With a delay of
-    d, its exchange begins d local steps earlier and runs beside them. In the first round it begins after the first
-    local step at the earliest.
+    d, its exchange begins d local steps earlier, in the first round after the first one at the earliest.
 
     **Speed.** With ``by_speed``, faster ranks take more local steps in a round: P * ``sync_every`` in all, divided so
-    that ranks wait as little as possible. The ranks share the durations of their local steps, from the end of `step` to
-    its next call, in the exchanges. In the first round each rank takes ``sync_every``. The schedule and delays scale
-    with a rank's number of local steps. The mean is not weighted. Train until `round` reaches a limit, not for a number
-    of steps.
+    that ranks wait as little as possible, by the times from the end of `step` to its next call. In the first round each
+    takes ``sync_every``. Schedule and delays scale with a rank's number of local steps; the mean is not weighted. Train
+    until `round` reaches a limit, not for a number of steps.
 
-    **Deadline.** With ``deadline``, a rank that comes too late to an exchange is left out of it: a thread takes part in
-    its place and contributes nothing. `left_out` and a warning tell. What the rank has trained is not lost: it moves to
-    the residual, with the next exchange it is sent like the rest of the residual, even if the rank is late again, and
-    the rank continues from the global parameters at the others' place, so `round` may rise by several. Do what all
-    ranks must do together, such as saving states, right after `step` and only if `left_out` is empty. A rank that does
-    not come for ``SPARSECOMM_TIMEOUT`` seconds, or whose process is stopped or dead, is waited for until the others
-    raise `TimeoutError`.
+    **Deadline.** With ``deadline``, a thread takes part in an exchange for a rank that comes too late, and contributes
+    only from its residual. `left_out` and a warning tell. When the rank comes, its pseudo-gradient is added to its
+    residual for the next exchange, and it continues from the global parameters, where the others are: `round` may rise
+    by several. Do what all ranks must do together, such as saving states, right after `step` and only if `left_out` is
+    empty. A rank that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or whose process is stopped or dead, is waited
+    for until the others raise `TimeoutError`.
 
-    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. The global
-    parameters and the outer optimizer do not change, the fragment's local parameters are set to the global ones, and
-    the pseudo-gradient stays in the residual for the next exchange. The local step has been counted, so ranks that
-    catch the error may continue, or `shrink` and `rebuild`. If some ranks already had the result (docs/footguns.md),
-    `rebuild` makes the global parameters equal.
+    **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
+    last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
 
-    **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or continue with the next local
-    step: it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer
+    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. Nothing is
+    applied, the fragment's local parameters are set to the global ones, and the pseudo-gradient stays in the residual.
+    The local step has been counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some
+    ranks already had the result (docs/footguns.md), `rebuild` makes the global parameters equal.
+
+    **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
+    it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer
     optimizer other than `NesterovSGD` may have made part of a step; then the fragment's next exchange raises
     `WeightMismatchError` on all ranks until `rebuild`.
 
-    **NaN.** With ``skip_nonfinite``, an exchange is dropped on all ranks, without an error, if a pseudo-gradient is not
-    finite on some rank, or the outer step (of `NesterovSGD` or none) would overflow. Finite pseudo-gradients stay in the
-    residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set to the
-    global ones. Reset the inner optimizer's state where it holds NaN.
+    **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite on
+    some rank, or the step of `NesterovSGD`, or of no outer optimizer, would overflow. Finite pseudo-gradients stay in
+    the residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set to
+    the global ones. Reset the inner optimizer's state where it holds NaN.
 
-    **Checkpoints.** `state_dict` holds the global parameters, the residuals, the outer optimizer's state, and the results
-    of exchanges in flight. Save the local parameters and the inner optimizer's state yourself, on each rank.
+    **Checkpoints.** `state_dict` holds global parameters, residuals, the outer optimizer's state, and the results of
+    exchanges in flight. Save local parameters and the inner optimizer's state yourself, on each rank.
 
     Args:
         parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. The
-            global parameters begin as copies of them. They must be the same on all ranks; the first exchange compares
-            checksums.
+            global parameters begin as copies of them. They must be the same on all ranks; the first exchange compares.
         density: share of the entries that each rank selects, or a function from the number of a fragment's exchange to
             it: as in `Reducer`. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
         sync_every: local steps of a round; with ``by_speed`` on average over the ranks.
@@ -560,8 +553,8 @@ class LocalSteps:
                         exchange.push(name, shared[name], self._no_move(name))
                 self._end_pushes(exchange)
                 _log.warning(
-                    "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step, and "
-                    "contributes only what was in its residual",
+                    "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
+                    "contributes only from its residual",
                     self._connect().rank,
                     event.fragment,
                     event.round,
@@ -633,7 +626,7 @@ class LocalSteps:
         self._end_pushes(exchange)
 
     def _no_move(self, name: str) -> Array | None:
-        """Return the global parameter, whose pseudo-gradient is zero, if this rank must contribute from its residual."""
+        """Return the global parameter, for a pseudo-gradient of zeros, if the residual holds what was trained late."""
         return self._globals[name].reshape(self._globals.specs[name].shape) if name in self._unsent else None
 
     def _end_pushes(self, exchange: FragmentExchange) -> None:
