@@ -127,7 +127,7 @@ def sparse_adamw(
         def leaf(
             p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any, residual: Any, skipped: Any
         ) -> tuple[Any, ...]:
-            """Return a parameter's change and new state; its residual if the step is skipped; and where it overflows."""
+            """Return a parameter's change, new state, residual if the step is skipped, and where it overflows."""
             t, tiny, max_ = step.astype(v.dtype), jnp.asarray(eps, v.dtype), float(np.finfo(v.dtype).max)
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
             rows = coefficients(jnp, waited, t, jnp.asarray(rate, v.dtype), (b1, b2), jnp.asarray(decay, v.dtype))

@@ -65,9 +65,7 @@ class LocalSteps(Adapter):
         self._leaves = _Leaves(params)
         if hasattr(outer, "init") and hasattr(outer, "update"):
             outer = _OptaxOuter(outer)
-        self._core = core.LocalSteps(
-            self._leaves, density, fragments=fragments, outer=outer, comm=comm, **options
-        )
+        self._core = core.LocalSteps(self._leaves, density, fragments=fragments, outer=outer, comm=comm, **options)
 
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.

@@ -26,9 +26,7 @@ def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str,
             raise InvalidInputError(f"fragments={shown(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
         return split_by_size(sizes, count)
     if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
-        raise InvalidInputError(
-            f"fragments={shown(fragments)}: expected a number, or lists of names"
-        )
+        raise InvalidInputError(f"fragments={shown(fragments)}: expected a number, or lists of names")
     seen: set[str] = set()
     for number, names in enumerate(fragments):
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:

@@ -7,27 +7,24 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sparsecomm import config, transport
-from sparsecomm.backends import default_float_mode
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange, Outcome
 from sparsecomm.local_steps.fragments import split_names
-from sparsecomm.local_steps.global_parameters import GlobalParameters, ImmutableParameters
+from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.members import compared_members
-from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer, broadcast_outer, load_outer
+from sparsecomm.local_steps.outer import OuterOptimizer, broadcast_outer, load_outer
 from sparsecomm.local_steps.schedule import Event, Pace, Pacing, StepTimer, SyncSchedule
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
+from sparsecomm.local_steps.synchronizer import Synchronizer
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
@@ -36,9 +33,7 @@ from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.sparse import SparseVector
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,10 +96,10 @@ class LocalSteps:
     optimizer other than `NesterovSGD` may have made part of a step; then the fragment's next exchange raises
     `WeightMismatchError` on all ranks until `rebuild`.
 
-    **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite on
-    some rank, or the step of `NesterovSGD`, or of no outer optimizer, would overflow. Finite pseudo-gradients stay in
-    the residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set to
-    the global ones. Reset the inner optimizer's state where it holds NaN.
+    **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite
+    on some rank, or the step of `NesterovSGD`, or of no outer optimizer, would overflow. Finite pseudo-gradients stay
+    in the residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set
+    to the global ones. Reset the inner optimizer's state where it holds NaN.
 
     **Checkpoints.** `state_dict` holds global parameters, residuals, the outer optimizer's state, and the results of
     exchanges in flight. Save local parameters and the inner optimizer's state yourself, on each rank.
@@ -162,8 +157,8 @@ class LocalSteps:
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
         self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
         self._pacing = Pacing.of(self._schedule, by_speed, deadline)
-        self._alpha, self._outer = number(fragment_update_alpha), outer
-        if not 0 <= self._alpha <= 1:
+        alpha, self._outer = number(fragment_update_alpha), outer
+        if not 0 <= alpha <= 1:
             raise InvalidInputError(f"fragment_update_alpha={shown(fragment_update_alpha)}: must be from 0 to 1")
         if outer is not None and not callable(getattr(outer, "step", None)):
             raise InvalidInputError(
@@ -182,7 +177,7 @@ class LocalSteps:
             Reducer({name: specs[name] for name in names}, density, comm=comm, skip_nonfinite=skip_nonfinite, **options)
             for names in self.fragments
         )
-        self._decay = float(options["decay"])
+        self._sync = Synchronizer(self._globals, self.fragments, self.reducers, outer, alpha, float(options["decay"]))
         compared = {key: shown(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
         self._settings: dict[str, object] = {  # `rebuild` compares them
             "model (names, shapes or types of parameters)": [
@@ -193,7 +188,7 @@ class LocalSteps:
             "by_speed": self._pacing.by_speed,
             "deadline": self._pacing.deadline,
             "fragment_sync_delay": self._schedule.delay,
-            "fragment_update_alpha": self._alpha,
+            "fragment_update_alpha": alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
             "option of the Reducer": (flag("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
@@ -211,9 +206,6 @@ class LocalSteps:
             tuple[int, int], FragmentExchange
         ] = {}  # not applied yet, in the order of their beginning
         self._due: deque[Event] = deque()  # to be begun or applied now, in this order
-        self._compared: set[int] = set()  # fragments whose global parameters the ranks know to be equal
-        self._mixed: dict[str, int] = {}  # checksums of local parameters as an exchange with an alpha has left them
-        self._unsent: set[str] = set()  # parameters whose residual holds what this rank trained while it was late
         self._replaced: list[str] = []  # names that `step` has yet to return
         self._latest: FragmentExchange | None = None  # the one applied last
         self.left_out: tuple[int, ...] = ()
@@ -328,7 +320,7 @@ class LocalSteps:
             self._check_idle("discard", ended=True)
             for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
                 reducer.discard([name for name in fragment if name in wanted])
-            self._unsent -= wanted
+            self._sync.unsent -= wanted
 
     # -- states and other ranks ---------------------------------------------------------------------------------------
 
@@ -345,7 +337,7 @@ class LocalSteps:
             ranks, (round_no, local_step, passed) = self._check_idle("state_dict"), self._place
             exchanges = self._exchanges.values()
             for exchange in exchanges:
-                self._wait(exchange)
+                self._sync.wait(exchange)
             fields = {
                 "sync_every": self._schedule.sync_every,
                 "fragment_sync_delay": self._schedule.delay,
@@ -364,14 +356,14 @@ class LocalSteps:
                         "fragment": exchange.fragment,
                         "round": exchange.round,
                         "nanoseconds": list(exchange.nanoseconds),
-                        "means": self._means_on_host(exchange) if exchange.outcome is Outcome.USABLE else None,
+                        "means": self._sync.means_on_host(exchange) if exchange.outcome is Outcome.USABLE else None,
                         "without_gradient": sorted(exchange.without_gradient),
                     }
                     for exchange in exchanges
                 ],
                 "late": [[exchange.fragment, exchange.round] for exchange in exchanges if exchange.late],
-                "unsent": sorted(self._unsent),
-                "mixed": dict(self._mixed),
+                "unsent": sorted(self._sync.unsent),
+                "mixed": dict(self._sync.mixed),
             }
             return LOCAL_STEPS.state(ranks, fields)
 
@@ -429,9 +421,9 @@ class LocalSteps:
             self._place = found["round"], found["local_step"], found["passed"]
             self._paces = (Pace(found["round"], found["steps"], found["round_seconds"]),) * 2
             self._timer = StepTimer(self._timer.clock, found["step_seconds"])
-            self._compared.update(range(len(self.fragments)))
+            self._sync.compared.update(range(len(self.fragments)))
             self._exchanges = {(each.fragment, each.round): each for each in exchanges}
-            self._mixed, self._unsent = dict(found["mixed"]), set(found["unsent"])
+            self._sync.mixed, self._sync.unsent = dict(found["mixed"]), set(found["unsent"])
             self._deadline.reset()
 
         return Prepared(common, commit)
@@ -475,14 +467,14 @@ class LocalSteps:
             self._globals.broadcast(ranks, members.lead)
             if joining:
                 for name in specs:
-                    with self._on_stream(name, parameters) as local:
+                    with self._sync.writing(name, parameters) as local:
                         self._globals.mix_into(parameters, name, local, 0.0)
             self._comm, self._timer.clock, self.left_out = ranks, ranks.clock, ()
             round_no, passed = divmod(max(member.step for member in members.stay), sync_every)
             pace = self._pacing.after(Pace(round_no), round_no, [1e-9 * member.words[-1] for member in members.all])
             self._paces = pace, pace
             self._place = round_no, passed * self._local_steps(round_no) // sync_every, passed
-            self._compared.update(range(len(self.fragments)))
+            self._sync.compared.update(range(len(self.fragments)))
             elements = sum(spec.size for spec in specs.values())
             return members.rebuilt(elements, steps_of_unit=sync_every, unit="round")
 
@@ -524,7 +516,7 @@ class LocalSteps:
         if started is None or self._timer.clock() - started > config.timeout():
             return None
         for exchange in self._exchanges.values():
-            self._wait(exchange)
+            self._sync.wait(exchange)
             self._follow_speeds(exchange)
             if exchange.outcome is Outcome.FAILED:
                 return None
@@ -536,7 +528,7 @@ class LocalSteps:
 
         Only parameters whose residual holds what the program trained when it was late before have a gradient, of zeros.
         """
-        schedule, passed, shared = self._schedule, self._passed(), self._globals
+        schedule, passed = self._schedule, self._passed()
         step = schedule.next_beginning(passed)
         due = schedule.events(passed, step)
         round_no, passed = divmod(step, schedule.sync_every)
@@ -547,10 +539,8 @@ class LocalSteps:
         self._due.extend(event for event in due if not event.begins)
         for event in due:
             if event.begins:
-                names, exchange = self.fragments[event.fragment], self._new_exchange(event, late=True)
-                with Streams(shared.on_stream_of(name) for name in names):
-                    for name in names:
-                        exchange.push(name, shared[name], self._no_move(name))
+                exchange = self._new_exchange(event, late=True)
+                self._sync.push_residuals(exchange)
                 self._end_pushes(exchange)
                 _log.warning(
                     "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
@@ -570,9 +560,14 @@ class LocalSteps:
             event = self._due[0]
             exchange = self._exchanges.get(event[:2])
             if event.begins:
-                self._begin(exchange or self._new_exchange(event), parameters)
+                exchange = exchange or self._new_exchange(event)
+                self._sync.push(exchange, parameters)
+                self._end_pushes(exchange)
             elif exchange is not None:
-                self._replaced += self._apply(exchange, parameters)
+                for each in self._exchanges.values():
+                    if each is exchange or (exchange.late and each.fragment == exchange.fragment):
+                        self._sync.wait(each)
+                self._replaced += self._sync.apply(exchange, parameters, self._connect().rank)
                 if exchange.error is not None:
                     errors.append(exchange.error)
                     self._deadline.reset()
@@ -608,149 +603,21 @@ class LocalSteps:
             self._connect(),
             self.reducers[fragment],
             division,
-            0 if fragment in self._compared else self._globals.checksum(self.fragments[fragment]),
+            0 if fragment in self._sync.compared else self._globals.checksum(self.fragments[fragment]),
             self._timer.nanoseconds(),
             by_speed=by_speed,
             words_first=bool(by_speed or self._pacing.deadline),
         )
         self._exchanges[fragment, round_no] = exchange
-        self._compared.add(fragment)
+        self._sync.compared.add(fragment)
         return exchange
-
-    def _begin(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
-        """Push the pseudo-gradients of a fragment that have not been pushed, and begin their calls."""
-        for name in filter(exchange.lacks, self.fragments[exchange.fragment]):
-            with self._globals.on_stream(name, parameters[name]) as local:
-                trained = self._trained(name, local)
-                exchange.push(name, self._globals[name], parameters[name] if trained else self._no_move(name))
-        self._end_pushes(exchange)
-
-    def _no_move(self, name: str) -> Array | None:
-        """Return the global parameter, for a pseudo-gradient of zeros, if the residual holds what was trained late."""
-        return self._globals[name].reshape(self._globals.specs[name].shape) if name in self._unsent else None
 
     def _end_pushes(self, exchange: FragmentExchange) -> None:
         """Begin the calls of an exchange to which everything has been pushed."""
         exchange.end_pushes()
-        self._unsent.difference_update(self.fragments[exchange.fragment])
+        self._sync.unsent.difference_update(self.fragments[exchange.fragment])
         if self._deadline.factor:
             self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
-
-    def _trained(self, name: str, local: interop.Tensor) -> bool:
-        """Return whether this rank has changed a parameter since its last exchange.
-
-        A parameter without elements counts as trained, so that the ranks need not agree that it was not.
-        """
-        if not local.size:
-            return True
-        if self._globals.equals(name, local):
-            return False
-        left = self._mixed.get(name)
-        return left is None or left != self._globals.checksum_of(local)
-
-    def _wait(self, exchange: FragmentExchange) -> None:
-        """Wait until the calls of an exchange have ended. It is usable if the outer step leaves all values finite."""
-        outer, shared = self._outer, self._globals
-        nesterov = outer if isinstance(outer, NesterovSGD) and type(outer) is NesterovSGD else None
-        if outer is not nesterov:  # what other optimizers do is not known before their step
-            exchange.wait()
-            return
-
-        def accept(sums: Mapping[str, SparseVector], largest: float) -> bool:
-            names = [name for name in self.fragments[exchange.fragment] if name in sums]
-            found = {n: shared.overflows(n, sums[n], largest, nesterov) for n in shared.on_streams(names)}
-            exchange.overflows = {name: indices for name, indices in found.items() if len(indices)}
-            return not exchange.overflows
-
-        exchange.wait(accept)
-
-    @default_float_mode
-    def _apply(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> list[str]:
-        """Wait for an exchange and apply it. Return the names of the local parameters that were replaced."""
-        for each in [*self._exchanges.values()]:
-            if each is exchange or (exchange.late and each.fragment == exchange.fragment):
-                self._wait(each)  # so that no call uses the residuals
-        if exchange.late:
-            self._save_unsent(exchange, parameters)
-        usable, names = exchange.outcome is Outcome.USABLE, list(self.fragments[exchange.fragment])
-        if usable:
-            names = [name for name in names if name not in exchange.without_gradient]
-            self._step_outer(exchange, [name for name in names if name not in exchange.stepped], parameters)
-        if exchange.late:
-            names = [n for n in self.fragments[exchange.fragment] if (usable and n in names) or n in exchange.saved]
-        if exchange.outcome is Outcome.NOT_FINITE:
-            exchange.drop_overflows()
-            _log.warning(
-                "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank, "
-                "or parameters would not be",
-                self._connect().rank,
-                exchange.round,
-                exchange.fragment,
-            )
-            names += [name for name in self._globals.specs if name not in names and not self._finite(name, parameters)]
-        alpha = self._alpha if usable and not exchange.late else 0.0
-        for name in names:
-            if name not in exchange.written:
-                self._mixed.pop(name, None)
-                with self._on_stream(name, parameters) as local:
-                    self._globals.mix_into(parameters, name, local, alpha)
-                    exchange.written.add(name)
-                if alpha:  # after an interrupt before this the parameter counts as trained
-                    with self._globals.on_stream(name, parameters[name]) as local:
-                        self._mixed[name] = self._globals.checksum_of(local)
-        return names
-
-    def _save_unsent(self, exchange: FragmentExchange, parameters: Mapping[str, object]) -> None:
-        """Move what this rank has trained, and a late exchange does not contain, from local parameters to residuals."""
-        for name in self.fragments[exchange.fragment]:
-            with self._globals.on_stream(name, parameters[name]) as local:
-                if name not in exchange.saved and local.size and self._trained(name, local):
-                    residual = self.reducers[exchange.fragment].residual(name).reshape(-1)
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        unsent = self._globals.difference(name, local) / residual.dtype.type(self._decay)
-                    if np.isfinite(unsent).all():  # the next exchange lets the residual decay before it is sent
-                        residual += unsent
-                        self._unsent.add(name)
-                    exchange.saved.add(name)
-
-    def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
-        """Update global parameters by the means of an exchange."""
-        outer, shared = self._outer, self._globals
-        together = getattr(outer, "step_together", None)
-        try:
-            with Streams(shared.on_stream(name, parameters[name]) for name in names):
-                if together is not None and names:
-                    together({name: (shared[name], self._mean(exchange, name)) for name in names})
-                    exchange.stepped.update(names)
-                    return
-                for name in names:
-                    if outer is not None:
-                        outer.step(name, shared[name], self._mean(exchange, name))
-                    elif (mean := exchange.means.get(name, exchange.sums.get(name))) is not None:
-                        shared.subtract(name, mean)
-                    exchange.stepped.add(name)
-        except BaseException:
-            if outer is not None and type(outer) is not NesterovSGD:  # it may have made a part of its step
-                self._compared.discard(exchange.fragment)
-            raise
-
-    def _mean(self, exchange: FragmentExchange, name: str) -> Array:
-        """Return a mean as a flat array, on the stream of the global parameter."""
-        mean = exchange.means.get(name)
-        return self._globals.dense(name, exchange.sums.get(name)) if mean is None else mean
-
-    def _means_on_host(self, exchange: FragmentExchange) -> dict[str, Array]:
-        names = [name for name in self.fragments[exchange.fragment] if name not in exchange.without_gradient]
-        return self._globals.to_host({name: self._mean(exchange, name) for name in self._globals.on_streams(names)})
-
-    def _on_stream(self, name: str, parameters: Mapping[str, object]) -> AbstractContextManager[interop.Tensor]:
-        """Return a context for writing a local parameter on the stream on which it is ready."""
-        writable = not isinstance(parameters, ImmutableParameters)
-        return self._globals.on_stream(name, parameters[name], writable=writable)
-
-    def _finite(self, name: str, parameters: Mapping[str, object]) -> bool:
-        with self._globals.on_stream(name, parameters[name]) as local:
-            return self._globals.finite(local)
 
     def _names(self, keys: Iterable[tuple[int, ...]]) -> list[str]:
         """Return the names of the fragments with which these keys or events begin."""

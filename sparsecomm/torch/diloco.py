@@ -63,8 +63,8 @@ class DiLoCo(Adapter):
         inner_optimizer: an optimizer of the model's parameters. Each of its steps is a local step.
         outer_optimizer: an optimizer over ``model.parameters()``, such as ``torch.optim.SGD(model.parameters(), lr=0.7,
             momentum=0.9, nesterov=True)``. It must treat elements one by one, as SGD and Adam do. Until `remove`, its
-            groups hold the global parameters, in float32 at least, of DTensors this rank's shards. Schedulers may change
-            the groups. ``None``: global = global - mean.
+            groups hold the global parameters, in float32 at least, of DTensors this rank's shards. Schedulers may
+            change the groups. ``None``: global = global - mean.
         density: as in `sparsecomm.LocalSteps`; 1.0 is dense DiLoCo with exact means.
         fragments: the number of fragments; or for each a module, or names of parameters.
         comm: the ranks that train together, or hold the same shards; ``None``: all.
