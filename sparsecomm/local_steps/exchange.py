@@ -1,4 +1,4 @@
-"""The exchange of one fragment, and the comparison of the ranks' places in the schedule."""
+"""The exchange of one fragment, and the comparison of the ranks' positions in the schedule."""
 
 from __future__ import annotations
 
@@ -203,17 +203,17 @@ class FragmentExchange:
         return None
 
     def _uneven(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
-        """Return the error for ranks that are at different places in the schedule."""
-        places = " and ".join(
+        """Return the error for ranks that are at different positions in the schedule."""
+        positions = " and ".join(
             f"rank {who} exchanges fragment {fragment} for round {round_no}"
             + ("" if self._by_speed else f" after {steps} local steps")
             for who, (round_no, fragment, steps, *_) in ((rank, mine), (other, theirs))
         )
         if self._by_speed and mine[:2] == theirs[:2]:
-            places = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
+            positions = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
         counts = "" if self._by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
         return CollectiveMismatchError(
-            f"{places}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
+            f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
             f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
             "that were saved together; LocalSteps.rebuild brings all ranks to one place"
         )
