@@ -194,17 +194,13 @@ class LocalSteps:
             "option of the Reducer": (flag("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
         }
         self._phase = Phase.RESTING
-        self._place = (
-            0,
-            0,
-            0,
-        )  # the round, and within it this rank's local steps and the schedule's steps that have passed
+        # The round, and in it the local steps that this rank has taken and the steps of the schedule that have passed.
+        self._place = 0, 0, 0
         self._paces = Pace(), Pace()  # of this round, and the last one that is known
         self._timer = StepTimer(self._comm.clock if isinstance(self._comm, transport.Transport) else time.monotonic)
         self._deadline = Deadline(self._pacing.deadline)
-        self._exchanges: dict[
-            tuple[int, int], FragmentExchange
-        ] = {}  # not applied yet, in the order of their beginning
+        # By fragment and round, in the order in which they began: exchanges that are not applied yet.
+        self._exchanges: dict[tuple[int, int], FragmentExchange] = {}
         self._due: deque[Event] = deque()  # to be begun or applied now, in this order
         self._replaced: list[str] = []  # names that `step` has yet to return
         self._latest: FragmentExchange | None = None  # the one applied last
@@ -273,6 +269,8 @@ class LocalSteps:
             self._globals.check(parameters, self._names(self._exchanges))
             applications = [Event(*key, False) for key in self._exchanges]
             self._due.extend([event for event in applications if event not in self._due])
+            if self._phase is not Phase.LEFT_OUT:
+                self._phase = Phase.EXCHANGING
             errors = self._perform(parameters)
             if self._latest is not None:
                 self._latest.end_comparison()
