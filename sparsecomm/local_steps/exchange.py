@@ -59,7 +59,7 @@ class FragmentExchange:
         left_out: the ranks that were late.
         overflows: by name, the indices at which the outer step would overflow.
         stepped: names whose global parameter has been updated.
-        saved: if late, names whose pseudo-gradient has been added to the residual.
+        saved: if late, by name, whether there was a pseudo-gradient, which is then in the residual.
         written: names whose local parameter has been written.
     """
 
@@ -74,7 +74,7 @@ class FragmentExchange:
         self.left_out: tuple[int, ...] = ()
         self.overflows: dict[str, Array] = {}
         self.stepped: set[str] = set()
-        self.saved: set[str] = set()
+        self.saved: dict[str, bool] = {}
         self.written: set[str] = set()
         self._comparison: Handle | None = None
         self._raised: BaseException | None = None  # by the reducer

@@ -109,7 +109,7 @@ class Synchronizer:
             names = [name for name in names if name not in exchange.without_gradient]
             self._step_outer(exchange, [name for name in names if name not in exchange.stepped], parameters)
         if exchange.late:
-            names = [n for n in self.fragments[exchange.fragment] if (usable and n in names) or n in exchange.saved]
+            names = [n for n in self.fragments[exchange.fragment] if (usable and n in names) or exchange.saved[n]]
         if exchange.outcome is Outcome.NOT_FINITE:
             exchange.drop_overflows()
             _log.warning(
@@ -136,14 +136,17 @@ class Synchronizer:
         """Move what this rank has trained, and a late exchange does not contain, from local parameters to residuals."""
         for name in self.fragments[exchange.fragment]:
             with self.shared.on_stream(name, parameters[name]) as local:
-                if name not in exchange.saved and local.size and self._trained(name, local):
+                if name in exchange.saved:
+                    continue
+                trained = local.size > 0 and self._trained(name, local)
+                if trained:
                     residual = self.reducers[exchange.fragment].residual(name).reshape(-1)
                     with np.errstate(over="ignore", invalid="ignore"):
                         unsent = self.shared.difference(name, local) / residual.dtype.type(self._decay)
                     if np.isfinite(unsent).all():  # the next exchange lets the residual decay before it is sent
                         residual += unsent
                         self.unsent.add(name)
-                    exchange.saved.add(name)
+                exchange.saved[name] = trained
 
     def _step_outer(self, exchange: FragmentExchange, names: list[str], parameters: Mapping[str, object]) -> None:
         """Update global parameters by the means of an exchange."""

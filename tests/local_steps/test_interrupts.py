@@ -17,7 +17,7 @@ from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
-from tests.local_steps.programs import PLAIN, bits
+from tests.local_steps.programs import PLAIN, bits, left_out
 from tests.reducer.programs import run
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (64,)}
@@ -30,8 +30,13 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
-def trained(transport: simulated.SimulatedTransport, steps: int, within: Any, **options: Any) -> Any:
-    """Train, with each step in a context of its own; after an interrupt go on with the same parameters."""
+def trained(
+    transport: simulated.SimulatedTransport, steps: int, within: Any, late: tuple[int, int] = (-1, -1), **options: Any
+) -> Any:
+    """Train, with each step in a context of its own; after an interrupt go on with the same parameters.
+
+    ``late``: the rank and the step that is left out of an exchange.
+    """
     parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     local = sc.LocalSteps(parameters, 0.2, comm=transport, **(SETTINGS | options))
     local._timer.clock = lambda: 0.0  # all take the same time
@@ -39,10 +44,13 @@ def trained(transport: simulated.SimulatedTransport, steps: int, within: Any, **
     for step in range(1, steps + 1):
         for name, shape in SHAPES.items():
             parameters[name] += random.normal(size=shape).astype(np.float32)
-        place = local.round, local.local_step
+        if late == (transport.rank, step):
+            left_out(local)
+        place, was_late = (local.round, local.local_step), local._phase is Phase.LEFT_OUT
         with contextlib.suppress(InterruptError), within(local, step):
             local.step(parameters)
-        if (local.round, local.local_step) == place:  # it came before the step was counted
+        counted = (local.round, local.local_step) != place
+        if local._phase is Phase.LEFT_OUT or not (counted or was_late):  # it came before the step was counted
             local.step(parameters)
         if local._due:
             with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
@@ -53,14 +61,17 @@ def trained(transport: simulated.SimulatedTransport, steps: int, within: Any, **
     return bits(parameters), bits(local.global_parameters()), bits(residuals)
 
 
-@pytest.mark.parametrize("stopped", [3, 4])  # local step 3 begins an exchange, and step 4 applies it
-def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "late"),  # local step 3 begins an exchange, and step 4 applies it
+    [(3, (-1, -1)), (4, (-1, -1)), (4, (0, 3))],
+)
+def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int, late: tuple[int, int]) -> None:
     passed: list[int] = []
 
     def program(transport: simulated.SimulatedTransport, *at: int) -> Any:
         @contextlib.contextmanager
         def within(local: sc.LocalSteps, step: int) -> Iterator[None]:
-            if step == 4:
+            if step == 4 and local._phase is not Phase.LEFT_OUT:
                 local.state_dict()  # its calls are made here
             if (step, transport.rank) != (stopped, 0):
                 yield
@@ -69,7 +80,7 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> N
                 yield
             passed.append(points.passed)
 
-        return trained(transport, 6, within)
+        return trained(transport, 6, within, late, outer=sc.NesterovSGD(0.5, 0.5))
 
     expected = run(2, program)
     assert passed[0] > 10
