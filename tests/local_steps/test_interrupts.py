@@ -35,7 +35,7 @@ def trained(
 ) -> Any:
     """Train, with each step in a context of its own; after an interrupt go on with the same parameters.
 
-    ``late``: the rank and the step that is left out of an exchange.
+    ``late``: the rank that is left out of an exchange, and does not train one parameter; and its step.
     """
     parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     local = sc.LocalSteps(parameters, 0.2, comm=transport, **(SETTINGS | options))
@@ -43,7 +43,8 @@ def trained(
     random = np.random.default_rng(transport.rank)
     for step in range(1, steps + 1):
         for name, shape in SHAPES.items():
-            parameters[name] += random.normal(size=shape).astype(np.float32)
+            if (name, transport.rank) != ("c", late[0]):
+                parameters[name] += random.normal(size=shape).astype(np.float32)
         if late == (transport.rank, step):
             left_out(local)
         place, was_late = (local.round, local.local_step), local._phase is Phase.LEFT_OUT
