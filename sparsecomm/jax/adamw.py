@@ -11,14 +11,13 @@ import numpy as np
 
 from sparsecomm.backends.base import adamw_step, unit
 from sparsecomm.calls.options import Options
-from sparsecomm.calls.weights import check_every
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.reducer.schedule import with_dense_steps
+from sparsecomm.states.weights import check_every
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import local_steps as core
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
@@ -18,7 +19,6 @@ from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.local_steps.global_parameters import ImmutableParameters
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.signatures import with_options
 from sparsecomm.tensors.arrays import Array
 
 if TYPE_CHECKING:

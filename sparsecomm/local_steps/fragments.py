@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sparsecomm.checks import is_real, shown, whole
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.checks import is_real, quote, to_int
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
 __all__ = ["split_by_size", "split_names"]
 
@@ -22,19 +21,19 @@ def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str,
         InvalidInputError: the number exceeds that of the tensors, or the names do not list each tensor exactly once.
     """
     if is_real(fragments):
-        if (count := whole(fragments, 1, len(sizes))) is None:
-            raise InvalidInputError(f"fragments={shown(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
+        if (count := to_int(fragments, 1, len(sizes))) is None:
+            raise InvalidInputError(f"fragments={quote(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
         return split_by_size(sizes, count)
     if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
-        raise InvalidInputError(f"fragments={shown(fragments)}: expected a number, or lists of names")
+        raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or lists of names")
     seen: set[str] = set()
     for number, names in enumerate(fragments):
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-            raise InvalidInputError(f"fragments[{number}]={shown(names)}: expected a list of at least one name")
+            raise InvalidInputError(f"fragments[{number}]={quote(names)}: expected a list of at least one name")
         for name in names:
             if not isinstance(name, str) or name not in sizes:
                 raise InvalidInputError(
-                    f"fragments[{number}]: {shown(name)} is not one of the {len(sizes)} tensors, {listed(sizes)}"
+                    f"fragments[{number}]: {quote(name)} is not one of the {len(sizes)} tensors, {listed(sizes)}"
                     f"{did_you_mean(name, sizes)}"
                 )
             if name in seen:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
@@ -30,7 +30,6 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
@@ -157,19 +156,19 @@ class LocalSteps:
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
         self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
         self._pacing = Pacing.of(self._schedule, by_speed, deadline)
-        alpha, self._outer = number(fragment_update_alpha), outer
+        alpha, self._outer = to_float(fragment_update_alpha), outer
         if not 0 <= alpha <= 1:
-            raise InvalidInputError(f"fragment_update_alpha={shown(fragment_update_alpha)}: must be from 0 to 1")
+            raise InvalidInputError(f"fragment_update_alpha={quote(fragment_update_alpha)}: must be from 0 to 1")
         if outer is not None and not callable(getattr(outer, "step", None)):
             raise InvalidInputError(
-                f"outer={shown(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
+                f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
             )
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
         self._comm: transport.Comm = comm  # replaced by its transport on first use
         if self._pacing.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
-                f"rank {ranks.rank}: deadline={shown(deadline)}: {ranks.library} does not support calls from a thread. "
+                f"rank {ranks.rank}: deadline={quote(deadline)}: {ranks.library} does not support calls from a thread. "
                 "Use an MPI that provides MPI_THREAD_MULTIPLE, a process group of PyTorch, or deadline=None"
             )
         options = with_defaults(specs.values(), self._schedule.sync_every, **options)
@@ -178,7 +177,7 @@ class LocalSteps:
             for names in self.fragments
         )
         self._sync = Synchronizer(self._globals, self.fragments, self.reducers, outer, alpha, float(options["decay"]))
-        compared = {key: shown(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
+        compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
         self._settings: dict[str, object] = {  # `rebuild` compares them
             "model (names, shapes or types of parameters)": [
                 (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
@@ -191,7 +190,7 @@ class LocalSteps:
             "fragment_update_alpha": alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
-            "option of the Reducer": (flag("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
+            "option of the Reducer": (to_bool("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
         }
         self._phase = Phase.RESTING
         # The round, and in it the local steps that this rank has taken and the steps of the schedule that have passed.
@@ -456,7 +455,7 @@ class LocalSteps:
                 self.finish(parameters)
             self._exchanges, self._due, self._phase = {}, deque(), Phase.RESTING
             self._deadline.reset()
-            ranks, specs, sync_every = transport.of(comm), self._globals.specs, self._schedule.sync_every
+            ranks, specs, sync_every = transport.transport_of(comm), self._globals.specs, self._schedule.sync_every
             nanoseconds = 0 if joining else self._timer.nanoseconds()
             members = compared_members(ranks, self._comm, joining, self._passed(), self._settings, nanoseconds)
             broadcast_outer(ranks, members.lead, self._outer, specs)
@@ -622,7 +621,7 @@ class LocalSteps:
         return [name for fragment, *_ in keys for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        self._comm = ranks = transport.of(self._comm)  # the transport of a transport is itself
+        self._comm = ranks = transport.transport_of(self._comm)  # the transport of a transport is itself
         return ranks
 
     def _check_idle(self, doing: str, *, ended: bool = False) -> transport.Transport:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from sparsecomm.checks import flag, number, shown, whole
+from sparsecomm.checks import quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["Event", "Pace", "Pacing", "StepTimer", "SyncSchedule"]
@@ -49,11 +49,11 @@ class SyncSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        if (sync_every := whole(self.sync_every, 1)) is None:
-            raise InvalidInputError(f"sync_every={shown(self.sync_every)}: must be a number of local steps, at least 1")
-        if (delay := whole(self.delay, 0, sync_every - 1)) is None:
+        if (sync_every := to_int(self.sync_every, 1)) is None:
+            raise InvalidInputError(f"sync_every={quote(self.sync_every)}: must be a number of local steps, at least 1")
+        if (delay := to_int(self.delay, 0, sync_every - 1)) is None:
             raise InvalidInputError(
-                f"fragment_sync_delay={shown(self.delay)} with sync_every={sync_every}: must be at least 0 and below "
+                f"fragment_sync_delay={quote(self.delay)} with sync_every={sync_every}: must be at least 0 and below "
                 "sync_every, so that an exchange ends before the fragment's next one begins"
             )
         object.__setattr__(self, "sync_every", sync_every)
@@ -140,13 +140,13 @@ class Pacing:
         Raises:
             InvalidInputError: an argument is out of range.
         """
-        factor = 0.0 if deadline is None else number(deadline)
+        factor = 0.0 if deadline is None else to_float(deadline)
         if deadline is not None and not 1 < factor < math.inf:
             raise InvalidInputError(
-                f"deadline={shown(deadline)}: must be a factor above 1 of the expected time of local steps, or None"
+                f"deadline={quote(deadline)}: must be a factor above 1 of the expected time of local steps, or None"
             )
         min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
-        return cls(schedule.sync_every, flag("by_speed", by_speed), factor, min_steps)
+        return cls(schedule.sync_every, to_bool("by_speed", by_speed), factor, min_steps)
 
     def after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
         """Return the pace from a round on.

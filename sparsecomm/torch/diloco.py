@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
