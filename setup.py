@@ -86,6 +86,7 @@ ON_THE_PATH = [
     "sparsecomm/local_steps/global_parameters.py",
     "sparsecomm/local_steps/local_steps.py",
     "sparsecomm/local_steps/outer.py",
+    "sparsecomm/local_steps/synchronizer.py",
     "sparsecomm/optimizers/*.py",
     "sparsecomm/primitives/communicator.py",
     "sparsecomm/reducer/bucket.py",

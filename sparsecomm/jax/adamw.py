@@ -12,10 +12,11 @@ import numpy as np
 from sparsecomm.backends.base import adamw_step, unit
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
-from sparsecomm.jax.transform import check_parameters, check_wire
+from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
+from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
+from sparsecomm.reducer.schedule import with_dense_steps
 from sparsecomm.states.weights import check_every
 from sparsecomm.wire import WireName
 
@@ -30,7 +31,7 @@ class SparseAdamWState(NamedTuple):
 
     Attributes:
         step: the number of steps made; int32, of shape ().
-        mu, nu: averages of gradients and of their squares, in float32, or float64 beside it. Before an element's first
+        mu, nu: averages of gradients and of their squares, in float32 (float64 for float64). Before an element's first
             update ``nu`` is only the unit in which its gradients are sent.
         last: int32, the step of each weight's last update; 0: none yet.
         residuals: what this rank has not sent, divided by ``unit(nu)``.
@@ -57,31 +58,31 @@ def sparse_adamw(
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/40 of the bytes of dense sums.
+    """Return ``optax.adamw`` with gradients summed over all ranks in 1/40 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 
-    This is the whole optimizer, not a link of a chain: pass ``update`` the gradients of this rank, and the parameters.
-    It is collective. All ranks make the same updates, bit for bit. A gradient that is not finite on some rank leaves
-    parameters and state as they are on all ranks; finite gradients of that step stay in the residuals. So does a step
-    that would make a parameter or a moment infinite; what waits in residuals for these elements is dropped. At
-    ``density=1.0`` it is ``optax.adamw`` of dense, exact means. See `sparsecomm.SparseAdamW`.
+    This is a whole optimizer, not a link of a chain: pass ``update`` this rank's gradients, and the parameters. It is
+    collective, and all ranks make the same updates, bit for bit. If a gradient is not finite on some rank, or the step
+    would make a parameter or a moment infinite, all ranks skip the step; finite gradients stay in the residuals, and
+    elements that would overflow are dropped. At ``density=1.0`` it is ``optax.adamw`` with dense, exact means. See
+    `sparsecomm.SparseAdamW`.
 
     Args:
         learning_rate: a number, or a schedule of optax: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay. Under
             ``optax.inject_hyperparams`` pass ``static_args=("density", "dense_steps", "check_weights_every")``.
-        density: the part of the entries that is sent, both ways, as in `sparsify`.
-        dense_steps: the number of steps at the beginning with density 1.0.
+        density: share of the entries that is sent, both ways, as in `sparsify`.
+        dense_steps: number of steps at the beginning with density 1.0.
         comm, wire: as in `sparsify`: values of 2 bits by default, exact ones for float64.
-        check_weights_every: as in `sparsify`; moments are compared as well.
+        check_weights_every: as in `sparsify`; moments are compared, too.
 
     Returns:
         A transformation whose state is `SparseAdamWState`, a pytree.
 
     Raises:
         ImportError: optax is not installed.
-        InvalidInputError: an argument is out of range. ``update`` raises it without parameters, and otherwise as
+        InvalidInputError: an argument is out of range; ``update`` raises it without parameters, and otherwise as
             `allreduce_tree`.
     """
     try:
@@ -90,7 +91,7 @@ def sparse_adamw(
         raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
     if not any(isinstance(each, jax.Array) for each in (learning_rate, b1, b2, eps, weight_decay)):
         AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
-    at = schedule_of(density, dense_steps, comm=comm)
+    at = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
     options = Options("auto", "mean", wire)
 
@@ -102,66 +103,58 @@ def sparse_adamw(
 
     def update(updates: PyTree, state: SparseAdamWState, params: PyTree = None) -> tuple[PyTree, SparseAdamWState]:
         if params is None:
-            raise InvalidInputError("sparse_adamw: update got no parameters; expected update(gradients, state, params)")
+            raise InvalidInputError("sparse_adamw: update got no parameters; call update(gradients, state, params)")
         checked(updates, state.residuals, "grads", "residuals", comm=comm)
-        if every is not None:
-            check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
-        begun, step = _begun(updates, state, START * (1 - b2), comm=comm), state.step + 1
-        quotients = jax.tree.map(
-            lambda g, v: g.astype(v.dtype) / unit(jnp, v, jnp.asarray(eps, v.dtype)), updates, begun
-        )
-        squared: PyTree = jax.tree.map(lambda g, v: jnp.square(g.astype(v.dtype)), updates, begun)
+        check_parameters({"params": params, "state": state[1:4]}, state.step, every, comm=comm)
+        nu, step = _first_moments(updates, state, START * (1 - b2), comm=comm), state.step + 1
+        quotients = jax.tree.map(lambda g, v: g.astype(v.dtype) / unit(jnp, v, jnp.asarray(eps, v.dtype)), updates, nu)
+        squares: PyTree = jax.tree.map(lambda g, v: jnp.square(g.astype(v.dtype)), updates, nu)
         sums = jax.tree.map(jnp.add, state.residuals, quotients)
-        mine = _all_finite(quotients) & _all_finite(squared) & _all_finite(sums)
-        sent = jax.tree.map(lambda q: jnp.where(mine, q, jnp.full_like(q, jnp.nan)), quotients)  # reaches all ranks
-        means, residuals = tree_step(
-            sent, at, state.residuals, "model", 0, options, state.step, chunk=4096, comm=comm, training=True
-        )
-        counts, dense = _all_finite(means), _is_dense(at, state.step)
-        rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
-        decayed = mask(params) if callable(mask) else mask
-        decays = jax.tree.map(lambda on: weight_decay * on, decayed or jax.tree.map(lambda _: True, params))
 
-        def leaf(p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any) -> tuple[Any, ...]:
-            hit = counts & (dense | (mean != 0))
+        def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
+            return tree_step(sent, at, state.residuals, "model", 0, options, state.step, 4096, comm, True)
+
+        finite = all_finite((squares, sums))
+        means, residuals, waiting, finite = training_step(quotients, finite, state.residuals, exchange)
+        dense = _is_dense(at, state.step)
+        rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+        decays = jax.tree.map(
+            lambda on: weight_decay * on,
+            (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params),
+        )
+
+        def leaf(
+            p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any, residual: Any, skipped: Any
+        ) -> tuple[Any, ...]:
+            """Return a parameter's change, new state, residual if the step is skipped, and where it overflows."""
+            t, tiny, max_ = step.astype(v.dtype), jnp.asarray(eps, v.dtype), float(np.finfo(v.dtype).max)
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
-            t, lr = step.astype(v.dtype), jnp.asarray(rate, v.dtype)
-            rows = coefficients(jnp, waited, t, lr, (b1, b2), jnp.asarray(decay, v.dtype))
-            tiny = jnp.asarray(eps, v.dtype)
-            made = adamw_step(jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t))
-            change, new_m, new_v, factor = made
+            rows = coefficients(jnp, waited, t, jnp.asarray(rate, v.dtype), (b1, b2), jnp.asarray(decay, v.dtype))
+            change, new_m, new_v, factor = adamw_step(
+                jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t)
+            )
+            hit = finite & (dense | (mean != 0))
             moved = jnp.where(hit, change, 0).astype(p.dtype)
             fits = jnp.isfinite(new_m) & jnp.isfinite(new_v) & (jnp.isfinite(p + moved) | ~jnp.isfinite(p))
-            return hit, moved, new_m, new_v, factor, hit & ~fits
+            rescaled = jnp.clip(residual * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
+            made: Any = moved, *(jnp.where(hit, *each) for each in ((new_m, m), (new_v, v), (step, last))), rescaled
+            return *made, jnp.where(hit & ~fits, 0, skipped), hit & ~fits
 
-        def end(p: Any, one: Any, mean: Any, q: Any, m: Any, v: Any, last: Any, r: Any, old: Any) -> tuple[Any, ...]:
-            hit, change, new_m, new_v, factor, overflows = one
-            max_ = float(np.finfo(v.dtype).max)
-            rescaled = jnp.clip(r * jnp.where(hit, jnp.minimum(factor, max_), 1), -max_, max_)
-            kept = jnp.where(overflows | jnp.isinf(mean), 0, old + jnp.where(mine, q, 0))
-            hit = hit & usable
-            return (
-                jnp.where(hit, change, 0),
-                jnp.where(hit, new_m, m),
-                jnp.where(hit, new_v, v),
-                jnp.where(hit, step, last),
-                jnp.where(usable, rescaled, kept),
-            )
-
-        steps = jax.tree.map(leaf, params, means, state.mu, begun, state.last, decays)
+        leaves = jax.tree.map(leaf, params, means, state.mu, nu, state.last, decays, residuals, waiting)
         structure: Any = jax.tree.structure(params)
-        leaves = structure.flatten_up_to(steps)
-        usable = counts & ~jnp.any(jnp.stack([overflows.any() for *_, overflows in leaves]))  # the same on all ranks
-        made = jax.tree.map(
-            end, params, steps, means, quotients, state.mu, begun, state.last, residuals, state.residuals
+        changes, *made, waiting, overflows = jax.tree.transpose(structure, jax.tree.structure((0,) * 7), leaves)
+        usable = finite & ~jnp.any(jnp.stack([each.any() for each in jax.tree.leaves(overflows)]))
+        # A skipped first step leaves the units, and so the residuals, as they are.
+        skipped = (
+            state.mu,
+            select(state.step > 0, nu, state.nu),
+            state.last,
+            select(state.step > 0, waiting, state.residuals),
         )
-        changes, mu, nu, last, residuals = jax.tree.transpose(structure, jax.tree.structure((0,) * 5), made)
-        began = usable | (state.step > 0)
-        nu, residuals = (
-            jax.tree.map(lambda new, old: jnp.where(began, new, old), new, old)
-            for new, old in ((nu, state.nu), (residuals, state.residuals))
+        changes = jax.tree.map(lambda change: jnp.where(usable, change, 0), changes)
+        return changes, SparseAdamWState(
+            jnp.where(usable, step, state.step), *(select(usable, *each) for each in zip(made, skipped, strict=True))
         )
-        return changes, SparseAdamWState(jnp.where(usable, step, state.step), mu, nu, last, residuals)
 
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
@@ -175,12 +168,8 @@ def _is_dense(at: Density, step: jax.Array) -> bool | jax.Array:
     return dense
 
 
-def _all_finite(tree: PyTree) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
-
-
-def _begun(grads: PyTree, state: SparseAdamWState, start: float, *, comm: Comm) -> PyTree:
-    """Return second moments: those of the state, or in step 0 a part of the mean squares of all ranks' gradients."""
+def _first_moments(grads: PyTree, state: SparseAdamWState, start: float, *, comm: Comm) -> PyTree:
+    """Return the state's second moments; in step 0 ``start`` times the mean squares of all ranks' gradients."""
     leaves, structure = jax.tree.flatten(grads)
 
     def first(_: Any) -> list[jax.Array]:

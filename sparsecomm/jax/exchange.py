@@ -1,4 +1,4 @@
-"""The calls for the leaves of a tree, which are made at once, or by XLA when it has the values."""
+"""The calls for the leaves of a tree, made at once, or by XLA when it has the values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls import arguments
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
-from sparsecomm.reducer import schedule
 from sparsecomm.reducer.options import training_options
+from sparsecomm.reducer.schedule import density_at
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
 
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "density_of", "schedule_of"]
+__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 
-_ALIGNMENT = 64  # bytes: JAX takes over host memory that is aligned so, and copies other
+_ALIGNMENT = 64  # bytes: JAX takes over host memory with this alignment, and copies other memory
 
 
 def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
@@ -45,10 +44,10 @@ class LeafBucket:
     """The leaves that one `sparsecomm.sparse_allreduce` sends, one after another in one vector.
 
     Attributes:
-        leaves: their numbers.
+        leaves: positions of the leaves.
         dtype: of the vector.
-        dense: whether they are sent whole.
-        label: of the call: their shapes, on which the ranks must agree.
+        dense: whether the leaves are summed whole.
+        label: of the call: the shapes, which must be the same on all ranks.
     """
 
     leaves: tuple[int, ...]
@@ -62,10 +61,11 @@ class Exchange:
     """All calls for a tree.
 
     Attributes:
+        buckets: one per call.
         k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
-        chunk: as in `sparsecomm.sparse_allreduce`, of what is not sent whole.
-        training: "auto" stands for the recommended setting of a training, and at density 1.0 gradients are summed
-            whole.
+        comm, options: as in `sparsecomm.sparse_allreduce`.
+        chunk: as in `sparsecomm.sparse_allreduce`, for buckets that are not dense.
+        training: whether "auto" is the recommended setting for training, and density 1.0 a dense sum.
     """
 
     buckets: tuple[LeafBucket, ...]
@@ -78,26 +78,26 @@ class Exchange:
     def run(
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array = 0
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results and the new residuals, as JAX arrays, also while JAX is tracing.
+        """Return the results and the new residuals as JAX arrays, also while JAX is tracing.
 
         Raises:
-            SparseCommError: as `sparsecomm.sparse_allreduce`, where the calls are made at once.
+            SparseCommError: as `sparsecomm.sparse_allreduce`, if the calls are made at once.
         """
         if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
             return self._stage(leaves, residuals, step)
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls under way in jitted functions come first
-        (where,) = {d for a in (*leaves, *residuals) for d in a.devices()}
-        if where.platform in ("gpu", "cuda"):
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
+        (device,) = {d for a in (*leaves, *residuals) for d in a.devices()}
+        if device.platform in ("gpu", "cuda"):
             return self.on_device(int(step), leaves, residuals)
         results, kept = self.on_host(int(step), leaves, residuals)
-        return jax.device_put(results, where), jax.device_put(kept, where)
+        return jax.device_put(results, device), jax.device_put(kept, device)
 
     def _stage(
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Leave it to XLA to call `on_host`."""
-        with suppress(ImportError, RuntimeError):  # without MPI, the call itself says what is missing
-            import mpi4py.MPI  # noqa: F401  # starts MPI on this thread, which also ends it, and not on one of XLA's
+        """Let XLA call `on_host`."""
+        with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
+            import mpi4py.MPI  # noqa: F401  # starts MPI on this thread, which also ends it, not on a thread of XLA
         count = len(leaves)
 
         def host(step: Array, *arrays: Array) -> list[Array]:
@@ -111,17 +111,17 @@ class Exchange:
     def on_host(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:
-        """Make all calls on the host, and return the results and the new residuals, of the shapes and types of these.
+        """Make all calls in host memory. Return the results and the new residuals, in the shapes and types of these.
 
-        XLA may be calling: this must not compute with JAX, which could wait for the thread that it is on.
+        XLA may be the caller: this must not compute with JAX, which could wait for the thread that it runs on.
 
         Args:
-            step: a number, or an array of no dimension.
-            leaves: arrays whose memory is on the host.
-            residuals: one for each leaf, or none at all.
+            step: a number, or an array of shape ().
+            leaves: arrays in host memory.
+            residuals: one for each leaf, or none.
         """
         k = self._k_at(step)
-        xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views of memory on the host
+        xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views
         results, kept = [np.empty(0)] * len(xs), [np.empty(0)] * len(olds)
         for bucket in self.buckets:
             parts = [xs[i] for i in bucket.leaves]
@@ -139,10 +139,11 @@ class Exchange:
     def on_device(
         self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Do the same in the memory of a GPU, without a way through the host: by DLPack, and CuPy.
+        """Do the same in the memory of a GPU, through DLPack and CuPy.
 
         Args:
-            arrays: the library whose arrays can be written on that device.
+            step, leaves, residuals: as in `on_host`.
+            arrays: the library whose arrays can be written on the device.
 
         Raises:
             InvalidInputError: the library is not installed.
@@ -159,7 +160,7 @@ class Exchange:
         for bucket in self.buckets:
             x = jnp.concatenate([leaves[i].reshape(-1).astype(bucket.dtype) for i in bucket.leaves])
             residual = None
-            if residuals:  # in float32 or float64: CuPy knows no bfloat16. The copy is this function's own
+            if residuals:  # in float32 or float64, since CuPy has no bfloat16
                 flat = jnp.concatenate([residuals[i].reshape(-1) for i in bucket.leaves])
                 residual = writable.from_dlpack(flat).copy()
             total = self._sum(bucket, k, x, residual).to_dense()
@@ -169,15 +170,10 @@ class Exchange:
         return results, kept
 
     def _k_at(self, step: int | Array) -> int | float:
-        """Return the k of a step.
-
-        Raises:
-            InvalidInputError: the function gives no density.
-        """
-        return density_of(self.k, int(step), comm=self.comm) if callable(self.k) else self.k
+        return density_at(self.k, int(step)) if callable(self.k) else self.k
 
     def _sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
-        """Make the call of a bucket: ``residual`` is updated and ``out`` overwritten."""
+        """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
         chunk, options = self.chunk, self.options
         if bucket.dense or (self.training and k == 1.0):
             k, chunk, options = 1.0, None, options.whole()
@@ -188,24 +184,12 @@ class Exchange:
         )
 
 
-@arguments.naming_rank
-def schedule_of(density: Density, dense_steps: int, *, comm: Comm) -> Density:
-    """Return a density or a schedule that begins with dense steps: see `sparsecomm.reducer.schedule`."""
-    return schedule.with_dense_steps(density, dense_steps)
-
-
-@arguments.naming_rank
-def density_of(density: object, step: int | None = None, *, comm: Comm) -> float:
-    """Do as `sparsecomm.reducer.schedule.density_at`."""
-    return schedule.density_at(density, step)
-
-
 def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
     """Put the parts of ``flat`` into a list of all leaves, each in the shape and type of its leaf in ``like``."""
     begin = 0
     for i in bucket.leaves:
         part = flat[begin : begin + like[i].size].reshape(like[i].shape)
-        with np.errstate(over="ignore"):  # a sum may exceed float16: infinity, as `out` of sparse_allreduce has it
+        with np.errstate(over="ignore"):  # a sum too large for float16 is infinite, as in `out` of sparse_allreduce
             into[i] = part.astype(like[i].dtype, copy=False)
         begin += like[i].size
 

@@ -1,8 +1,8 @@
-"""Local steps for trees of arrays that are never written in place."""
+"""Local steps for trees of JAX arrays, which are replaced instead of written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,11 +14,11 @@ from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
-from sparsecomm.local_steps.defaults import DEFAULTS
-from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.local_steps.adapter import Adapter
+from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
+from sparsecomm.local_steps.global_parameters import ImmutableParameters
+from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 
 if TYPE_CHECKING:
@@ -28,118 +28,100 @@ if TYPE_CHECKING:
 __all__ = ["LocalSteps"]
 
 
-class LocalSteps(core.LocalSteps):
-    """Trains by local steps, and sums sparsely what they did, once in a round: `sparsecomm.LocalSteps` for pytrees.
+class LocalSteps(Adapter):
+    """`sparsecomm.LocalSteps` for pytrees: ranks train alone, and sum sparsely once per round how far they have moved.
 
         local = sparsecomm.jax.LocalSteps(params, sync_every=30)
         for batch in data:                                    # each rank its own
             params, state = train_step(params, state, batch)  # may be under jit
-            params = local.step(params)                       # the same tree, most often
+            params = local.step(params)                       # usually the same tree
         model = local.global_parameters()
 
-    All methods are called from Python, not under `jax.jit`. Between exchanges `step` returns the tree that it was
-    given. After one it returns a tree with new leaves, where they were replaced, on the devices of the old ones.
+    Call all methods from Python, not under `jax.jit`. New leaves are on the devices of the old ones.
 
     Args:
         params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64. The same on all ranks.
-        density, sync_every, by_speed, round_seconds, deadline, comm: as in `sparsecomm.LocalSteps`.
-        fragment_sync_delay, fragment_update_alpha, skip_nonfinite, options: as there.
-        fragments: how many; or the names of the leaves of each, as `jax.tree_util.keystr` gives their paths.
-        outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, which is
-            given the mean pseudo-gradient of one leaf at a time; or a `sparsecomm.OuterOptimizer`; ``None``: the
-            global parameters fall by the mean.
-
-    Attributes:
-        local_step, round, steps, left_out, reducers, fragments: as in `sparsecomm.LocalSteps`.
+        density, comm: as in `sparsecomm.LocalSteps`.
+        fragments: the number of fragments; or the names of each one's leaves: their paths by `jax.tree_util.keystr`.
+        outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, applied to
+            one leaf at a time; a `sparsecomm.OuterOptimizer`; or ``None``: global = global - mean.
+        options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
+        InvalidInputError: an argument is invalid.
     """
 
-    _in_place = False
-
-    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
+    @with_options(LocalStepsOptions, core.LocalSteps.__init__, **DEFAULTS)
     def __init__(
         self,
         params: PyTree,
         density: Density = 64 / 4096,
         *,
-        sync_every: int = 30,
-        by_speed: bool = False,
-        round_seconds: float | None = None,
-        deadline: float | None = None,
         fragments: int | Sequence[Sequence[str]] = 1,
-        fragment_sync_delay: int = 0,
-        fragment_update_alpha: float = 0.0,
         outer: optax.GradientTransformation | core.OuterOptimizer | None = None,
         comm: Comm = None,
-        skip_nonfinite: bool = True,
-        **options: Unpack[ReducerOptions],
+        **options: Unpack[LocalStepsOptions],
     ) -> None:
-        self._structure: Any = jax.tree.structure(params)
-        self._new: dict[str, jax.Array] = {}  # leaves, by name, that the program has not been given yet
-        leaves = self._leaves(params)
-        self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in leaves.items()}
-        transformed = hasattr(outer, "init") and hasattr(outer, "update")
-        super().__init__(
-            leaves,
-            density,
-            sync_every=sync_every,
-            by_speed=by_speed,
-            round_seconds=round_seconds,
-            deadline=deadline,
-            fragments=fragments,
-            fragment_sync_delay=fragment_sync_delay,
-            fragment_update_alpha=fragment_update_alpha,
-            outer=_OptaxOuter(outer) if transformed else outer,
-            comm=comm,
-            skip_nonfinite=skip_nonfinite,
-            **options,
-        )
+        self._leaves = _Leaves(params)
+        if hasattr(outer, "init") and hasattr(outer, "update"):
+            outer = _OptaxOuter(outer)
+        self._core = core.LocalSteps(self._leaves, density, fragments=fragments, outer=outer, comm=comm, **options)
 
     def step(self, params: PyTree) -> PyTree:
-        """Count a local step; begin and apply the exchanges that are due after it. Return the parameters to go on with.
+        """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.
 
         Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.step`. The next call of `step`, `finish` or `rebuild` then
-                returns the leaves that were to be set to the global ones, whatever it is given in their place.
+            SparseCommError: as `sparsecomm.LocalSteps.step`. The leaves that were set to the global ones replace those
+                that are passed to the next call.
         """
-        super().step(self._leaves(params))
-        return self._with_new_leaves(params)
+        self._core.step(self._leaves.of(params))
+        return self._leaves.tree(params)
 
     def finish(self, params: PyTree) -> PyTree:
-        """Wait for the exchanges that are under way, and apply them now. Return the parameters to go on with.
+        """Wait for the exchanges in flight, and apply them now. Return the parameters to continue with.
 
         Raises:
             SparseCommError: as `step`.
         """
-        super().finish(self._leaves(params))
-        return self._with_new_leaves(params)
+        self._core.finish(self._leaves.of(params))
+        return self._leaves.tree(params)
 
     def global_parameters(self) -> PyTree:
-        """Return a copy of the global parameters: a tree of arrays in float32, of float64 for leaves in float64."""
-        return jax.tree.unflatten(self._structure, map(_as_jax, super().global_parameters().values()))
+        """Return a copy of the global parameters: a tree of float32 arrays (float64 for float64)."""
+        return self._leaves.unflatten(map(_as_jax, self._core.global_parameters().values()))
 
-    def rebuild(  # type: ignore[override] # what cannot be written is returned
-        self, comm: Comm, params: PyTree, *, joining: bool = False
-    ) -> tuple[Rebuilt, PyTree]:
-        """Go on with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
+    def rebuild(self, comm: Comm, params: PyTree, *, joining: bool = False) -> tuple[Rebuilt, PyTree]:
+        """Continue with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
 
         Returns:
-            What it found, and the parameters to go on with: of a new rank the global ones.
+            What it found, and the parameters to continue with: on a new rank the global ones.
 
         Raises:
-            SparseCommError: as there.
+            SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
         """
-        rebuilt = super().rebuild(comm, self._leaves(params), joining=joining)
-        return rebuilt, self._with_new_leaves(params)
+        rebuilt = self._core.rebuild(comm, self._leaves.of(params), joining=joining)
+        return rebuilt, self._leaves.tree(params)
 
-    def _leaves(self, params: PyTree) -> dict[str, jax.Array]:
-        """Return the leaves by their paths, with new ones in their places."""
+
+class _Leaves(ImmutableParameters):
+    """The leaves of a tree by their paths. Replacements take their places until a tree with them is returned."""
+
+    def __init__(self, params: PyTree) -> None:
+        self._structure: Any = jax.tree.structure(params)
+        self._new: dict[str, jax.Array] = {}
+        self.of(params)
+        self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in self._leaves.items()}
+
+    def of(self, params: PyTree) -> _Leaves:
+        """Take the leaves of a tree, and return this object.
+
+        Raises:
+            InvalidInputError: the tree has another structure, or a leaf is not an array on one device.
+        """
         found, structure = jax.tree_util.tree_flatten_with_path(params)
         if structure != self._structure:
             raise InvalidInputError(
-                f"params: got a tree of the structure {structure}; expected {self._structure}, as LocalSteps was made"
+                f"params: got a tree of the structure {structure}; expected {self._structure}, as in the beginning"
             )
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
         for name, leaf in leaves.items():
@@ -147,22 +129,32 @@ class LocalSteps(core.LocalSteps):
                 raise InvalidInputError(f"params{name}: got a traced array; call LocalSteps outside of jax.jit")
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) > 1:
                 raise InvalidInputError(f"params{name}: got {type(leaf).__name__}; expected a JAX array on one device")
-        return leaves | self._new
+        self._leaves: dict[str, jax.Array] = leaves
+        return self
 
-    def _with_new_leaves(self, params: PyTree) -> PyTree:
-        """Return the tree with new leaves; the same one if there are none."""
+    def tree(self, params: PyTree) -> PyTree:
+        """Return the tree that was taken, or a new one if leaves were replaced."""
         if not self._new:
             return params
-        leaves = [*self._leaves(params).values()]
-        self._new = {}
+        leaves, self._new = list(self.values()), {}
+        return self.unflatten(leaves)
+
+    def unflatten(self, leaves: Any) -> PyTree:
+        """Return a tree of this structure."""
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _local(self, name: str, parameters: Mapping[str, object]) -> object:
-        return self._new.get(name, parameters[name])
-
-    def _write(self, name: str, local: interop.Tensor, values: Array) -> None:
+    def replace(self, name: str, values: Array) -> None:
         shape, dtype, sharding = self._like[name]
         self._new[name] = jax.device_put(_as_jax(values).reshape(shape).astype(dtype), sharding)
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return self._new.get(name, self._leaves[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
 
 
 class _OptaxOuter:
@@ -190,18 +182,19 @@ class _OptaxOuter:
         self._leaves = {name: [np.array(leaf) for leaf in leaves] for name, leaves in state["leaves"].items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Check that what was loaded is as the transformation makes it for these parameters.
+        """Check that the loaded state has the form that the transformation makes for these parameters.
 
         Raises:
-            InvalidInputError: it is not.
+            InvalidInputError: it has not.
         """
         for name, leaves in self._leaves.items():
             if name not in specs:
-                raise InvalidInputError(f"outer state: leaves of {name!r}; expected names of the parameters")
+                raise InvalidInputError(f"outer state: it has leaves of {name!r}, which is not a parameter")
             like = jnp.zeros(specs[name].size, specs[name].accumulator.accumulator)
-            made = jax.tree.leaves(self._transformation.init(like))
-            expected = [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in made]
-            got = [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in leaves]
+            expected, got = (
+                [f"{np.asarray(leaf).dtype} {np.shape(leaf)}" for leaf in each]
+                for each in (jax.tree.leaves(self._transformation.init(like)), leaves)
+            )
             if got != expected:
                 raise InvalidInputError(f"outer state: {name!r} has leaves {got}; expected {expected}")
 

@@ -1,9 +1,9 @@
 """An operation of JAX that XLA carries out by calling back.
 
-`jax.experimental.io_callback` would do, but for one thing: before it calls, it copies operands that XLA has not aligned
-to 64 bytes into JAX arrays, on a thread of XLA's pool. The callback runs on such a thread and waits for the copy, for
-ever if the pool has no other: a rank that is bound to one core, as mpirun does, hangs. This operation is lowered to the
-same call of XLA, which gives its operands as NumPy arrays, and takes these as they are.
+It replaces `jax.experimental.io_callback`, which copies operands that XLA has not aligned to 64 bytes into JAX arrays,
+on a thread of XLA's pool. The callback runs on such a thread and waits for the copy, for ever if the pool has no other:
+a rank that is bound to one core, as by mpirun, hangs. This operation is lowered to the same call of XLA, and takes its
+operands, which are NumPy arrays, as they are.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _exchange_p.multiple_results = True
 
 
 def call(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
-    """Have ``host(*operands)`` called when XLA has the operands, and return its results.
+    """Call ``host(*operands)`` when XLA has the operands, and return its results.
 
     Args:
-        host: takes NumPy arrays in XLA's memory, not to be written, nor kept; returns NumPy arrays.
+        host: takes NumPy arrays in XLA's memory, which it must neither write nor keep, and returns NumPy arrays.
         like: arrays of the shapes and types of the results.
+        operands: the arguments of ``host``.
     """
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
     results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)

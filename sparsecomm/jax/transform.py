@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,9 +13,10 @@ from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
-from sparsecomm.jax.exchange import Comm, Density, schedule_of
+from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY
+from sparsecomm.reducer.schedule import with_dense_steps
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors.sparse import Array
 
@@ -22,15 +24,15 @@ if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
 
-__all__ = ["SparsifyState", "check_parameters", "check_wire", "sparsify"]
+__all__ = ["SparsifyState", "all_finite", "check_parameters", "check_wire", "select", "sparsify", "training_step"]
 
 
 class SparsifyState(NamedTuple):
-    """The state that `sparsify` keeps from step to step.
+    """The state of `sparsify`.
 
     Attributes:
-        step: how many steps were made, without those that were skipped; int32, of no dimension.
-        residuals: what this rank has not sent yet, as `init_residuals` makes it. It differs between ranks.
+        step: number of steps made, without those that were skipped; int32, of shape ().
+        residuals: what this rank has not sent yet: see `init_residuals`. They differ between ranks.
     """
 
     step: jax.Array
@@ -49,31 +51,30 @@ def sparsify(
     check_weights_every: int | None = 0,
     **options: Unpack[CallOptions],
 ) -> optax.GradientTransformation:
-    """Replace this rank's gradients by the sparse average of all ranks', with error feedback (Stich et al., 2018).
+    """Replace this rank's gradients by the sparse average over all ranks, with error feedback (Stich et al., 2018).
 
-    The first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. The defaults are what our reports
-    recommend (docs/choosing.md). For a dense baseline, pass ``density=1.0``. All ranks then make the same updates,
-    bit for bit. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
+    Use it as the first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. All ranks then make the same
+    updates, bit for bit. The defaults are the recommended setting (docs/choosing.md); for a dense baseline pass
+    ``density=1.0``. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
 
-    If a gradient is NaN or infinite on some rank, or a sum overflows, the step is skipped on all ranks: ``update``
-    returns zeros and does not count the step. Finite gradients of that step stay in the residuals of their ranks; the
-    others are dropped, and so are entries whose sum has overflowed.
-    Links that follow see zeros, so momentum and weight decay still act. Do not wrap ``sparsify`` itself in
-    ``optax.apply_if_finite``, which would skip the exchange on some ranks only.
+    If a gradient is not finite on some rank, or a sum overflows, all ranks skip the step: ``update`` returns zeros and
+    does not count it. Finite gradients of the step stay in the residuals; other gradients, and entries whose sum has
+    overflowed, are dropped. Later links of the chain see zeros, so momentum and weight decay still act. Do not wrap
+    ``sparsify`` in ``optax.apply_if_finite``, which would skip the exchange on some ranks only.
 
     Args:
-        density: in (0, 1], or a function from the step (a Python int, from 0 on) to it, such as a warm-up. It is called
-            on the host in every step, also under jit, and must give the same on all ranks. Those of optax will do. At
-            1.0 gradients are summed whole, with exact values, whatever ``algorithm`` and ``wire`` are.
-        dense_steps: number of steps at the beginning at density 1.0. A function counts its steps from there.
+        density: in (0, 1], or a function from the step (an int, from 0) to it, such as a warm-up or a schedule of
+            optax. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 gradients are
+            summed whole and exactly, whatever ``algorithm`` and ``wire`` are.
+        dense_steps: number of steps at the beginning with density 1.0. A function counts its steps from their end.
         scope, chunk, dense_below, comm: as in `allreduce_tree`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.Reducer`.
-        check_weights_every: `sparsecomm.check_weights` of the parameters that are passed to ``update``, if any are, in
-            step 0 and in every step whose number it divides. 0: in step 0 only. ``None``: never. A step counts as
-            the state does, so a run that goes on from a checkpoint is checked by the second rule only.
+        check_weights_every: compare the parameters passed to ``update`` between ranks in step 0 and in every step that
+            is a multiple of this; 0: in step 0 only; ``None``: never. The state counts the steps, so a resumed run does
+            not begin with step 0.
 
     Returns:
-        A transformation whose state is `SparsifyState`, a pytree: ``init`` makes the residuals zero.
+        A transformation whose state is `SparsifyState`, a pytree.
 
     Raises:
         ImportError: optax is not installed.
@@ -84,7 +85,7 @@ def sparsify(
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
-    at = schedule_of(density, dense_steps, comm=comm)
+    at = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
     record = Options.of(**options)
@@ -99,64 +100,88 @@ def sparsify(
             raise InvalidInputError(
                 f"state: got {type(state).__name__}; expected the SparsifyState that init or update returned"
             )
-        if params is not None and every is not None:
+        if params is not None:
             check_parameters({"params": params}, state.step, every, comm=comm)
-        grads, before = checked(updates, state.residuals, "grads", "residuals", comm=comm)
-        finite = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in grads]))
-        structure: Any = jax.tree.structure(updates)
-        sent = jax.tree.unflatten(structure, [jnp.where(finite, g, jnp.full_like(g, jnp.nan)) for g in grads])
-        averaged, residuals = tree_step(
-            sent, at, state.residuals, scope, dense_below, record, state.step, chunk=chunk, comm=comm, training=True
+        grads, _ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
+
+        def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
+            return tree_step(sent, at, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
+
+        means, residuals, waiting, usable = training_step(updates, all_finite(grads), state.residuals, exchange)
+        return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
+            state.step + usable, select(usable, residuals, waiting)
         )
-        means = jax.tree.leaves(averaged)
-        usable = jnp.all(jnp.stack([jnp.isfinite(mean).all() for mean in means]))  # the same on all ranks
-        kept = [
-            jnp.where(
-                usable, new, jnp.where(jnp.isinf(mean), 0, _finite(old) + jnp.where(finite, g, 0).astype(old.dtype))
-            )
-            for g, mean, old, new in zip(grads, means, before, jax.tree.leaves(residuals), strict=True)
-        ]  # a sum that has overflowed is infinite; for a gradient that is not finite NaN was sent
-        updates = jax.tree.map(lambda mean: jnp.where(usable, mean, 0), averaged)
-        return updates, SparsifyState(state.step + usable, jax.tree.unflatten(structure, kept))
 
     return optax.GradientTransformation(init, update)
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    """Return x with zeros for NaN and infinities."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+def training_step(
+    grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]]
+) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
+    """Average gradients over all ranks in a step that all ranks make, or skip.
+
+    Args:
+        grads: this rank's gradients.
+        finite: whether they are finite. If not, this rank sends NaN, so that all ranks skip the step.
+        residuals: before the step.
+        exchange: returns the means of gradients and the new residuals.
+
+    Returns:
+        The means; the residuals after the step; the residuals if it is skipped, which hold this rank's gradients except
+        where sums have overflowed; and whether the means are finite, the same on all ranks.
+    """
+    means, after = exchange(jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), grads))
+
+    def skipped(g: jax.Array, old: jax.Array, mean: jax.Array) -> jax.Array:
+        kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
+        return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
+
+    return means, after, jax.tree.map(skipped, grads, residuals, means), all_finite(means)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Return whether all elements are finite."""
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
+
+
+def select(condition: Any, chosen: PyTree, other: PyTree) -> PyTree:
+    """Return one tree or the other of the same structure."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
 
 
 def check_wire(options: Options, residuals: PyTree) -> None:
-    """Check that sums of the types of residuals can be sent in the wire format of the options.
+    """Check that the wire format of the options supports sums of the types of residuals.
 
     Raises:
-        InvalidInputError: they cannot.
+        InvalidInputError: it does not.
     """
     for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
         options.check(dtype)
 
 
-def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int, *, comm: Comm) -> None:
-    """Check that all ranks have the same trees, in steps whose number ``every`` divides; 0: in step 0 only.
+def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int | None, *, comm: Comm) -> None:
+    """Check that all ranks have the same trees, in steps that are multiples of ``every``.
+
+    Args:
+        every: 0: check in step 0 only; ``None``: never.
+        trees, step, comm: the trees by name, the step, and the ranks.
 
     Raises:
-        SparseCommError: as `sparsecomm.check_weights`, where the check is made at once.
+        SparseCommError: as `sparsecomm.check_weights`, if the check is made at once.
     """
-    names, leaves = [], []
-    for name, tree in trees.items():
-        found = jax.tree_util.tree_flatten_with_path(tree)[0]
-        names += [name + jax.tree_util.keystr(path) for path, _ in found]
-        leaves += [leaf for _, leaf in found]
+    if every is None:
+        return
+    leaves, _ = jax.tree_util.tree_flatten_with_path(trees)
+    names = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in leaves]
     due = step % every == 0 if every else step == 0
 
     def host(*arrays: Array) -> list[Array]:
         api.check_weights(list(zip(names, arrays, strict=True)), comm=comm)
         return []
 
-    if not any(isinstance(a, jax.core.Tracer) for a in (step, *leaves)):
-        if due:
-            jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls under way in jitted functions come first
-            host(*leaves)
-        return
-    jax.lax.cond(due, lambda operands: staged.call(host, [], *operands), lambda _: [], list(map(jnp.asarray, leaves)))
+    operands: list[Any] = [jnp.asarray(leaf) for _, leaf in leaves]
+    if any(isinstance(a, jax.core.Tracer) for a in (step, *operands)):
+        jax.lax.cond(due, lambda operands: staged.call(host, [], *operands), lambda _: [], operands)
+    elif due:
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
+        host(*operands)

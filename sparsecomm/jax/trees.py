@@ -1,4 +1,4 @@
-"""Sparse allreduce of arrays and of trees of arrays, which are checked before a byte is sent."""
+"""Sparse allreduce of arrays and of trees of arrays, which are checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,29 +13,20 @@ from sparsecomm.calls import arguments
 from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
+from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype
 from sparsecomm.jax.staged import ONE_DEVICE
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import check_layout, layout
+from sparsecomm.reducer.schedule import density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "SCOPES",
-    "PyTree",
-    "TreeScope",
-    "allreduce_tree",
-    "checked",
-    "init_residuals",
-    "sparse_allreduce",
-    "tree_step",
-]
+__all__ = ["PyTree", "TreeScope", "allreduce_tree", "checked", "init_residuals", "sparse_allreduce", "tree_step"]
 
 TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
-SCOPES: tuple[TreeScope, ...] = get_args(TreeScope)
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
@@ -48,32 +39,29 @@ def sparse_allreduce(
     comm: Comm = None,
     **options: Unpack[CallOptions],
 ) -> Any:
-    """Sum the largest entries of every rank's JAX array over all ranks, eagerly or traced.
+    """Sum the largest entries of every rank's JAX array over all ranks. Collective.
 
-    Collective: every rank calls it, as `sparsecomm.sparse_allreduce`.
-
-    Under `jax.jit` it is an ordered callback of XLA, so that a rank's calls keep the order of the program.
+    Under `jax.jit` it is an ordered callback of XLA, so a rank's calls keep the order of the program.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, on one device.
-        k: how many entries: an int from 1 to x's size, or a float in (0, 1], the density: ``1`` is one entry, ``1.0``
-            all of them. Not traced.
-        residual: of x's shape, float64 beside a float64 x and float32 beside any other. Begin with `init_residuals`.
+        k: number of entries: an int from 1 to the size of x, or a density, a float in (0, 1]. Not traced.
+        residual: of the shape of x, float64 for a float64 x and float32 otherwise. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="sum"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        The dense result, of x's shape and type: 16-bit types are rounded to nearest even. With a residual:
-        ``(result, new_residual)``.
+        The dense result, of the shape and type of x, rounded to nearest even; with a residual ``(result,
+        new_residual)``.
 
     Raises:
-        InvalidInputError: an argument cannot be used, or is sharded over devices. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparsecomm.sparse_allreduce`; but
-            nothing was written, and the residual is what it was. Under jit JAX raises `jax.errors.JaxRuntimeError`,
-            whose text ends with the type and the text of the error.
+        InvalidInputError: an argument is invalid, or sharded over devices. Nothing was sent.
+        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparsecomm.sparse_allreduce`, but
+            the gradient is not in the residual. Under jit JAX raises `jax.errors.JaxRuntimeError`, whose text ends with
+            the type and the text of the error.
     """
     leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
-    exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), comm=comm)
+    exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
     results, kept = exchange.run(leaves, residuals)
     return results[0] if residual is None else (results[0], kept[0])
 
@@ -90,46 +78,44 @@ def allreduce_tree(
     comm: Comm = None,
     **options: Unpack[CallOptions],
 ) -> PyTree:
-    """Average, or sum, a tree of gradients over all ranks. Collective: every rank calls it, with the same tree.
+    """Average, or sum, a tree of gradients over all ranks. Collective: every rank passes the same structure.
 
-    A gradient that is NaN or infinite on one rank makes some of the result NaN or infinite on all ranks, and may leave
-    such values in the new residuals. Then skip the step on all ranks and keep the residuals that you passed in, as
-    `sparsify` does.
+    A NaN or an infinity on one rank makes some of the result not finite on all ranks, and may enter the new residuals.
+    Then skip the step on all ranks, and keep the residuals that you passed, as `sparsify` does.
 
     Args:
         grads: a pytree of arrays as `sparse_allreduce` takes them; types may differ.
-        density: in (0, 1]: the part of the entries that every rank selects.
-        residuals: a tree as `init_residuals` makes it, and as this function returned it in the step before.
-        scope: "model": the largest entries of all leaves together, in one call. "tensor": those of each leaf, in a call
-            for each. "chunk": those of every ``chunk`` elements of each leaf, likewise. float64 leaves are apart from
-            the others.
-        chunk: elements of a chunk, for ``scope="chunk"``; the last of a leaf may be shorter. Of each, ``density *
-            chunk`` entries are selected, at least one.
-        dense_below: leaves of fewer elements are sent whole, in one dense call for all of them. 0: none. With
-            ``op="mean_of_contributors"`` these are divided by the number of ranks.
+        density: share of the entries that every rank selects, in (0, 1].
+        residuals: the tree that `init_residuals` made, or that this function returned in the previous step.
+        scope: "model": select the largest entries of all leaves, in one call. "tensor": of each leaf, in a call each.
+            "chunk": of every ``chunk`` elements of each leaf, in a call for each leaf. float64 leaves have a call of
+            their own.
+        chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
+            ``density * chunk`` entries are selected, at least one.
+        dense_below: leaves of fewer elements are sent whole, in one dense call. 0: none. With
+            ``op="mean_of_contributors"`` they are divided by the number of ranks.
         comm: as in `sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        A tree like ``grads``. With residuals: ``(tree, new_residuals)``.
+        A tree like ``grads``; with residuals ``(tree, new_residuals)``.
 
     Raises:
-        InvalidInputError: an argument cannot be used; the message names the leaf. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as in `sparse_allreduce`.
+        InvalidInputError: an argument is invalid; the message names the leaf. Nothing was sent.
+        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
-    number = density_of(density, comm=comm)
     options.setdefault("op", "mean")
     result, kept = tree_step(
-        grads, number, residuals, scope, dense_below, Options.of(**options), chunk=chunk, comm=comm
+        grads, density_at(density), residuals, scope, dense_below, Options.of(**options), 0, chunk, comm
     )
     return result if residuals is None else (result, kept)
 
 
 def init_residuals(tree: PyTree) -> PyTree:
-    """Return zeros in the shapes of a tree: float64 for leaves in float64, float32 for all others.
+    """Return zeros in the shapes of a tree: float64 for float64 leaves, float32 for all others.
 
     Args:
-        tree: the parameters, or their gradients: arrays as `sparse_allreduce` takes them, or `jax.ShapeDtypeStruct`.
+        tree: parameters or gradients: arrays as `sparse_allreduce` takes them, or `jax.ShapeDtypeStruct`.
 
     Raises:
         InvalidInputError: a leaf is not such an array; the message names it.
@@ -149,8 +135,7 @@ def tree_step(
     scope: str,
     dense_below: int,
     options: Options,
-    step: int | jax.Array = 0,
-    *,
+    step: int | jax.Array,
     chunk: int,
     comm: Comm,
     training: bool = False,
@@ -158,13 +143,13 @@ def tree_step(
     """Do what `allreduce_tree` does, with a density that may depend on the step, which may be traced.
 
     Args:
-        training: "auto" stands for the recommended setting of a training.
+        training: see `Exchange`. All others: see `allreduce_tree`.
 
     Returns:
-        The tree of results and that of new residuals, which is ``None`` where there were none.
+        The tree of results, and the tree of new residuals or ``None``.
     """
     leaves, kept = checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, density, scope, dense_below, options, chunk=chunk, comm=comm, training=training)
+    exchange = _plan(leaves, density, scope, dense_below, options, chunk, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
@@ -175,10 +160,10 @@ def tree_step(
 def checked(
     grads: PyTree, residuals: PyTree, name: str, beside: str, *, tree: bool = True, comm: Comm
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the leaves of both trees, as JAX arrays; ``tree=False``: they are arrays themselves.
+    """Return the leaves of both trees as JAX arrays; with ``tree=False`` they are single arrays.
 
     Raises:
-        InvalidInputError: they cannot be used, or do not fit together.
+        InvalidInputError: a leaf is invalid, or the trees do not fit together.
     """
     is_leaf = None if tree else lambda _: True
     found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
@@ -194,16 +179,22 @@ def checked(
                 f"{structure}; begin with init_residuals({name})"
             )
         for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
-            where = beside + jax.tree_util.keystr(path)
-            r, like = _array(residual, where), f"{name}{jax.tree_util.keystr(path)}"
-            expected = accumulator_dtype(leaf.dtype)
+            place, expected = jax.tree_util.keystr(path), accumulator_dtype(leaf.dtype)
+            r = _array(residual, beside + place)
             if r.shape != leaf.shape or r.dtype != expected:
                 raise InvalidInputError(
-                    f"{where}: got {r.dtype} of shape {r.shape}; expected {expected} of shape {leaf.shape}, since "
-                    f"{like} is {leaf.dtype} of shape {leaf.shape}; begin with init_residuals"
+                    f"{beside}{place}: got {r.dtype} of shape {r.shape}; expected {expected} of shape {leaf.shape}, "
+                    f"since {name}{place} is {leaf.dtype} of shape {leaf.shape}; begin with init_residuals"
                 )
             kept.append(r)
-    _on_one_device(leaves + kept, name)
+    mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
+    if axes := getattr(mesh, "manual_axes", ()):
+        raise InvalidInputError(
+            f"{name}: traced under shard_map or pmap, over {', '.join(map(str, axes))}; {ONE_DEVICE}"
+        )
+    devices = {d for a in leaves + kept if not isinstance(a, jax.core.Tracer) for d in a.devices()}
+    if len(devices) > 1:
+        raise InvalidInputError(f"{name}: got arrays on {len(devices)} devices; {ONE_DEVICE}")
     return leaves, kept
 
 
@@ -213,7 +204,7 @@ def _array(leaf: Any, name: str) -> jax.Array:
 
 
 def _check_leaf(leaf: Any, name: str, *others: type) -> None:
-    """Check that a leaf is an array of a float type; ``others``: other types that it may have.
+    """Check that a leaf is an array of a supported type, or of one of the classes ``others``.
 
     Raises:
         InvalidInputError: it is not; the message calls it ``name``.
@@ -227,17 +218,6 @@ def _check_leaf(leaf: Any, name: str, *others: type) -> None:
         )
 
 
-def _on_one_device(arrays: list[jax.Array], name: str) -> None:
-    mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
-    if axes := getattr(mesh, "manual_axes", ()):
-        raise InvalidInputError(
-            f"{name}: traced under shard_map or pmap, over {', '.join(map(str, axes))}; {ONE_DEVICE}"
-        )
-    devices = {d for a in arrays if not isinstance(a, jax.core.Tracer) for d in a.devices()}
-    if len(devices) > 1:
-        raise InvalidInputError(f"{name}: got arrays on {len(devices)} devices; {ONE_DEVICE}")
-
-
 @arguments.naming_rank
 def _plan(
     leaves: list[jax.Array],
@@ -245,17 +225,17 @@ def _plan(
     scope: str,
     dense_below: int,
     options: Options,
+    chunk: int,
     *,
-    chunk: int = 4096,
     comm: Comm,
     training: bool = False,
 ) -> Exchange:
-    """Decide which leaves go together, the same on all ranks.
+    """Distribute the leaves over calls, the same on all ranks.
 
     Raises:
-        InvalidInputError: a setting cannot be used for these leaves.
+        InvalidInputError: an option is invalid for these leaves.
     """
-    dense_below = check_layout(scope, dense_below, SCOPES)
+    dense_below = check_layout(scope, dense_below, get_args(TreeScope))
     chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
@@ -268,11 +248,10 @@ def _plan(
     for members, dense in layout(specs, "tensor" if by_chunk else scope, dense_below):
         dtypes = {leaves[i].dtype for i in members}
         dtype = dtypes.pop() if len(dtypes) == 1 else specs[members[0]].accumulator.accumulator
-        bucket = LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}")
         if not dense:
-            options.check(bucket.dtype.name)
+            options.check(dtype.name)
             if not callable(k):
                 arguments.count_of(k, sum(specs[i].size for i in members))
-        buckets.append(bucket)
-    options.check(leaves[0].dtype.name)  # also if all are small
+        buckets.append(LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}"))
+    options.check(leaves[0].dtype.name)  # also if all leaves are small
     return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)

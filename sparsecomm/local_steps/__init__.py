@@ -1,4 +1,4 @@
-"""Local steps: workers train alone for a while, and then sum by how much their parameters have moved."""
+"""Local steps: ranks train alone for a while, then average by how much their parameters have moved."""
 
 from sparsecomm.local_steps.local_steps import LocalSteps
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer

@@ -1,4 +1,4 @@
-"""What local steps ask of a `Reducer` where their user asks for nothing."""
+"""The defaults of local steps for the options of a `Reducer`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DEFAULTS", "auto", "with_defaults"]
+__all__ = ["DEFAULTS", "LocalStepsOptions", "auto", "with_defaults"]
 
-_FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"  # each wins where bytes cost much, or trips and loss
+_FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"
 DEFAULTS: Final[ReducerOptions] = {
     "scope": "chunk",
     "algorithm": "auto",
@@ -23,16 +23,27 @@ DEFAULTS: Final[ReducerOptions] = {
     "decay": 0.8,
     "wire": "packed_int2",
     "reorder": False,
-    "bucket_bytes": 1 << 40,  # a fragment's tensors are ready at once: a call for all of them takes the fewest trips
+    "bucket_bytes": 1 << 40,  # one call for all tensors of a fragment: they are ready together
 }
 
 
-def auto(sync_every: int) -> AlgorithmName:
-    """Return what "auto" stands for in rounds of so many local steps: what takes fewest seconds to equal loss.
+class LocalStepsOptions(ReducerOptions, total=False):
+    """Keyword arguments that `sparsecomm.LocalSteps` and its adapters share. `LocalSteps` documents them."""
 
-    `_BEST_LOSS` trains better in equally many rounds, so the time of `_FEWEST_BYTES` counts as many times as it takes
-    more rounds to the same loss: in the trainings of docs/reports/local-steps.md. Only exchanges are weighed, which is
-    in favour of fewer bytes.
+    sync_every: int
+    by_speed: bool
+    deadline: float | None
+    fragment_sync_delay: int
+    fragment_update_alpha: float
+    skip_nonfinite: bool
+
+
+def auto(sync_every: int) -> AlgorithmName:
+    """Return the algorithm that "auto" stands for: the faster of two to equal loss, in rounds of so many local steps.
+
+    `_BEST_LOSS` trains better in equally many rounds. So the time of `_FEWEST_BYTES` is multiplied by how many more
+    rounds it takes to the same loss in the trainings of docs/reports/local-steps.md. Only exchanges count, which
+    favours fewer bytes.
     """
     H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
     more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)
@@ -41,18 +52,17 @@ def auto(sync_every: int) -> AlgorithmName:
 
 
 def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpack[ReducerOptions]) -> ReducerOptions:
-    """Return options of a `Reducer`, with those that trained best where there are none (docs/reports/local-steps.md).
+    """Return options of a `Reducer`, with the defaults that trained best (docs/reports/local-steps.md).
 
-    A default gives way where what was asked for excludes it: contributors cannot be counted by every algorithm, nothing
-    decays where nothing is kept, and values of float64 sums travel as they are. "auto" becomes `auto`: fewer entries
-    than that in the result would make a call faster, and trainings of few rounds worse.
+    Defaults give way to the options: not every algorithm counts contributors, a dense sum leaves no residual to decay,
+    and float64 sums are sent exactly. "auto" becomes `auto`.
 
     Raises:
-        InvalidInputError: there is no such algorithm.
+        InvalidInputError: the algorithm is unknown.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto(sync_every) if isinstance(name, str) and name == "auto" else name
-    algorithm = find(name)  # None: one that fits is taken of several
+    algorithm = find(name)  # None for a choice of several: one that counts contributors is taken
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.contributors_unknown:
         fitting["op"] = "mean"

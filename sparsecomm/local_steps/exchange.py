@@ -1,226 +1,152 @@
-"""The exchange of one fragment: the sum of its pseudo-gradients, and the comparison that goes with it."""
+"""The exchange of one fragment, and the comparison of the ranks' positions in the schedule."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.errors import CollectiveMismatchError, SparseCommError, TransportError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.step import Accept, error_of
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["End", "FragmentExchange", "awaited"]
+__all__ = ["FragmentExchange", "Outcome", "gather_of"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
-_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
-_WORDS = 6  # of a rank
-_IN_TIME, _LEFT_OUT, _EARLIER = range(3)  # what a rank contributes: all, nothing, what it had trained some time before
+_WORDS = 6  # round, fragment, division, checksum, nanoseconds, late
+_COMPARED = 4  # the first of them
 
 
-class End:
-    """A task that comes after the calls of an exchange, and sends nothing.
+class Outcome(Enum):
+    """What has become of an exchange."""
 
-    Attributes:
-        seconds: the time at which it was reached; ``None``: it has not been.
-    """
-
-    def __init__(self, clock: Callable[[], float], then: Callable[[], object]) -> None:
-        self.seconds: float | None = None
-        self._clock, self._then = clock, then
-
-    def run(self) -> SparseVector:
-        self.seconds = self._clock()
-        self._then()
-        return _NOTHING
-
-    def leave(self, error: BaseException) -> None:
-        self.run()
+    PENDING = auto()  # its calls have not been waited for
+    USABLE = auto()  # the sums are to be applied
+    NOT_FINITE = auto()  # a pseudo-gradient, or the outer step, is not finite on some rank
+    FAILED = auto()  # a call raised an error
 
 
-class _Question:
-    """A task that finds out whether another rank waits for this one in an exchange, and sends nothing."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.awaited = False
-        self._transport = transport
-
-    def run(self) -> SparseVector:
-        try:
-            self.awaited = self._transport.awaited(WordsGather(self._transport, [0] * _WORDS, _LABEL).description)
-        except TransportError:  # what the next call raises
-            self.awaited = False
-        return _NOTHING
-
-    def leave(self, error: BaseException) -> None:
-        pass
-
-
-def awaited(transport: Transport) -> bool:
-    """Return whether another rank has said that it waits for this one in an exchange that this one has not begun.
-
-    It says so after a quarter of a second of waiting, and then less and less often.
-    """
-    question = _Question(transport)
-    queue_of(transport).call(question)
-    return question.awaited
+def gather_of(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> WordsGather:
+    """Return the call in which the ranks of an exchange gather these six words of each rank."""
+    return WordsGather(transport, list(words), _LABEL)
 
 
 class FragmentExchange:
-    """An exchange under way, or one that has ended and is not applied yet.
+    """An exchange that has begun, or ended, and is not applied yet.
 
-    The ranks tell each other the round, the fragment, how they divide the round and a checksum, and make the calls of
-    the reducer, all in the background. The same four are in the label of these calls. So where they differ the calls
-    fail on all ranks, which leaves the pseudo-gradients in the residuals, and all ranks can say what differs. Each rank
-    tells besides how long its local steps take, and whether it had come when its exchange began. Where that is needed
-    they tell it first; otherwise at last, and nobody waits for it unless the calls of the reducer have failed.
+    The reducer's calls sum the pseudo-gradients. One more call gathers six words per rank: the round, the fragment, how
+    the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and
+    whether the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks
+    raise, the pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and
+    nobody waits for them unless the sums have failed.
 
     Attributes:
-        fragment, round: which it is, and in which round it is applied.
-        means: by name: dense means, of a state; and what a late rank has pushed, which the means overwrite.
-        sums: by name: the other means; zeros are not in it.
-        without_gradient: names of parameters that no rank has trained: nothing of them is exchanged or changed.
-        late: this rank had not come, and the exchange was begun without its program.
-        sent: by name: if late: what it had trained some time before, and contributes.
-        nanoseconds: of a local step, by rank; empty: they are not known.
-        left_out: ranks that had not come when it began there.
-        ended: all calls have been waited for.
-        usable: it has ended, and counts.
-        error: why it does not count; ``None``: a pseudo-gradient was not finite, or it does.
-        before: by name: if late: the global parameter before it was changed.
-        applied: names of which the global parameter has been changed by the mean.
-        moved: by name: if late: to what the local parameter is set.
-        written: names of which the local parameter has been written.
-        overflows: by name: indices at which the outer step would have overflowed; the exchange does not count then.
+        fragment, round: the fragment, and the round in which it is applied.
+        late: whether the deadline's thread has begun the exchange, without the program's parameters.
+        outcome: see `Outcome`.
+        error: why it has failed.
+        sums: the sums by name, without those that are zero.
+        means: dense means by name, in place of ``sums``, of an exchange that was loaded from a state.
+        without_gradient: names of parameters that no rank has trained. They are not changed.
+        nanoseconds: duration of a local step, by rank; empty: unknown.
+        left_out: the ranks that were late.
+        overflows: by name, the indices at which the outer step would overflow.
+        stepped: names whose global parameter has been updated.
+        saved: if late, by name, whether there was a pseudo-gradient, which is then in the residual.
+        written: names whose local parameter has been written.
     """
 
-    _reducer: Reducer
-    _step: int  # of the reducer
-    _transport: Transport
-    _told: WordsGather
-    _by_speed: bool
-    _tells_first: bool
-
-    def __init__(
-        self,
-        fragment: int,
-        round_no: int,
-        means: Mapping[str, Array] | None,
-        nanoseconds: tuple[int, ...] = (),
-        sent: Mapping[str, Array] | None = None,
-        without_gradient: Iterable[str] = (),
-    ) -> None:
-        """Make one that has ended, as a state holds it.
-
-        Args:
-            fragment, round_no, nanoseconds, without_gradient: see above.
-            means: ``None``: it does not count.
-            sent: see above; ``None``: this rank was not late.
-        """
-        self.fragment, self.round = fragment, round_no
-        self.means: dict[str, Array] = dict(means or {})
-        self.late, self.sent = sent is not None, dict(sent or {})
-        self.nanoseconds, self.left_out = nanoseconds, ()
-        self.without_gradient = frozenset(without_gradient)
-        self.ended, self.usable = True, means is not None
+    def __init__(self, fragment: int, round_no: int, late: bool) -> None:
+        self.fragment, self.round, self.late = fragment, round_no, late
+        self.outcome = Outcome.PENDING
         self.error: BaseException | None = None
-        self.before: dict[str, Array] = {}
-        self.applied: set[str] = set()
-        self.moved: dict[str, Array] = {}
-        self.written: set[str] = set()
-        self.overflows: dict[str, Array] = {}
-        self._end: tuple[End, Handle] | None = None
         self.sums: Mapping[str, SparseVector] = {}
+        self.means: dict[str, Array] = {}
+        self.without_gradient: frozenset[str] = frozenset()
+        self.nanoseconds: tuple[int, ...] = ()
+        self.left_out: tuple[int, ...] = ()
+        self.overflows: dict[str, Array] = {}
+        self.stepped: set[str] = set()
+        self.saved: dict[str, bool] = {}
+        self.written: set[str] = set()
         self._comparison: Handle | None = None
         self._raised: BaseException | None = None  # by the reducer
 
-    left_out: tuple[int, ...]
-
     @classmethod
-    def begun(
+    def loaded(
         cls,
         fragment: int,
         round_no: int,
+        late: bool,
+        means: Mapping[str, Array] | None,
+        nanoseconds: tuple[int, ...],
+        without_gradient: Iterable[str],
+    ) -> FragmentExchange:
+        """Return an exchange that has ended, from a state; without ``means`` it is not usable."""
+        exchange = cls(fragment, round_no, late)
+        exchange.means, exchange.nanoseconds = dict(means or {}), nanoseconds
+        exchange.without_gradient = frozenset(without_gradient)
+        exchange.outcome = Outcome.NOT_FINITE if means is None else Outcome.USABLE
+        return exchange
+
+    def begin(
+        self,
         transport: Transport,
         reducer: Reducer,
         division: int,
         checksum: int,
         nanoseconds: int,
         *,
-        by_speed: bool = False,
-        tells_first: bool = False,
-        sent: Mapping[str, Array] | None = None,
-    ) -> FragmentExchange:
-        """Return one that has begun. Pushes come next, then `compare`.
+        by_speed: bool,
+        words_first: bool,
+    ) -> None:
+        """Begin. Pushes come next, then `end_pushes`.
 
         Args:
-            fragment, round_no, sent: as above.
-            ranks: who takes part.
-            reducer: of the fragment.
-            division: local steps since the fragment's last exchange; ``by_speed``: a checksum of those of all ranks.
-            checksum: of the global parameters; 0 where it is not compared. Above 0 on some ranks only it fails: an
-                interrupt may have divided a step of their outer optimizers.
-            nanoseconds: of a local step of this rank; 0: not known.
-            by_speed: the ranks take unequally many local steps.
-            tells_first: all ranks need to know how long local steps take, or who has come.
+            transport, reducer: make the calls.
+            division: local steps since the fragment's previous exchange; ``by_speed``: a checksum of the pace.
+            checksum: of the global parameters; 0: not compared. If only some ranks compare, the exchange fails.
+            nanoseconds: duration of a local step; 0: unknown.
+            by_speed: whether ranks take different numbers of local steps.
+            words_first: whether the words are gathered before the sums, since all ranks need them.
         """
-        made = cls(fragment, round_no, {}, sent=sent)
-        made.ended = made.usable = False
-        made._reducer, made._step, made._transport, made._by_speed = reducer, reducer.step, transport, by_speed
-        made._tells_first = tells_first
-        compared = [round_no, fragment, division, checksum]
-        contributes = _IN_TIME if sent is None else _EARLIER if sent else _LEFT_OUT
-        made._told = WordsGather(transport, [*compared, nanoseconds, contributes], _LABEL)
-        reducer.label = " ".join(map(str, compared))
-        if tells_first:
-            made._comparison = queue_of(transport).submit(made._told)
-        return made
+        self._reducer, self._step, self._transport = reducer, reducer.step, transport
+        self._by_speed, self._words_first = by_speed, words_first
+        words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
+        self._gather = gather_of(transport, words)
+        reducer.label = " ".join(map(str, words[:_COMPARED]))
+        if words_first:
+            self._comparison = queue_of(transport).submit(self._gather)
 
     def lacks(self, name: str) -> bool:
-        """Return whether the pseudo-gradient of a parameter is still to be pushed."""
+        """Return whether the pseudo-gradient of a parameter has yet to be pushed."""
         return self._reducer.step == self._step and not self._reducer.parts(name)
 
-    def push_difference(self, name: str, before: Array, after: object | None) -> None:
-        """Push the pseudo-gradient: a flat global parameter, less the local one. ``None``: this rank has none."""
+    def push(self, name: str, before: Array, after: object | None) -> None:
+        """Push before - after: a flat global parameter less the local one; without ``after`` there is no gradient."""
         self._reducer.push_difference(name, before, after)
 
-    def push(self, name: str, shape: tuple[int, ...]) -> None:
-        """Push what is in `means`; if there is nothing, this rank has no pseudo-gradient."""
-        mean = self.means.get(name)
-        self._reducer.push(name, None if mean is None else mean.reshape(shape))
-
-    def compare(self) -> None:
-        """Tell the other ranks what the label says, now that all is pushed, unless that was done first.
-
-        An interrupt may have come when all was pushed, and not all calls of the reducer had begun. So these begin here.
-        """
+    def end_pushes(self) -> None:
+        """Begin the calls that an interrupt of a push has left, and gather the words unless they came first."""
         self._reducer.start_ready()
         if self._comparison is None:
-            self._comparison = queue_of(self._transport).submit(self._told)
-
-    def end(self, clock: Callable[[], float], then: Callable[[], object]) -> End:
-        """Return what takes note of the time when the calls have ended, now that all is pushed, and calls ``then``."""
-        if self._end is None:
-            end = End(clock, then)
-            self._end = end, queue_of(self._transport).submit(end)
-        return self._end[0]
+            self._comparison = queue_of(self._transport).submit(self._gather)
 
     def wait(self, accept: Accept | None = None) -> None:
-        """Wait until all calls have ended. An interrupt ends the wait; call it again.
+        """Wait until the calls have ended. If an interrupt ends the wait, call it again.
 
-        ``accept``: as of `Reducer.wait`.
+        Args:
+            accept: as of `Reducer.wait`.
         """
-        if self.ended:
+        if self.outcome is not Outcome.PENDING:
             return
-        compared = self._wait_for_comparison() if self._tells_first else None
         if self._reducer.step == self._step:
             try:
                 self._reducer.wait(accept)
@@ -228,81 +154,66 @@ class FragmentExchange:
                 if self._reducer.step == self._step:
                     raise  # the wait was interrupted
                 self._raised = error
-        done, raised = self._reducer.last, self._raised
-        if done is not None:
-            self.sums, self.without_gradient = done.left, done.without_gradient
-        if not self._tells_first and (done is None or not self._transport.threaded):
-            compared = self._wait_for_comparison()
-        if self._end is not None and (failed := error_of(self._end[1])) is not None:
-            _log.debug("rank %s: %s", self._transport.rank, failed)
-        if raised is not None and compared is not None and compared.__cause__ is raised:
-            compared = None  # the ranks were not compared, since a call of the sums had failed
-        self.error = (compared or raised) if done is None else None
-        self.usable, self.ended = done is not None and done.usable, True
-        if done is not None and raised is not None:
-            raise raised  # an interrupt, when all was done
-        if done is not None and compared is not None and not isinstance(compared, SparseCommError):
-            raise compared  # an interrupt of the comparison, which was made here
-        if done is not None and compared is not None:  # the sums have the same label on all ranks, so they count
-            _log.info("fragment %s was summed, though the comparison of the ranks failed: %s", self.fragment, compared)
+        step, raised = self._reducer.last, self._raised
+        needs_words = step is None or self._words_first or not self._transport.threaded
+        different = self._compare() if needs_words else None
+        if step is None:
+            if different is not None and different.__cause__ is raised:
+                different = None  # the words were not gathered, since a call of the sums had failed
+            self.error, self.outcome = different or raised, Outcome.FAILED
+            return
+        self.sums, self.without_gradient = step.left, step.without_gradient
+        self.outcome = Outcome.USABLE if step.usable else Outcome.NOT_FINITE
+        if raised is not None or (different is not None and not isinstance(different, SparseCommError)):
+            raise raised or different  # type: ignore[misc]  # an interrupt, after the sums were complete
+        if different is not None:
+            _log.info("fragment %s was summed, although the ranks could not be compared: %s", self.fragment, different)
 
     def drop_overflows(self) -> None:
-        """Drop from the residuals what would overflow again."""
+        """Drop from the residuals the entries that made the outer step overflow."""
         for name, indices in self.overflows.items():
             self._reducer.residual(name).reshape(-1)[indices] = 0
         self.overflows = {}
 
     def end_comparison(self) -> None:
-        """Wait until the ranks have told each other all, so that no call of the exchange is under way."""
+        """Wait until the words have been gathered, so that no call is in flight."""
         if self._comparison is not None and (failed := error_of(self._comparison)) is not None:
             _log.debug("rank %s: %s", self._transport.rank, failed)
 
-    def _wait_for_comparison(self) -> BaseException | None:
-        """Wait for the comparison; return what it has found, or why it failed."""
+    def _compare(self) -> BaseException | None:
+        """Wait for the words. Return the first difference between ranks, or why the words were not gathered."""
         assert self._comparison is not None
         if (failed := error_of(self._comparison)) is not None:
             return failed
-        words, mine = self._told.words, self._transport.rank
-        each = [tuple(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
-        for rank, theirs in enumerate(each):
-            if theirs[:3] != each[mine][:3]:
-                return _uneven(mine, each[mine], rank, theirs, by_speed=self._by_speed)
-        for rank, theirs in enumerate(each):
-            if theirs[3] != each[0][3]:
+        words, rank = self._gather.words, self._transport.rank
+        by_rank = [words[i : i + _WORDS] for i in range(0, len(words), _WORDS)]
+        for other, theirs in enumerate(by_rank):
+            if theirs[: _COMPARED - 1] != by_rank[rank][: _COMPARED - 1]:
+                return self._uneven(rank, by_rank[rank], other, theirs)
+        for other, theirs in enumerate(by_rank):
+            if theirs[_COMPARED - 1] != by_rank[0][_COMPARED - 1]:
                 return WeightMismatchError(
-                    f"rank {mine}: the global parameters of rank {rank} in fragment {self.fragment} are not those of "
-                    "rank 0. They begin as copies of the parameters with which LocalSteps was made: give all ranks the "
-                    "same first, by loading one checkpoint, or by a broadcast (PyTorch: "
-                    "sparsecomm.torch.broadcast_parameters). If an interrupt has come while an outer optimizer made a "
-                    "step, call LocalSteps.rebuild on all ranks"
+                    f"rank {rank}: the global parameters of rank {other} in fragment {self.fragment} are not those of "
+                    "rank 0. Create LocalSteps with the same parameters on all ranks: load one checkpoint, or "
+                    "broadcast them (PyTorch: sparsecomm.torch.broadcast_parameters). If an interrupt came during a "
+                    "step of an outer optimizer, call LocalSteps.rebuild on all ranks"
                 )
-        self.nanoseconds = tuple(theirs[4] for theirs in each)
-        self.left_out = tuple(rank for rank, theirs in enumerate(each) if theirs[5] != _IN_TIME)
+        self.nanoseconds = tuple(theirs[4] for theirs in by_rank)
+        self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
         return None
 
-
-def _uneven(
-    mine: int, my: tuple[int, ...], rank: int, theirs: tuple[int, ...], *, by_speed: bool
-) -> CollectiveMismatchError:
-    if by_speed:
-        said = " and ".join(
+    def _uneven(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
+        """Return the error for ranks that are at different positions in the schedule."""
+        positions = " and ".join(
             f"rank {who} exchanges fragment {fragment} for round {round_no}"
-            for who, (round_no, fragment, *_) in ((mine, my), (rank, theirs))
+            + ("" if self._by_speed else f" after {steps} local steps")
+            for who, (round_no, fragment, steps, *_) in ((rank, mine), (other, theirs))
         )
-        if my[:2] == theirs[:2]:
-            said = f"ranks {mine} and {rank} divide round {my[0]} differently into local steps"
-        settings = "the same sync_every, by_speed, round_seconds, deadline, fragments and fragment_sync_delay"
-    else:
-        said = " and ".join(
-            f"rank {who} has taken {steps} local steps since the last exchange of fragment {fragment}, for round "
-            f"{round_no}"
-            for who, (round_no, fragment, steps, *_) in ((mine, my), (rank, theirs))
+        if self._by_speed and mine[:2] == theirs[:2]:
+            positions = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
+        counts = "" if self._by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
+        return CollectiveMismatchError(
+            f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
+            f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
+            "that were saved together; LocalSteps.rebuild brings all ranks to one place"
         )
-        settings = (
-            "the same sync_every, fragments and fragment_sync_delay, take equally many local steps in a round (or have "
-            "by_speed=True)"
-        )
-    return CollectiveMismatchError(
-        f"{said}. Nothing was applied, and the pseudo-gradients wait in the residuals. All ranks must have {settings}, "
-        "and go on from states that were saved together; LocalSteps.rebuild brings them to one place"
-    )

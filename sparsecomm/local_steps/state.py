@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.local_steps.fragments import SyncSchedule
+from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import REDUCER, read_arrays
 from sparsecomm.states.loading import DAMAGED, reading
@@ -56,7 +56,7 @@ def _passed(old: list[StateDict], rank: int, size: int) -> int:
 
 LOCAL_STEPS = Schema(
     "LocalSteps",
-    3,
+    4,
     {
         "sync_every": common("at least 1", is_positive),
         "fragment_sync_delay": common("a number below sync_every", _is_below_sync_every),
@@ -82,7 +82,10 @@ LOCAL_STEPS = Schema(
             is_list,
             lambda old, *_: [{**each, "nanoseconds": []} for each in old[0]["exchanges"]],
         ),
-        "late": per_rank("a list of exchanges", is_list, lambda *_: []),
+        "late": per_rank("a list of fragments and rounds", is_list, lambda *_: []),
+        "unsent": per_rank(
+            "a list of names", is_list, lambda old, *_: sorted({n for state in old for n in state["unsent"]})
+        ),
         "mixed": per_rank("checksums by name", _is_mixed, lambda *_: {}),
     },
     "start from the global parameters",
@@ -109,9 +112,9 @@ def fit(
 
     Returns:
         The fields. Those of the outer optimizer and of the reducers are unchanged. Arrays are new, and have the
-        accumulator dtype. "under_way" is added, with a tuple for each exchange: the fragment, the round, the means
-        (``None`` if the exchange does not count), the nanoseconds of the local steps of each rank, the arrays that this
-        rank sent if it was late, and the names of parameters that no rank has trained.
+        accumulator dtype. "under_way" is added, with a tuple for each exchange: the fragment, the round, whether this
+        rank was late, the means (``None`` if the exchange does not count), the nanoseconds of the local steps of each
+        rank, and the names of parameters that no rank has trained.
 
     Raises:
         InvalidInputError: the state is damaged, or belongs to other parameters or settings.
@@ -141,13 +144,15 @@ def fit(
             f"state: it was saved {with_or_without} an outer optimizer; create LocalSteps {with_or_without} one"
         )
     with reading("late", "the exchanges for which this rank was late"):
-        sent_by = {(each["fragment"], each["round"]): each["sent"] for each in found["late"]}
+        late = {(int(fragment), int(round_no)) for fragment, round_no in found["late"]}
+    if not set(found["unsent"]) <= specs.keys():
+        raise InvalidInputError(f"state: 'unsent' has names that are not parameters; {DAMAGED}")
     passed = found["round"] * schedule.sync_every + found["passed"]
     under_way = [
-        _read_exchange(i, each, found["world_size"], specs, fragments, schedule, passed, sent_by)
+        _read_exchange(i, each, found["world_size"], specs, fragments, schedule, passed, late)
         for i, each in enumerate(found["exchanges"])
     ]
-    if sent_by or len({exchange[0] for exchange in under_way}) != len(under_way):
+    if not late <= {each[:2] for each in under_way} or len({each[0] for each in under_way}) != len(under_way):
         raise InvalidInputError(f"state: impossible exchange: a fragment appears twice; {DAMAGED}")
     return {
         **found,
@@ -156,7 +161,7 @@ def fit(
         "round_seconds": float(found["round_seconds"]),
         "step_seconds": float(found["step_seconds"]),
         "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _ADVICE),
-        "exchanges": [(*exchange[:4], exchange[5]) for exchange in under_way],  # compared: ranks differ in `sent`
+        "exchanges": [(*each[:2], *each[3:]) for each in under_way],  # compared: ranks differ in whether they were late
         "under_way": under_way,
     }
 
@@ -169,12 +174,9 @@ def _read_exchange(
     fragments: Sequence[Sequence[str]],
     schedule: SyncSchedule,
     passed: int,
-    sent_by: dict[tuple[int, int], Any],
+    late: set[tuple[int, int]],
 ) -> tuple[Any, ...]:
-    """Return the tuple of an exchange that is under way after ``passed`` steps of the schedule.
-
-    Takes the arrays that this rank sent late out of ``sent_by``.
-    """
+    """Return the tuple of an exchange that is under way after ``passed`` steps of the schedule."""
     place = f"exchanges[{i}]"
     with reading(place, "an exchange that is under way"):
         fragment, round_no, means = exchange["fragment"], exchange["round"], exchange["means"]
@@ -186,10 +188,7 @@ def _read_exchange(
         if means is not None:
             exchanged = {name: spec for name, spec in own.items() if name not in untrained}
             means = read_arrays(means, exchanged, f"{place}['means']", _ADVICE)
-        if sent := sent_by.pop((fragment, round_no), None):
-            trained = {name: spec for name, spec in own.items() if name in sent}
-            sent = read_arrays(sent, trained, f"the arrays sent in {place}", _ADVICE)
         times = tuple(map(int, exchange["nanoseconds"]))
         if len(times) not in (0, world_size):
             raise InvalidInputError(f"state: {place} has {len(times)} times; expected one for each rank; {DAMAGED}")
-    return int(fragment), int(round_no), means, times, sent, untrained
+    return int(fragment), int(round_no), (fragment, round_no) in late, means, times, untrained

@@ -1,4 +1,4 @@
-"""DiLoCo: local steps of a model, whose sum is exchanged sparsely once in a round."""
+"""DiLoCo for PyTorch: local steps of a model, averaged sparsely once per round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils.dlpack import from_dlpack
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
-from sparsecomm.local_steps.defaults import DEFAULTS
-from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.local_steps.adapter import Adapter
+from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
+from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
@@ -35,60 +35,48 @@ if TYPE_CHECKING:
 __all__ = ["DiLoCo"]
 
 
-class DiLoCo:
-    """Trains a model by local steps, and exchanges sparsely what they did, once in a round of ``sync_every`` steps.
+class DiLoCo(Adapter):
+    """Trains a model by local steps, and averages sparsely once per round how far the ranks have moved.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=30)
         for x, y in data:                                     # each rank its own
             inner.zero_grad()
             loss(model(x), y).backward()                      # no DDP: gradients stay here
-            inner.step()                                      # the exchange is within, at the end of a round
+            inner.step()                                      # exchanges at the end of a round
 
-    The difference between the global parameters, which all ranks hold alike, and this rank's own is the
-    pseudo-gradient: the ranks average it, ``outer_optimizer`` steps the global parameters by the mean, and training
-    goes on from them (Douillard et al., 2023). Without an outer optimizer, what was not sent takes the place of its
-    momentum (SparseLoCo: Sarfi et al., 2025). `sparsecomm.LocalSteps` has the defaults, and says more, also of errors
-    and NaN; ``inner.step()`` raises those of an exchange.
+    After each round the ranks average their pseudo-gradients, global parameters - local parameters, and
+    ``outer_optimizer`` updates the global parameters, which are the same on all ranks (Douillard et al., 2023). Without
+    an outer optimizer, residuals replace its momentum (SparseLoCo: Sarfi et al., 2025). `sparsecomm.LocalSteps` has the
+    defaults and describes schedules, frozen parameters, errors and NaN; ``inner.step()`` raises its errors.
 
-    The exchange goes on until `remove`, or to the end of a ``with`` block. Of several inner optimizers give the one
+    It exchanges until `remove`, or to the end of a ``with`` block. If there are several inner optimizers, pass the one
     that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16,
     or with ``by_speed``.
 
-    A model that FSDP2 shards, or with tensor parallelism: each rank exchanges its shards with the ranks of ``comm``,
-    which hold the same ones. Leave the dimension that replicates out of FSDP's mesh: gradients are then means over the
-    shards of this replica, and DiLoCo is what brings replicas together.
+    With FSDP2 or tensor parallelism, each rank exchanges its shards with the ranks of ``comm``, which hold the same
+    shards. Leave the dimension that replicates out of FSDP's mesh, so that only DiLoCo averages over replicas.
 
-    Parameters that are frozen when DiLoCo is made, and buffers such as running means, are left alone. A parameter that
-    you freeze later, or that gets no gradient in a round on any rank, does not move in the exchanges that follow: see
-    `sparsecomm.LocalSteps`, which compares values and does not look at ``requires_grad``.
+    Parameters that are frozen when DiLoCo is created, and buffers such as running means, do not take part.
 
     Args:
-        model: the same on all ranks: see `broadcast_parameters`. The first local step checks that it is.
-        inner_optimizer: of its parameters; any. Each of its steps is a local step.
-        outer_optimizer: made over ``model.parameters()``, such as ``torch.optim.SGD(model.parameters(), lr=0.7,
-            momentum=0.9, nesterov=True)``. It is stepped here, with parameters of its own in its groups: the global
-            ones, in float32 at least, of DTensors this rank's shards; so it must treat elements one by one, as SGD and
-            Adam do. Its groups may be changed, by schedulers for example. ``None``: global = global - mean.
-        density: share of the entries that each rank selects, or a function of a fragment's exchange, counted from 0. At
-            1.0 this is dense DiLoCo with exact means, whatever ``algorithm`` and ``wire`` are.
-        sync_every: local steps of a round; with ``by_speed`` of a rank on average.
-        by_speed, round_seconds, deadline: for ranks that are not equally fast, and such that are late: as in
-            `sparsecomm.LocalSteps`. Train until `round` says that it is enough, not for a number of steps.
-        fragments: parts of the model that are synchronised in turn: how many; or for each a module, or the names of
-            parameters.
-        fragment_sync_delay: local steps between the beginning of an exchange and its application.
-        fragment_update_alpha: how much of the local parameters is kept where an exchange is applied; with a delay, 0
-            forgets the local steps since the exchange began.
-        comm: of the ranks that train together; ``None``: all. Of shards: the ranks that hold the same ones.
-        options: those of `sparsecomm.Reducer`, with other defaults: see `sparsecomm.LocalSteps`; but of DTensors not
-            ``clip``.
+        model: the same on all ranks: see `broadcast_parameters`. The first local step compares.
+        inner_optimizer: an optimizer of the model's parameters. Each of its steps is a local step.
+        outer_optimizer: an optimizer over ``model.parameters()``, such as ``torch.optim.SGD(model.parameters(), lr=0.7,
+            momentum=0.9, nesterov=True)``. It must treat elements one by one, as SGD and Adam do. Until `remove`, its
+            groups hold the global parameters, in float32 at least, of DTensors this rank's shards. Schedulers may
+            change the groups. ``None``: global = global - mean.
+        density: as in `sparsecomm.LocalSteps`; 1.0 is dense DiLoCo with exact means.
+        fragments: the number of fragments; or for each a module, or names of parameters.
+        comm: the ranks that train together, or hold the same shards; ``None``: all.
+        options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former. ``clip`` is not
+            supported with DTensors.
 
     Raises:
-        InvalidInputError: an argument cannot be used, or ``comm`` has ranks of different shards.
+        InvalidInputError: an argument is invalid, or ranks of ``comm`` hold different shards.
     """
 
-    @with_options(ReducerOptions, Reducer.__init__, **DEFAULTS)
+    @with_options(LocalStepsOptions, LocalSteps.__init__, **DEFAULTS)
     def __init__(
         self,
         model: nn.Module,
@@ -96,90 +84,67 @@ class DiLoCo:
         outer_optimizer: torch.optim.Optimizer | None = None,
         density: Schedule = 64 / 4096,
         *,
-        sync_every: int = 30,
-        by_speed: bool = False,
-        round_seconds: float | None = None,
-        deadline: float | None = None,
         fragments: int | Sequence[nn.Module | Sequence[str]] = 1,
-        fragment_sync_delay: int = 0,
-        fragment_update_alpha: float = 0.0,
         comm: Comm = None,
-        **options: Unpack[ReducerOptions],
+        **options: Unpack[LocalStepsOptions],
     ) -> None:
         for name, optimizer in (("inner_optimizer", inner_optimizer), ("outer_optimizer", outer_optimizer)):
             if not isinstance(optimizer, torch.optim.Optimizer) and (optimizer is not None or name[0] == "i"):
                 raise InvalidInputError(f"{name}: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         if outer_optimizer is inner_optimizer:
-            raise InvalidInputError("outer_optimizer is inner_optimizer; expected one of its own, or None")
-        with ExitStack() as undo:  # what `remove` does, and an error within
+            raise InvalidInputError("outer_optimizer is inner_optimizer; expected another optimizer, or None")
+        with ExitStack() as undo:  # closed by `remove`, or by an error in this block
             self._parameters = TrainedParameters(parameters_of(model), comm, options.get("clip"))
             named = self._parameters.named
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
             if stepped.isdisjoint(named.values()):
-                raise InvalidInputError("inner_optimizer: it has none of the model's parameters; expected one of them")
+                raise InvalidInputError("inner_optimizer: it has none of the model's parameters")
             self._orders = {name: _order(name, parameter) for name, parameter in named.items()}
             outer = None
             if outer_optimizer is not None:
                 outer = TorchOuter(outer_optimizer, named, self._views())
                 undo.callback(outer.give_back)
-            self._local_steps = LocalSteps(
-                self._views(),
-                density,
-                sync_every=sync_every,
-                by_speed=by_speed,
-                round_seconds=round_seconds,
-                deadline=deadline,
-                fragments=_names(fragments, named),
-                fragment_sync_delay=fragment_sync_delay,
-                fragment_update_alpha=fragment_update_alpha,
-                outer=outer,
-                comm=comm,
-                **options,
+            self._core = LocalSteps(
+                self._views(), density, fragments=_names(fragments, named), outer=outer, comm=comm, **options
             )
-            undo.callback(self._local_steps.rest)
+            undo.callback(self._core.rest)
             undo.callback(inner_optimizer.register_step_post_hook(lambda inner, *_: self._step(inner)).remove)
             self._undo = undo.pop_all()
         self._compared = False
 
-    # -- what it has ---------------------------------------------------------------------------------------------------
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Return views of the local parameters outside the graph, in contiguous memory, which are written in place."""
+        return {name: local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
-    @property
-    def local_step(self) -> int:
-        """How many local steps of this round have been taken."""
-        return self._local_steps.local_step
+    # -- local steps ---------------------------------------------------------------------------------------------------
 
-    @property
-    def round(self) -> int:
-        """The number of this round, from 0."""
-        return self._local_steps.round
+    def _step(self, inner: torch.optim.Optimizer) -> None:
+        """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
+        if is_void(inner, self._parameters.named.values()):
+            return
+        if not self._compared:
+            self._parameters.connect()
+            reducer = self._core.reducers[0]
+            self._parameters.check_weights(self.global_parameters(), reducer)
+            self._compared = True
+            reducer.end_opening()
+        self._core.step(self._views())
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """How many local steps each rank takes in this round, by rank."""
-        return self._local_steps.steps
+    def finish(self) -> None:
+        """Wait for the exchanges in flight, and apply them now. Begin none. Collective.
 
-    @property
-    def left_out(self) -> tuple[int, ...]:
-        """Ranks that had not come in time to the exchange that was applied last; the same on all ranks."""
-        return self._local_steps.left_out
-
-    @property
-    def reducers(self) -> tuple[Reducer, ...]:
-        """The reducer of each fragment, with its counters and residuals."""
-        return self._local_steps.reducers
-
-    @property
-    def fragments(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each fragment's parameters."""
-        return self._local_steps.fragments
+        Raises:
+            SparseCommError: as `sparsecomm.LocalSteps.finish`.
+        """
+        self._core.finish(self._views())
 
     def global_parameters(self) -> dict[str, torch.Tensor]:
         """Return the global parameters: the model to evaluate and to save, the same on all ranks (of DTensors: shards).
 
-        They are views in float32, or float64, which change with every exchange.
+        They are views in float32 (float64 for float64), which change with every exchange.
         """
         found = {}
-        for name, array in self._local_steps.global_parameters().items():
+        for name, array in self._core.global_parameters().items():
             order = self._orders[name]
             found[name] = from_dlpack(array).permute([order.index(d) for d in range(len(order))])
         return found
@@ -191,47 +156,10 @@ class DiLoCo:
         for name, parameter in self._parameters.named.items():
             local(parameter).copy_(parameters[name])
 
-    def report(self) -> str:
-        """Return a small table, of this rank: see `sparsecomm.LocalSteps.report`."""
-        return self._local_steps.report()
-
-    def __repr__(self) -> str:
-        return f"DiLoCo({self._local_steps})"
-
-    # -- local steps ---------------------------------------------------------------------------------------------------
-
-    def _step(self, inner: torch.optim.Optimizer) -> None:
-        """Count a local step, which the inner optimizer has made; before the first, compare what ranks began with."""
-        if is_void(inner, self._parameters.named.values()):
-            return
-        if not self._compared:
-            self._parameters.connect()
-            reducer = self._local_steps.reducers[0]
-            self._parameters.check_weights(self.global_parameters(), reducer)
-            self._compared = True
-            reducer.end_opening()
-        self._local_steps.step(self._views())
-
-    def finish(self) -> None:
-        """Wait for the exchanges that are under way, and apply them now. Begin none. Collective.
-
-        Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.finish`.
-        """
-        self._local_steps.finish(self._views())
-
-    def rest(self) -> None:
-        """Let this rank be waited for until the next local step: see `sparsecomm.LocalSteps.rest`."""
-        self._local_steps.rest()
-
-    def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop what waits in residuals, of all parameters or of these names: see `sparsecomm.LocalSteps.discard`."""
-        self._local_steps.discard(names)
-
     def remove(self) -> None:
-        """Exchange nothing any more: the inner optimizer is an optimizer, and the outer one has its parameters back.
+        """Stop exchanging, and put the model's parameters back into the outer optimizer.
 
-        What waits in residuals is dropped, and so is what exchanges under way bring: call `finish` first.
+        Residuals and the results of exchanges in flight are dropped: call `finish` first.
         """
         self._undo.close()
 
@@ -247,22 +175,21 @@ class DiLoCo:
         finally:
             self.remove()
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- states and other ranks ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return what this rank needs to go on, as `sparsecomm.LocalSteps.state_dict`; arrays are tensors.
+        """Return this rank's state, with the outer optimizer's: see `sparsecomm.LocalSteps.state_dict`.
 
-        The outer optimizer's state is in it. The model's and the inner optimizer's are not: save them beside it, on
-        each rank, since ranks differ in the middle of a round.
+        Arrays are tensors. Save the model and the inner optimizer beside it, on each rank: ranks differ within a round.
         """
-        state: StateDict = mapped(self._local_steps.state_dict(), np.ndarray, torch.from_numpy)
+        state: StateDict = mapped(self._core.state_dict(), np.ndarray, torch.from_numpy)
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective.
+        """Load what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective.
 
-        Load the model and the inner optimizer, too; for another number of ranks, from the middle of a round, the
-        global parameters into the model.
+        Load the model and the inner optimizer, too. After resharding in the middle of a round, load the global
+        parameters into the model.
 
         Raises:
             InvalidInputError, CollectiveMismatchError: as `sparsecomm.LocalSteps.load_state_dict`.
@@ -271,7 +198,7 @@ class DiLoCo:
         def prepare(undo: Undo) -> Prepared:
             with reading("it", "what DiLoCo.state_dict() returned"):
                 on_host = mapped(dict(state), torch.Tensor, torch.Tensor.cpu)
-            made = self._local_steps.prepare_state(on_host, undo)
+            made = self._core.prepare_state(on_host, undo)
 
             def commit() -> None:
                 made.commit()
@@ -279,18 +206,14 @@ class DiLoCo:
 
             return Prepared(made.common, commit)
 
-        self._local_steps.load_with(prepare)
+        self._core.load_with(prepare)
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
-
-        All ranks then have the global parameters and the outer optimizer's state of the lowest rank that is not new.
-        Survivors keep their residuals and what they did in this round; the model of a new rank is set to the global
-        parameters. See `sparsecomm.LocalSteps.rebuild`.
+        """Continue with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
 
         Args:
             comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
-            joining: this rank is new.
+            joining: whether this rank is new. Its model is set to the global parameters.
 
         Raises:
             SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
@@ -298,17 +221,13 @@ class DiLoCo:
         self._parameters.check_comm(comm)
         self._parameters.comm = comm
         self._parameters.connect()
-        rebuilt = self._local_steps.rebuild(comm, self._views(), joining=joining)
+        rebuilt = self._core.rebuild(comm, self._views(), joining=joining)
         self._compared = True
         return rebuilt
 
-    def _views(self) -> dict[str, torch.Tensor]:
-        """Return the local parameters, outside the graph: contiguous memory, which is written in place."""
-        return {name: local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
-
 
 def _order(name: str, parameter: torch.Tensor) -> list[int]:
-    """Return in which order of dimensions the memory of a tensor is contiguous: channels last, for example."""
+    """Return the order of dimensions in which the memory of a tensor is contiguous, such as channels last."""
     t = local(parameter)
     strides = t.stride()
     order = sorted(range(t.ndim), key=lambda d: (-strides[d], d))
@@ -316,13 +235,13 @@ def _order(name: str, parameter: torch.Tensor) -> list[int]:
         if t.permute(found).is_contiguous():
             return found
     raise InvalidInputError(
-        f"{name}: its memory, of shape {tuple(t.shape)} and strides {strides}, has gaps or overlaps; expected a "
-        "parameter of its own memory: make it anew, by parameter.data.clone()"
+        f"{name}: its memory, of shape {tuple(t.shape)} and strides {strides}, has gaps or overlaps; give "
+        "the parameter memory of its own, parameter.data.clone()"
     )
 
 
 def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
-    """Return fragments by the names of their parameters, where modules were given."""
+    """Return fragments with modules replaced by the names of their parameters."""
     if isinstance(fragments, (nn.Module, str)) or not isinstance(fragments, Iterable):
         return fragments
     by_id = {id(parameter): name for name, parameter in named.items()}
@@ -338,33 +257,32 @@ def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
 
 
 class TorchOuter:
-    """Steps the global parameters by an optimizer that was made over a model's: see `sparsecomm.OuterOptimizer`.
+    """Updates the global parameters with an optimizer that was created over a model's: see `sparsecomm.OuterOptimizer`.
 
-    In its groups stand parameters of its own, until `give_back`. In each step those of an exchange are the global
-    arrays, and have the means as their gradients; the others have none, so the optimizer leaves them alone.
+    Until `give_back`, its groups hold parameters of this object. In a step, the parameters of an exchange share the
+    memory of the global ones and have the means as gradients. The optimizer skips the others, which have no gradient.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take the optimizer.
+        """Replace the parameters of an optimizer.
 
         Args:
-            optimizer: over all parameters of ``named``; others, such as frozen ones, are left alone.
+            optimizer: over all parameters of ``named``, and possibly others.
             named: the parameters, by name.
-            views: their memory on this rank, for types, shapes and devices.
+            views: their memory on this rank.
 
         Raises:
-            InvalidInputError: it lacks one of the parameters, or belongs to local steps already.
+            InvalidInputError: it lacks one of the parameters, or another DiLoCo uses it.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if strangers := [name for name, parameter in named.items() if id(parameter) not in known]:
+        if missing := [name for name, parameter in named.items() if id(parameter) not in known]:
             raise InvalidInputError(
-                f"outer_optimizer: it lacks {strangers[0]!r}, and perhaps others; expected one that was made over "
-                "model.parameters(), and is not used by another DiLoCo (call its remove() first)"
+                f"outer_optimizer: it lacks {missing[0]!r}; create it over model.parameters(). If another DiLoCo uses "
+                "it, call its remove() first"
             )
         self._optimizer = optimizer
-        # In the type in which sums are made.
         self._own = {name: nn.Parameter(v if v.dtype == torch.float64 else v.float()) for name, v in views.items()}
         self._exchange(dict(zip(map(id, named.values()), self._own.values(), strict=True)))
         self._theirs = {id(own): parameter for own, parameter in zip(self._own.values(), named.values(), strict=True)}
@@ -395,22 +313,22 @@ class TorchOuter:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `sparsecomm.OuterOptimizer`; check that the optimizer can step with it. Arrays are NumPy's or tensors."""
+        """See `sparsecomm.OuterOptimizer`; also check that the optimizer can step with the state."""
         try:
             self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
             try_step(self._optimizer, self._own.values())
         except Exception as error:
             raise InvalidInputError(
-                f"outer state: to load it, and make a step with it, raises {type(error).__name__}: {error}; expected "
-                f"that of a {type(self._optimizer).__name__} over the same parameters"
+                f"outer state: loading it, and making a step with it, raised {type(error).__name__}: {error}; expected "
+                f"the state of a {type(self._optimizer).__name__} over the same parameters"
             ) from error
 
     def snapshot(self) -> Callable[[], None]:
-        """Return what gives the optimizer back the state that it has now."""
+        """Return a function that restores the optimizer's current state."""
         return snapshot(self._optimizer)
 
     def _exchange(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Put other parameters in the place of those with these ids, in groups and state."""
+        """Replace the parameters with these ids, in groups and state."""
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
         state = self._optimizer.state

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from greenlet import getcurrent
 
 import sparsecomm as sc
 from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.local_steps.local_steps import Phase
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
-from tests.local_steps.programs import PLAIN, bits
+from tests.local_steps.programs import PLAIN, bits, left_out
 from tests.reducer.programs import run
 
-SHAPES = {"a": (30,), "b": (7, 3)}
+SHAPES = {"a": (30,), "b": (7, 3), "c": (64,)}
 SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
 
 
@@ -27,166 +30,120 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
 
 
-@pytest.mark.parametrize("stopped", [3, 4])  # local step 3 begins an exchange, and step 4 applies it
-def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int) -> None:
+def trained(
+    transport: simulated.SimulatedTransport, steps: int, within: Any, late: tuple[int, int] = (-1, -1), **options: Any
+) -> Any:
+    """Train, with each step in a context of its own; after an interrupt go on with the same parameters.
+
+    ``late``: the rank that is left out of an exchange, and does not train one parameter; and its step.
+    """
+    parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    local = sc.LocalSteps(parameters, 0.2, comm=transport, **(SETTINGS | options))
+    local._timer.clock = lambda: 0.0  # all take the same time
+    random = np.random.default_rng(transport.rank)
+    for step in range(1, steps + 1):
+        for name, shape in SHAPES.items():
+            if (name, transport.rank) != ("c", late[0]):
+                parameters[name] += random.normal(size=shape).astype(np.float32)
+        if late == (transport.rank, step):
+            left_out(local)
+        place, was_late = (local.round, local.local_step), local._phase is Phase.LEFT_OUT
+        with contextlib.suppress(InterruptError), within(local, step):
+            local.step(parameters)
+        counted = (local.round, local.local_step) != place
+        if local._phase is Phase.LEFT_OUT or not (counted or was_late):  # it came before the step was counted
+            local.step(parameters)
+        if local._due:
+            with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
+                local.state_dict()
+            local._end(local._perform(parameters), Phase.RESTING)  # as the next step does
+    local.finish(parameters)
+    residuals = {name: reducer.residual(name) for reducer in local.reducers for name in reducer.names}
+    return bits(parameters), bits(local.global_parameters()), bits(residuals)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "late"),  # local step 3 begins an exchange, and step 4 applies it
+    [(3, (-1, -1)), (4, (-1, -1)), (4, (0, 3))],
+)
+def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int, late: tuple[int, int]) -> None:
     passed: list[int] = []
 
     def program(transport: simulated.SimulatedTransport, *at: int) -> Any:
-        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        local, random = (
-            sc.LocalSteps(parameters, 0.2, comm=transport, **SETTINGS),
-            np.random.default_rng(transport.rank),
-        )
-        for step in range(1, 7):
-            if step == 4:
+        @contextlib.contextmanager
+        def within(local: sc.LocalSteps, step: int) -> Iterator[None]:
+            if step == 4 and local._phase is not Phase.LEFT_OUT:
                 local.state_dict()  # its calls are made here
-            for name, shape in SHAPES.items():
-                parameters[name] += random.normal(size=shape).astype(np.float32)
-            within = interrupted(*at) if (step, transport.rank) == (stopped, 0) else contextlib.nullcontext()
-            with within as points, contextlib.suppress(InterruptError):
-                local.step(parameters)
-            if 2 * local.round + local.local_step < step:  # it came before the step was counted
-                local.step(parameters)
-            if points is not None:
-                passed.append(points.passed)
-                if points.interrupts and local._due:
-                    with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
-                        local.state_dict()
-                if step == 3 and local._due:  # as the next step does, but with these parameters
-                    local._ended(local._perform(parameters))
-                elif step == 4:
-                    local.finish(parameters)
-        residuals = {name: local.reducers[0].residual(name) for name in SHAPES}
-        return bits(parameters), bits(local.global_parameters()), bits(residuals)
+            if (step, transport.rank) != (stopped, 0):
+                yield
+                return
+            with interrupted(*at) as points:
+                yield
+            passed.append(points.passed)
+
+        return trained(transport, 6, within, late, outer=sc.NesterovSGD(0.5, 0.5))
 
     expected = run(2, program)
     assert passed[0] > 10
     for at in range(passed[0]):
         assert run(2, lambda transport, at=at: program(transport, at)) == expected
-    assert len(passed) > 10
 
 
+# Compiled code has no places, but asks for signals: before a gradient's call, after a comparison, when a step ends.
+POINTS: dict[str, tuple[Any, str, bool]] = {
+    "plan": (Bucket, "plan", True),
+    "words": (WordsGather, "_exchange_words", False),
+    "end": (sc.Reducer, "_begin", True),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
     "options",
     [
-        {"fragments": 2},
-        {"fragment_sync_delay": 1},
+        {"sync_every": 1, "fragment_sync_delay": 0},
+        {"fragments": 2, "fragment_sync_delay": 0},
+        {},
         {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3},
         {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3, "by_speed": True},
     ],
     ids=str,
 )
-def test_calls_keep_their_order_when_an_interrupt_comes_before_one(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_calls_keep_their_order_whenever_compiled_code_is_interrupted(
+    point: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code has no places, but asks for signals: here before the call of a gradient that was taken."""
-    plan, armed, passed = Bucket.plan, list[int](), list[int]()
+    holder, name, before = POINTS[point]
+    original, armed, passed, ranks = getattr(holder, name), list[int](), list[int](), dict[int, int]()
 
-    def interrupts(bucket: Bucket, transport: simulated.SimulatedTransport, *arguments: Any) -> Any:
-        if transport.rank == 0:
+    def interrupts(each: Any, *arguments: Any) -> Any:
+        result = None if before else original(each, *arguments)
+        if ranks.get(id(getcurrent())) == 0:
             passed.append(1)
             if armed == [len(passed)]:
                 armed.clear()
                 raise InterruptError
-        return plan(bucket, transport, *arguments)
+        return original(each, *arguments) if before else result
 
-    monkeypatch.setattr(Bucket, "plan", interrupts)
+    monkeypatch.setattr(holder, name, interrupts)
 
     def program(transport: simulated.SimulatedTransport) -> Any:
-        shapes = SHAPES | {"c": (64,)}
-        parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        settings = PLAIN | {"sync_every": 2, "bucket_bytes": 1} | options
-        local, random = (
-            sc.LocalSteps(parameters, 0.2, comm=transport, **settings),
-            np.random.default_rng(transport.rank),
-        )
-        local._timer.clock = lambda: 0.0  # all take the same time
-        for _ in range(9):
-            for name, shape in shapes.items():
-                parameters[name] += random.normal(size=shape).astype(np.float32)
-            try:
-                local.step(parameters)
-            except InterruptError:
-                local._ended(local._perform(parameters))
-        local.finish(parameters)
-        return bits(parameters), bits(local.global_parameters())
+        @contextlib.contextmanager
+        def within(local: sc.LocalSteps, step: int) -> Iterator[None]:
+            ranks[id(getcurrent())] = transport.rank
+            yield
+            del ranks[id(getcurrent())]
+
+        return trained(transport, 9, within, bucket_bytes=1, **options)
 
     expected = run(2, program)
     count = len(passed)
-    assert count > 8
+    assert count >= 4
     for at in range(1, count + 1):
         passed.clear()
+        ranks.clear()
         armed[:] = [at]
         assert run(2, program) == expected
         assert not armed
-
-
-def test_an_interrupt_of_the_comparison_is_raised_and_the_sums_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = WordsGather._exchange_words
-
-    def program(transport: simulated.SimulatedTransport, interrupts: bool) -> Any:
-        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        local = sc.LocalSteps(parameters, 0.2, comm=transport, **(PLAIN | {"sync_every": 1}))
-        for step in range(4):
-            for name in SHAPES:
-                parameters[name] += transport.rank + step
-            if interrupts and (step, transport.rank) == (1, 0):
-                armed.append(transport)
-                with pytest.raises(InterruptError):
-                    local.step(parameters)
-                assert not armed
-                local.finish(parameters)
-            else:
-                local.step(parameters)
-        return bits(parameters), bits(local.global_parameters())
-
-    armed: list[simulated.SimulatedTransport] = []
-    expected = run(2, lambda transport: program(transport, False))
-
-    def interrupted_once(call: WordsGather, comm: Any) -> list[int]:
-        words = exchange(call, comm)
-        if comm.rank == 0 and armed:
-            armed.clear()
-            raise InterruptError
-        return words
-
-    monkeypatch.setattr(WordsGather, "_exchange_words", interrupted_once)
-    assert run(2, lambda transport: program(transport, True)) == expected
-
-
-@pytest.mark.parametrize("finish", [False, True])
-def test_an_interrupted_step_ends_before_the_next_one_begins(finish: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where each local step exchanges all, and the interrupt comes when a step of the reducer ends."""
-    begin, armed = sc.Reducer._begin, list[sc.Reducer]()
-
-    def interrupts(reducer: sc.Reducer, *arguments: Any) -> Any:
-        if reducer in armed:
-            armed.remove(reducer)
-            raise InterruptError
-        return begin(reducer, *arguments)
-
-    monkeypatch.setattr(sc.Reducer, "_begin", interrupts)
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        parameters = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        outer = sc.NesterovSGD(0.5, 0.5)
-        local = sc.LocalSteps(parameters, 0.2, comm=transport, outer=outer, **(PLAIN | {"sync_every": 1}))
-        for step in range(4):
-            for name in SHAPES:
-                parameters[name] += transport.rank + 1
-            if (step, transport.rank) == (1, 1):
-                armed.append(local.reducers[0])
-                with pytest.raises(InterruptError):
-                    local.step(parameters)
-                if finish:
-                    local.finish(parameters)
-            else:
-                local.step(parameters)
-        return local.round, local.reducers[0].step, bits(local.global_parameters())
-
-    first, second = run(2, program)
-    assert first == second
-    assert first[:2] == (4, 4)
 
 
 def test_a_state_with_an_exchange_under_way_is_loaded_again() -> None:

@@ -1,8 +1,9 @@
-"""Ranks that come too late to an exchange: what they have trained is exchanged later, once."""
+"""Ranks that come too late to an exchange: what they have trained is exchanged later, once; and the deadline."""
 
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
+from sparsecomm.local_steps import deadline
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import PLAIN, bits, left_out
 from tests.reducer.programs import run
@@ -93,16 +95,15 @@ def test_a_rank_that_is_always_late_takes_part_with_what_it_had(delay: int, oute
                 for _ in range(2):
                     if local._schedule.next_beginning(local._passed()) <= 4 * rounds:  # the other one goes on
                         left_out(local)
-            if local._late:
+            if local._phase.name == "LEFT_OUT":
                 with pytest.raises(sc.InvalidInputError, match="that was left out of an exchange"):
                     local.state_dict()
             local.step(x)
             seen.append(local.left_out)
             if transport.rank == 1 and delay == 0:
-                state = local.state_dict()
-                assert state["late"] == []
+                assert local.state_dict()["late"] == []
         local.finish(x)
-        return seen, local.global_parameters()["x"].copy(), x["x"] - local.global_parameters()["x"]
+        return seen, local.global_parameters()["x"].copy(), -local.reducers[0].residual("x")
 
     (seen, held, _), (_, theirs, unsent) = run(2, program)
     np.testing.assert_array_equal(held, theirs)
@@ -127,7 +128,7 @@ def test_a_state_with_an_exchange_for_which_the_rank_was_late() -> None:
             if stops and not stopped and local.round == 2 and local.local_step > 0:
                 state, stopped = pickle.loads(pickle.dumps(local.state_dict())), True
                 assert len(state["exchanges"]) == 1
-                assert [sorted(each["sent"]) for each in state["late"]] == [["x"]] * transport.rank
+                assert state["late"] == [[0, 2]] * transport.rank
                 local.finish({"x": x["x"].copy()})
                 transport.queue.users = 0  # as in a new process
                 local = sc.LocalSteps({"x": np.zeros(40)}, 0.5, comm=transport, **options)
@@ -159,3 +160,49 @@ def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
     np.testing.assert_array_equal(held, theirs)
     sums = sum(np.random.default_rng((r, s)).integers(-8, 8, 50) for r in range(2) for s in range(5))
     np.testing.assert_array_equal(2 * held - first - second + (mine - held), sums)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_deadline_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe comes after the calls in the queue, which may take long."""
+    left, limit, took = list[int](), deadline.Deadline(2.0), list[bool]()
+
+    class Program:
+        def expected_seconds(self, step: int) -> float:
+            return 1.0
+
+        def leave_out(self) -> None:
+            left.append(1)
+
+        def rest(self) -> None:
+            raise AssertionError
+
+    class Transport:
+        def clock(self) -> float:
+            return 10.0
+
+    class Probe:
+        time, awaited = 7.5, waits
+
+    def probe(_: object) -> type[Probe]:
+        def take() -> None:
+            took.append(limit.lock.acquire(timeout=5))
+            limit.lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return Probe
+
+    monkeypatch.setattr(deadline, "_probe", probe)
+    assert limit.check(Program()) is None  # no exchange has begun
+    transport: Any = Transport()
+    limit.exchange_begun(transport, 3)
+    assert limit.check(Program()) == (0.0 if waits else deadline._MIN_PAUSE + 0.05)  # since 9.5
+    assert left == [1] * waits
+    assert took == [True] * 2
+    Probe.time = 9.0
+    limit.exchange_begun(transport, 4)
+    assert limit.check(Program()) == 1.0
+    limit.reset()
+    assert limit.check(Program()) is None

@@ -1,4 +1,4 @@
-"""`LocalSteps` against the whole algorithm in plain NumPy; errors of exchanges, NaN, and what is refused."""
+"""`LocalSteps` of arrays: all options of a reducer, errors of exchanges, NaN, refused arguments, outer optimizers."""
 
 from __future__ import annotations
 
@@ -9,96 +9,11 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps.global_parameters import GlobalParameters
-from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import (
-    DTYPES,
-    PLAIN,
-    SHAPES,
-    Oracle,
-    bits,
-    initial,
-    made,
-    move,
-    nothing_frozen,
-    some_frozen,
-    train,
-)
+from tests.local_steps.programs import DTYPES, PLAIN, SHAPES, bits, initial, made, move, train
 from tests.reducer.programs import run, same
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("size", [1, 1022, 600_000])
-def test_a_checksum_of_a_parameter_tells_every_change(dtype: str, size: int) -> None:
-    parameter = np.random.default_rng(0).standard_normal(size).astype(dtype)
-    parameters = GlobalParameters({"a": parameter})
-    bits, tensor = parameter.view(f"u{parameter.itemsize}"), interop.tensor(parameter, "a")
-    before = parameters.checksum_of(tensor)
-    for changed in ([0], [size // 3], [size - 1], [0, size // 3][: min(size, 2)]):
-        change = np.array([1, -1]).astype(bits.dtype)[: len(changed)]  # two changes add up to zero
-        bits[changed] += change
-        assert parameters.checksum_of(tensor) != before
-        bits[changed] -= change
-    assert parameters.checksum_of(tensor) == before
-
-
-@pytest.mark.parametrize("P", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("density", "fragments", "sync_every", "delay", "alpha", "sgd", "frozen"),
-    [
-        (0.1, 1, 3, 0, 0.0, None, nothing_frozen),
-        (0.1, TWO, 4, 2, 0.25, (0.7, 0.9, True), some_frozen),
-        (0.3, 3, 5, 4, 0.5, (0.5, 0.5, False), nothing_frozen),
-        (0.3, 1, 4, 2, 0.0, (0.5, 0.5, False), some_frozen),
-        (1.0, 2, 1, 0, 0.0, (0.7, 0.9, True), some_frozen),
-        (1.0, 6, 6, 5, 0.0, None, nothing_frozen),
-    ],
-)
-def test_the_whole_algorithm(
-    P: int, density: float, fragments: Any, sync_every: int, delay: int, alpha: float, sgd: Any, frozen: Any
-) -> None:
-    steps = 4 * sync_every + 1
-    if fragments == 2 and sync_every == 1:
-        sync_every = 2
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        parameters = initial()
-        local = made(
-            transport,
-            parameters,
-            density,
-            sync_every=sync_every,
-            fragments=fragments,
-            fragment_sync_delay=delay,
-            fragment_update_alpha=alpha,
-            outer=sc.NesterovSGD(*sgd) if sgd else None,
-        )
-        replaced = train(local, parameters, transport.rank, 1, steps, frozen)
-        residuals = {name: a for each in local.state_dict()["reducers"] for name, a in each["residuals"].items()}
-        assert (local.round, local.local_step) == divmod(steps, sync_every)
-        return local.fragments, replaced, parameters, local.global_parameters(), residuals
-
-    results = run(P, program)
-    oracle = Oracle(P, results[0][0], sync_every, delay, alpha, density, sgd=sgd, frozen=frozen)
-    oracle.train(steps)
-    close = 2e-6 if density == 1 and P > 2 else 0.0  # dense sums have another order
-    for rank, (_, replaced, parameters, held, residuals) in enumerate(results):
-        assert [tuple(n for n in names if SHAPES[n] != (0, 3)) for names in replaced] == [
-            tuple(oracle.applied.get(step, ())) for step in range(1, steps + 1)
-        ]
-        assert bits(held) == bits(results[0][3])
-        for name, shape in SHAPES.items():
-            assert parameters[name].dtype == DTYPES[name]
-            half = 1e-3 if close and DTYPES[name] == "float16" else close
-            for mine, theirs, rtol in (
-                (parameters[name], oracle.local[rank][name], half),
-                (held[name], oracle.globals[name], half),
-                (residuals[name], oracle.residuals[rank][name], half),
-            ):
-                np.testing.assert_allclose(mine, theirs.reshape(shape), rtol=rtol, atol=rtol, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +51,7 @@ def test_what_waits_in_residuals_can_be_discarded(delay: int) -> None:
             return {name for reducer in local.reducers for name in reducer.names if reducer.residual(name).any()}
 
         if delay:
-            with pytest.raises(sc.InvalidInputError, match="discard with an exchange under way; call finish first"):
+            with pytest.raises(sc.InvalidInputError, match="discard with an exchange in flight; call finish first"):
                 local.discard()
             local.finish(parameters)
         unchanged, before = waiting(), bits(local.global_parameters())
@@ -184,7 +99,7 @@ def test_unequally_many_local_steps_are_told_on_all_ranks_and_nothing_is_lost() 
             transport.rank,
             short,
             sc.CollectiveMismatchError,
-            r"rank 1 has taken 2 local steps since the last exchange of fragment 0, for round 0.*same sync_every",
+            r"rank 1 exchanges fragment 0 for round 0 after 2 local steps.*same sync_every",
         )
         return local.round
 
@@ -389,9 +304,9 @@ def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay
         ({"fragments": True}, "fragments=True"),
         ({"fragments": "abc"}, "fragments='abc'"),
         ({"fragments": [["a", "b"], []]}, r"fragments\[1\]=\[\]"),
-        ({"fragments": [["a", "zz"]]}, "'zz' is no name of the 6"),
-        ({"fragments": [["a", "b"], ["b"]]}, "'b' is there twice"),
-        ({"fragments": [["a", "b", "c"]]}, "'d' and 2 others are in none"),
+        ({"fragments": [["a", "zz"]]}, "'zz' is not one of the 6"),
+        ({"fragments": [["a", "b"], ["b"]]}, "'b' appears twice"),
+        ({"fragments": [["a", "b", "c"]]}, "'d', 'e', 'f' missing"),
         ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
         ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 with sync_every=4"),
         ({"fragments": 5}, "sync_every=4 with 5 fragments"),
@@ -417,8 +332,8 @@ def test_parameters_that_are_others_are_refused_and_the_step_does_not_count() ->
     def program(transport: simulated.SimulatedTransport) -> None:
         local = made(transport, parameters, sync_every=2)
         for others, message in (
-            ({name: a for name, a in parameters.items() if name != "b"}, "lack 'b' and have nothing"),
-            (parameters | {"z": np.zeros(3)}, "lack nothing and have 'z'"),
+            ({name: a for name, a in parameters.items() if name != "b"}, "missing 'b'; unknown nothing"),
+            (parameters | {"z": np.zeros(3)}, "missing nothing; unknown 'z'"),
             (parameters | {"b": np.zeros(8, np.float32)}, r"'b' has shape \(8,\)"),
             (list(parameters), "got list"),
         ):

@@ -1,4 +1,7 @@
-"""`DiLoCo` on simulated ranks, against a plain loop; of shards, between processes, in `training_shards.py`."""
+"""`DiLoCo` on simulated ranks, against a plain loop, besides what `tests/local_steps/test_contract.py` tests.
+
+With shards, between processes: `training_shards.py`.
+"""
 
 from __future__ import annotations
 
@@ -191,31 +194,6 @@ def test_at_density_1_it_is_the_plain_loop(
             assert torch.equal(theirs, mine)
 
 
-def test_with_one_local_step_in_a_round_and_density_1_weights_are_the_mean_of_all_ranks() -> None:
-    """The outer optimizer is SGD with a rate of 1: what DDP does with SGD, up to rounding."""
-    ranks_of_mean = 3
-    models = [network(torch.float32) for _ in range(ranks_of_mean)]
-    inners = [inner_of(model) for model in models]
-    for step in range(4):
-        for rank, (model, inner) in enumerate(zip(models, inners, strict=True)):
-            local_step(model, inner, step, rank)
-        with torch.no_grad():
-            for each in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.double() for p in each]).mean(0)
-                for p in each:
-                    p.copy_(mean)
-
-    def program(transport: Any) -> list[Any]:
-        model, inner, _, _ = made(transport, OUTER["plain"], sync_every=1, **DENSE)
-        for step in range(4):
-            local_step(model, inner, step, transport.rank)
-        return list(model.parameters())
-
-    for result in simulated.run(ranks_of_mean, program):
-        for mine, mean in zip(result.value, models[0].parameters(), strict=True):
-            torch.testing.assert_close(mine, mean, rtol=1e-6, atol=1e-6)
-
-
 def test_a_block_ends_with_the_global_parameters() -> None:
     """With the defaults, which are sparse, and an exchange under way; the optimizers are then plain ones again."""
 
@@ -257,65 +235,6 @@ def test_the_outer_optimizer_steps_once_in_an_exchange() -> None:
 
     for result in simulated.run(P, program):
         assert result.value[:6] == [2, 1, 2, 2, 1, 2]  # of the fragments, of which one has a frozen bias
-
-
-def test_one_that_is_lost_and_one_that_joins() -> None:
-    """Two go on without the third; a new one joins with other weights, and without an outer state."""
-    of_rank: dict[int, Any] = {}
-
-    def begin(transport: Any) -> None:
-        of_rank[transport.rank] = made(transport, OUTER["sgd"], sync_every=2, scope="tensor", decay=1.0)
-
-    def train(transport: Any, first: int, last: int) -> None:
-        model, inner, *_ = of_rank[transport.rank]
-        for step in range(first, last):
-            local_step(model, inner, step, transport.rank)
-
-    def residuals(diloco: DiLoCo) -> dict[str, Any]:
-        return diloco.state_dict()["reducers"][0]["residuals"]
-
-    def go_on_without(transport: Any) -> None:
-        diloco = of_rank[transport.rank][3]
-        kept = residuals(diloco)
-        assert diloco.rebuild(transport).ranks_lost == (2,)
-        assert all(torch.equal(mine, kept[name]) for name, mine in residuals(diloco).items())
-        train(transport, 3, 5)
-
-    def go_on_with(transport: Any) -> Any:
-        if transport.rank == 2:
-            begin(transport)
-        model, _, _, diloco = of_rank[transport.rank]
-        assert diloco.rebuild(transport, joining=transport.rank == 2).ranks_joined == (2,)
-        assert (diloco.round, diloco.local_step) == (2, 1)
-        held = diloco.global_parameters()
-        assert transport.rank < 2 or all(
-            torch.equal(p, held[n]) for n, p in model.named_parameters() if p.requires_grad
-        )
-        train(transport, 5, 8)
-        outer = diloco.state_dict()["outer"]["state"]
-        return [*held.values(), *(state["momentum_buffer"] for state in outer.values())]
-
-    simulated.run(3, lambda transport: (begin(transport), train(transport, 0, 3)))
-    simulated.run(2, go_on_without)
-    first, *others = (result.value for result in simulated.run(3, go_on_with))
-    assert all(all(map(torch.equal, first, other)) for other in others)
-
-
-def test_by_speed_rounds_are_counted_and_global_parameters_are_alike() -> None:
-    def program(transport: Any) -> Any:
-        model, inner, _, diloco = made(transport, sync_every=4, by_speed=True, **DENSE)
-        step = 0
-        while diloco.round < 3:
-            step += 1
-            transport.compute(1.0 + 2 * transport.rank)
-            local_step(model, inner, step, transport.rank)
-        diloco.rest()
-        return step, diloco.steps, diloco.left_out, [p.tolist() for p in diloco.global_parameters().values()]
-
-    first, second = (result.value for result in simulated.run(P, program))
-    assert (first[0], second[0]) == (4 + 2 * 6, 4 + 2 * 2)
-    assert first[1:] == second[1:]
-    assert first[1:3] == ((6, 2), ())
 
 
 def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
@@ -360,8 +279,8 @@ def test_wrong_arguments_leave_all_as_it_was() -> None:
         (torch.optim.SGD(other.parameters()), outer, {}, "inner_optimizer: it has none of the model's"),
         (inner, half, {}, r"outer_optimizer: it lacks '1\.weight'"),
         (inner, outer, {"fragments": [other]}, "fragments: Linear has parameters that are not the model's"),
-        (inner, outer, {"fragments": [model[0], model[0], model[1:]]}, "is there twice"),
-        (inner, outer, {"fragments": 6}, "fragments=6: expected a number from 1 to 5"),
+        (inner, outer, {"fragments": [model[0], model[0], model[1:]]}, "appears twice"),
+        (inner, outer, {"fragments": 6}, "fragments=6: must be from 1 to 5"),
         (inner, outer, {"sync_every": 0}, "sync_every=0"),
         (inner, outer, {"density": 0.0}, "density"),
     ]

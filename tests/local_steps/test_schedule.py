@@ -1,9 +1,10 @@
-"""Ranks that are not equally fast: how rounds are divided, what is exchanged then, and states; in virtual time."""
+"""When fragments are exchanged, how rounds are divided among ranks of different speeds, and what is exchanged then."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.local_steps.fragments import SyncSchedule
-from sparsecomm.local_steps.pace import Pace, Pacing
+from sparsecomm.local_steps.fragments import split_by_size
+from sparsecomm.local_steps.schedule import Pace, Pacing, SyncSchedule
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
 from tests.reducer.programs import run
@@ -25,8 +26,52 @@ SPEEDS = (1, 1, 2, 2, 2, 4, 4, 4)  # the units that a local step takes
 TIMES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7, 8.0]), min_size=1, max_size=4)
 
 
+@st.composite
+def sync_schedules(draw: st.DrawFn) -> SyncSchedule:
+    sync_every = draw(st.integers(1, 40))
+    return SyncSchedule(sync_every, draw(st.integers(1, sync_every)), draw(st.integers(0, sync_every - 1)))
+
+
+@CHECK
+@given(sync_schedules())
+def test_each_fragment_is_exchanged_once_in_a_round_and_never_twice_at_a_time(schedule: SyncSchedule) -> None:
+    H, F, d = schedule.sync_every, schedule.fragments, schedule.delay
+    under_way: dict[int, tuple[int, int]] = {}  # by fragment: the round, and the step of the beginning
+    last = dict.fromkeys(range(F), 0)
+    applied = []
+    for step in range(1, 4 * H + 1):
+        for fragment, round_no, _ in schedule.begins(step):
+            assert fragment not in under_way
+            assert schedule.steps_between(fragment, round_no) == step - last[fragment] > 0
+            under_way[fragment], last[fragment] = (round_no, step), step
+        for fragment, due, _ in schedule.applies(step):
+            round_no, begun = under_way.pop(fragment)
+            assert round_no == due
+            assert step == round_no * H + (fragment + 1) * H // F
+            assert begun == max(1, step - d)
+            applied.append((round_no, fragment))
+    assert applied == [(round_no, fragment) for round_no in range(4) for fragment in range(F)]
+
+
+@CHECK
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12), st.data())
+def test_a_model_is_split_into_neighbours_of_about_one_size(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    named = {f"p{i}": size for i, size in enumerate(sizes)}
+    parts = split_by_size(named, count)
+    assert [name for part in parts for name in part] == list(named)
+    assert len(parts) == count
+    assert all(parts)
+    largest = max(sum(named[name] for name in part) for part in parts)
+    assert largest <= sum(sizes) / count + 2 * max(sizes)
+
+
+def test_equal_tensors_are_split_equally() -> None:
+    assert [len(part) for part in split_by_size({f"p{i}": 10 for i in range(12)}, 4)] == [3, 3, 3, 3]
+
+
 def pacing(sync_every: int, **options: Any) -> Pacing:
-    chosen = {"by_speed": True, "round_seconds": None, "deadline": None} | options
+    chosen = {"by_speed": True, "deadline": None} | options
     return Pacing.of(SyncSchedule(sync_every, 1, chosen.pop("delay", 0)), **chosen)
 
 
@@ -49,16 +94,6 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
     else:
         assert waits(within) == pytest.approx(best, abs=1e-6)
         assert pace.steps == tuple(max(1, n) for n in within)
-
-
-@CHECK
-@given(st.floats(0.1, 100), TIMES, st.integers(0, 9))
-def test_as_many_as_fit_into_so_many_seconds(target: float, seconds: list[float], delay: int) -> None:
-    rule = pacing(10, round_seconds=target, delay=delay)
-    min_steps = -(-10 // (10 - delay))
-    pace = rule.after(Pace(0, (10**6,) * len(seconds)), 1, seconds)
-    assert pace == Pace(1, tuple(max(min_steps, int(target / t * (1 + 1e-9))) for t in seconds), target)
-    assert rule.after(pace, 2, [t * 1.0001 for t in seconds]).seconds == target
 
 
 @CHECK
@@ -115,10 +150,10 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @FEW
-@given(TIMES, schedules(), st.sampled_from([None, 0.5, 12.0]))
-def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any], round_seconds: float | None) -> None:
+@given(TIMES, schedules())
+def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any]) -> None:
     rounds, P = 4, len(times)
-    options = schedule | {"by_speed": True, "round_seconds": round_seconds}
+    options = schedule | {"by_speed": True}
     results = run(P, lambda transport: trained(transport, times, rounds, **options))
     divisions = results[0][2]
     assert divisions[0] == (schedule["sync_every"],) * P
@@ -150,9 +185,7 @@ def test_equally_fast_ranks_do_what_they_do_without(schedule: dict[str, Any], P:
     assert with_it == without
 
 
-@pytest.mark.parametrize(
-    ("options", "waits"), [({}, 0.62), ({"by_speed": True}, 0.95), ({"round_seconds": 20.0}, 0.95)]
-)
+@pytest.mark.parametrize(("options", "waits"), [({}, 0.62), ({"by_speed": True}, 0.95)])
 def test_nobody_waits_for_the_slowest(options: dict[str, Any], waits: float) -> None:
     """By equal numbers the mean worker computes for 0.625 of the time."""
     P, rounds = len(SPEEDS), 20
@@ -238,11 +271,10 @@ def test_states_for_another_number_of_ranks_and_rules() -> None:
 def test_a_rank_that_divides_rounds_differently_is_told() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         parameters = initial()
-        local = made(transport, parameters, sync_every=2, by_speed=True, round_seconds=3.0 + transport.rank)
+        local = made(transport, parameters, sync_every=2, by_speed=True)
         local.step(parameters)
-        with pytest.raises(
-            sc.CollectiveMismatchError, match=r"divide round 0 differently.*the same sync_every, by_speed"
-        ):
+        local._pacing = replace(local._pacing, min_steps=1 + transport.rank)
+        with pytest.raises(sc.CollectiveMismatchError, match=r"divide round 0 differently.*same sync_every"):
             local.step(parameters)
 
     run(2, program)
@@ -251,11 +283,9 @@ def test_a_rank_that_divides_rounds_differently_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"round_seconds": 0}, "round_seconds=0"),
-        ({"round_seconds": "1"}, "round_seconds='1'"),
-        ({"deadline": 1.0}, "deadline=1.0: expected a factor above 1"),
+        ({"deadline": 1.0}, "deadline=1.0: must be a factor above 1"),
         ({"deadline": True}, "deadline=True"),
-        ({"deadline": 2.0}, "no thread may make calls over simulated"),
+        ({"deadline": 2.0}, "simulated .*does not support calls from a thread"),
     ],
 )
 def test_what_cannot_be_used(options: dict[str, Any], message: str) -> None:
