@@ -263,7 +263,7 @@ def overlap(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
     outs = {name: np.empty_like(g) for name, g in gradients.items()}
-    reducer = sc.Reducer(gradients, args.density, comm=world, algorithm="fastest", bucket_bytes=1, reorder=False)
+    reducer = sc.Reducer(gradients, args.density, comm=world, algorithm="fastest", bucket_bytes=1)
     a, work = torch.randn(128, 128), {"here": 200, "elsewhere": 0.01 / args.parts}
 
     def compute(where: str) -> None:

@@ -79,7 +79,7 @@ def program(setting: Setting, transport: Transport) -> tuple[float, float, list[
     gradients = {name: p.detach() for name, p in model.named_parameters()}
     if setting.clip == "before":
         options["clip"] = task.clip
-    reducer = sc.Reducer(gradients, comm=transport, reorder=False, **options)
+    reducer = sc.Reducer(gradients, comm=transport, **options)
     optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=setting.momentum)
     steps, curve = setting.steps or task.steps, []
     for step in range(steps):

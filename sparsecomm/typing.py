@@ -10,8 +10,7 @@ names that are only known when the program runs, and for algorithms that it has 
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.momentum import Clip
-from sparsecomm.reducer.options import OnStep, ReducerOptions, Scope
+from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Scope
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.dtypes import DTypeName

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
-from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 
@@ -22,7 +22,6 @@ DEFAULTS: Final[ReducerOptions] = {
     "op": "mean_of_contributors",
     "decay": 0.8,
     "wire": "packed_int2",
-    "reorder": False,
     "bucket_bytes": 1 << 40,  # a fragment's tensors are ready at once: a call for all of them takes the fewest trips
 }
 

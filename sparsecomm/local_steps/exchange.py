@@ -186,11 +186,11 @@ class FragmentExchange:
 
     def lacks(self, name: str) -> bool:
         """Return whether the pseudo-gradient of a parameter is still to be pushed."""
-        return self._reducer.step == self._step and not self._reducer.parts(name)
+        return self._reducer.step == self._step and not self._reducer.pushed(name)
 
     def push_difference(self, name: str, before: Array, after: object | None) -> None:
         """Push the pseudo-gradient: a flat global parameter, less the local one. ``None``: this rank has none."""
-        self._reducer.push_difference(name, before, after)
+        self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
 
     def push(self, name: str, shape: tuple[int, ...]) -> None:
         """Push what is in `means`; if there is nothing, this rank has no pseudo-gradient."""

@@ -49,8 +49,7 @@ from sparsecomm.calls.sparse import prepare
 from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array, from_host, to_host
@@ -64,7 +63,7 @@ __all__ = ["DENSITY", "EXCHANGE", "START", "AdamWRule", "LazyAdamW", "coefficien
 _log = logging.getLogger("sparsecomm")
 
 # Options of the reducer, and the density at which a transformer trains as with dense sums: docs/reports/adamw.md.
-EXCHANGE: dict[str, Any] = {"reorder": False, "dense_below": 0}
+EXCHANGE: dict[str, Any] = {"dense_below": 0}
 DENSITY = 0.09
 START = 0.2
 _MAX_WAIT = 1 << 14  # a weight that waited longer makes this many steps
@@ -299,8 +298,12 @@ class LazyAdamW:
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
         """Push ``scale`` times a gradient, divided by the units of its weights; ``None``: this rank has none."""
-        sign = -scale if rule.maximize else scale
-        self._reducer.push_quotient(name, gradient, self.moments[name].squares, rule.eps, sign)
+        factor, squares = -scale if rule.maximize else scale, self.moments[name].squares
+
+        def add(backend: Backend, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
+            return backend.add_quotient(x, squares, rule.eps, factor, residual, if_finite)
+
+        self._reducer.push_with(name, gradient, add)
 
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
         """Apply the sums of a reducer's step, once. After an interrupt, call it again: it goes on.

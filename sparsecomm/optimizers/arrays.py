@@ -146,7 +146,7 @@ class SparseAdamW:
             if not begun:
                 return Step(self._reducer.step, self._reducer.density, usable=False)
         for name in self.weights:
-            if not self._reducer.parts(name):
+            if not self._reducer.pushed(name):
                 adamw.push(name, gradients.get(name), rules[name])
         done = self._reducer.wait(lambda sums, largest: adamw.accept(self.weights, rules, sums, largest))
         adamw.update(self.weights, rules, done)

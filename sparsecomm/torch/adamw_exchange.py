@@ -14,7 +14,7 @@ from sparsecomm.backends.base import Moments
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Step
-from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict
@@ -81,7 +81,7 @@ class AdamWExchange(Exchange):
             super()._end_opening()
         if begun:
             for name, gradient in gradients.items():
-                if not self.reducer.parts(name):
+                if not self.reducer.pushed(name):
                     self.adamw.push(name, gradient, self._rules()[name], scale)
             self.wait()
         else:

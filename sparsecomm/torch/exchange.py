@@ -110,7 +110,7 @@ class Exchange(Parameters):
         self.check_whole()
         seen: set[int] = set()
         for name, parameter in self.named.items():
-            if not self.reducer.parts(name):
+            if not self.reducer.pushed(name):
                 gradient = self._own_memory(parameter, seen) if parameter.requires_grad else None
                 if gradient is None:
                     self._made[name] = made = torch.empty_like(parameter)

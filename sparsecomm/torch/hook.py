@@ -69,20 +69,20 @@ class SparseState:
         check_weights_every: `sparsecomm.check_weights` of the parameters, also of frozen ones, before the first call of
             the first step, and of every step whose number it divides. 0: of the first step only, as also after
             `load_state_dict`. ``None``: never. The same on all ranks.
-        options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op="sum"``: DDP averages.
+        options: those of `sparsecomm.Reducer`except ``op="sum"``: DDP averages.
 
     Raises:
         InvalidInputError: an argument cannot be used.
     """
 
-    @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
+    @with_options(ExchangeOptions, Parameters.__init__)
     def __init__(
         self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
     ) -> None:
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
         comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # which are not pickled
-        self._settings: dict[str, Any] = {"reorder": False, **options, "density": density}
+        self._settings: dict[str, Any] = {**options, "density": density}
         self._parameters: Parameters | None = None
         self._saved: State | None = None
         self.bind(named_parameters, comm=comm, scaler=scaler)
@@ -320,7 +320,7 @@ def _reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.n
     return [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
 
 
-@with_options(ExchangeOptions, Parameters.__init__, reorder=False)
+@with_options(ExchangeOptions, Parameters.__init__)
 def register(
     ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
 ) -> SparseState:

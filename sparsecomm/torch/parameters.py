@@ -15,7 +15,7 @@ from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
@@ -254,7 +254,7 @@ class Parameters(TrainedParameters):
         target = self._gradient(name, gradient)
         reducer = self._open_step()
         mean = target.contiguous()  # itself, if it is so
-        if not reducer.parts(name):  # else it is refused
+        if not reducer.pushed(name):  # else it is refused
             self._outs[name] = target, mean
         reducer.push(name, mean)
 
@@ -270,7 +270,7 @@ class Parameters(TrainedParameters):
         target = self._gradient(name, out)
         reducer = self._open_step()
         mean = target if target.is_contiguous() else torch.zeros_like(target, memory_format=torch.contiguous_format)
-        if not reducer.parts(name):
+        if not reducer.pushed(name):
             self._outs[name] = target, mean
         reducer.push(name, None, mean)
 

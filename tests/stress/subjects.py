@@ -74,7 +74,6 @@ class _Reducer(Subject):
             dense_below=int(rng.choice([0, 10])),
             momentum=float(rng.choice([0, 0.5])),
             skip_nonfinite=bool(rng.integers(2)),
-            reorder=bool(rng.integers(2)),
         )
 
     def step(self) -> Any:
