@@ -537,7 +537,7 @@ def test_a_step_that_stopped_half_way_goes_on(monkeypatch: pytest.MonkeyPatch) -
                 patch.setattr(optimizer._adamw, "_backends", type("", (), {"of": lambda *_: Failing()})())
                 with pytest.raises(MemoryError):
                     optimizer.step(gradients(1, transport.rank))
-                with pytest.raises(sc.InvalidInputError, match=r"call step\(\) again, which goes on"):
+                with pytest.raises(sc.InvalidInputError, match=r"call step\(\) again to complete it"):
                     optimizer.state_dict()
             optimizer.step(gradients(1, transport.rank))
         optimizer.step(gradients(2, transport.rank))

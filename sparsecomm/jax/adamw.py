@@ -1,4 +1,4 @@
-"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.adamw`."""
+"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.rule`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsecomm.hints import pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
 from sparsecomm.jax.transform import check_parameters, check_wire
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
-from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
+from sparsecomm.optimizers.rule import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def sparse_adamw(
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/40 of the bytes of dense sums.
+    """Return what ``optax.adamw`` is, with gradients summed over all ranks in 1/42 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 

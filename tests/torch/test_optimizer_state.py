@@ -142,9 +142,9 @@ def test_a_loss_scale_is_compared() -> None:
         ):
             with pytest.raises(sc.InvalidInputError, match=match):
                 state.load_state_dict(good | {"loss_scale": scale})
-            assert state._bound._scale is None
+            assert state._scale is None
         state.load_state_dict(good | {"loss_scale": 4.0})
-        assert state._bound._scale == 4.0
+        assert state._scale == 4.0
 
     run(2, program)
 
