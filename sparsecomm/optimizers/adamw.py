@@ -144,7 +144,6 @@ class LazyAdamW:
     @default_float_mode
     def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:
         """Make the moments from the first gradients, if they are finite on all ranks. Collective."""
-        self._reducer.connect()  # on all ranks, also without a gradient
         sizes = np.array([float(spec.size) for spec in self.specs.values()])
         largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in self.specs.values()])
         squares = np.zeros(len(sizes) + 1)  # the last one: whether there is a gradient

@@ -278,11 +278,6 @@ class Reducer:
 
     # -- before the first gradient of a step --------------------------------------------------------------------------
 
-    def connect(self) -> None:
-        """Connect to the other ranks, and lay out buckets, as the first `push` does. Collective the first time."""
-        with self._lock:
-            self._connect()
-
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make a call before the first gradient of a step, once until `end_opening`. Collective.
 

@@ -177,6 +177,7 @@ class OfJax(OfArrays):
     def damage(self, what: str) -> None:
         tree = dict(self.params if what == "weights" else self.state.mu)
         tree["bias"] = tree["bias"] + 1
-        self.params, self.state = (
-            (tree, self.state) if what == "weights" else (self.params, self.state._replace(mu=tree))
-        )
+        if what == "weights":
+            self.params = tree
+        else:
+            self.state = self.state._replace(mu=tree)

@@ -181,7 +181,7 @@ def test_another_number_of_ranks(make: Any, before: int, after: int) -> None:
 def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool) -> None:
     def begin(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
         optimizer = trained(make, transport, range(steps))
-        optimizer.it.reducer.connect()
+        assert optimizer.it.reducer.groups
         return optimizer, {name: w.copy() for name, w in optimizer.weights.items()}
 
     old = run(2, begin)

@@ -204,7 +204,7 @@ def what_cannot_be_summed_is_refused() -> None:
     def optimizer_of(model: nn.Module, comm: Any) -> object:
         return DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), comm=comm)
 
-    nothing, by = "there is nothing to sum", r"first.a is a DTensor, sharded over .*{}.*'replicate', 'sh"
+    nothing, by = "cannot be summed", r"first.a is a DTensor, sharded over .*{}.*'replicate', 'sh"
     for refused, match in (
         (lambda: optimizer_of(plain, None), by.format("None")),
         (lambda: optimizer_of(plain, world), by.format("ranks")),
