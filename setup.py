@@ -91,7 +91,6 @@ ON_THE_PATH = [
     "sparsecomm/primitives/communicator.py",
     "sparsecomm/reducer/bucket.py",
     "sparsecomm/reducer/connection.py",
-    "sparsecomm/reducer/layout.py",
     "sparsecomm/reducer/reducer.py",
     "sparsecomm/reducer/step.py",
     "sparsecomm/states/loading.py",

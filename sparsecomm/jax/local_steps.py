@@ -15,7 +15,7 @@ from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop

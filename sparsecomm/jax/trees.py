@@ -14,7 +14,9 @@ from sparsecomm.calls.options import CallOptions, Options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
 from sparsecomm.jax.staged import ONE_DEVICE
-from sparsecomm.reducer.layout import TensorSpec, check_layout, layout
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import layout
+from sparsecomm.reducer.options import check_layout
 from sparsecomm.signatures import with_options
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU

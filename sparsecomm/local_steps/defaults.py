@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 

@@ -13,7 +13,8 @@ from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import did_you_mean, listed
 from sparsecomm.local_steps.outer import NesterovSGD
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.dtypes import BFLOAT16, DType

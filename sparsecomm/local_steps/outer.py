@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsecomm.checks import flag, number, shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import Prepared, Undo, as_float, error_text, load, reading
 from sparsecomm.states.values import from_bytes, to_bytes
 from sparsecomm.tensors.arrays import Array, from_host, to_host

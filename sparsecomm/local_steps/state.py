@@ -9,7 +9,7 @@ from typing import Any
 from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import DAMAGED, reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, per_rank, read_arrays

@@ -23,7 +23,8 @@ from sparsecomm.checks import shown
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array, from_host, to_host

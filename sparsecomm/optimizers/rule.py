@@ -35,7 +35,7 @@ from sparsecomm.backends import Backend
 from sparsecomm.backends.base import Moments
 from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor

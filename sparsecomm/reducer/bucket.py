@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
@@ -14,17 +16,61 @@ from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import Settings
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Add", "Bucket", "Streams"]
+__all__ = ["Add", "Bucket", "Streams", "TensorSpec"]
 
 # ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, and adds a value computed from x.
 # With ``if_finite`` it does so only if all values are finite. It returns whether it has added them.
 Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name, shape and device of a tensor, and the dtype in which its gradients are summed.
+
+    Attributes:
+        size: number of elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    accumulator: DType
+    device: interop.Device
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sum."""
+        return self.size * self.accumulator.itemsize
+
+    def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
+        """Import an array that must match this spec: a gradient, an output or the tensor itself.
+
+        Args:
+            obj: the array.
+            name: its name in error messages.
+            writable: require that it can be written.
+
+        Raises:
+            InvalidInputError: it does not match, or cannot be written.
+        """
+        t = interop.tensor(obj, name, writable=writable)
+        if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
+            raise InvalidInputError(
+                f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
+                f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
+            )
+        return t
 
 
 class Bucket:

@@ -10,9 +10,9 @@ from sparsecomm.backends import Backends
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
-from sparsecomm.reducer.bucket import Bucket, Streams
-from sparsecomm.reducer.layout import FILLED, TensorSpec, layout
-from sparsecomm.reducer.options import DENSITY, Settings
+from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
+from sparsecomm.reducer.layout import layout
+from sparsecomm.reducer.options import DENSITY, FILLED, Settings
 from sparsecomm.reducer.rebuild import Members, Rebuilt
 from sparsecomm.reducer.schedule import final_density
 from sparsecomm.tensors.arrays import Array, from_host, to_host

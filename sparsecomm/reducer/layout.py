@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sparsecomm.checks import check_choice, number, shown
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.options import FILLED
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
-from sparsecomm.tensors.interop import Tensor
 
-__all__ = ["FILLED", "NamedTensors", "TensorSpec", "check_layout", "layout", "specs_of"]
+__all__ = ["NamedTensors", "layout", "specs_of"]
 
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
-FILLED = ("bucket", "chunk")  # scopes whose buckets have a size in bytes
-SCOPES = ("tensor", "bucket", "model", "chunk")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The name, shape and device of a tensor, and the dtype in which its gradients are summed.
-
-    Attributes:
-        size: number of elements.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    accumulator: DType
-    device: interop.Device
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.shape))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sum."""
-        return self.size * self.accumulator.itemsize
-
-    def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
-        """Import an array that must match this spec: a gradient, an output or the tensor itself.
-
-        Args:
-            obj: the array.
-            name: its name in error messages.
-            writable: require that it can be written.
-
-        Raises:
-            InvalidInputError: it does not match, or cannot be written.
-        """
-        t = interop.tensor(obj, name, writable=writable)
-        if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
-            raise InvalidInputError(
-                f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
-                f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
-            )
-        return t
 
 
 def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
@@ -81,19 +35,6 @@ def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
     if not specs:
         raise InvalidInputError("tensors: must contain at least one tensor")
     return specs
-
-
-def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `layout`, and return ``dense_below`` as an int.
-
-    Raises:
-        InvalidInputError: ``scope`` is not one of ``scopes``, or ``dense_below`` is not a number of elements.
-    """
-    check_choice("scope", scope, scopes)
-    elements = number(dense_below)
-    if not (elements >= 0 and elements.is_integer()):
-        raise InvalidInputError(f"dense_below={shown(dense_below)}: must be a number of elements, at least 0")
-    return int(elements)
 
 
 def layout(

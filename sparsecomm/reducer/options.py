@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.checks import flag, number, shown, whole
+from sparsecomm.checks import check_choice, flag, number, shown, whole
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.layout import check_layout
 from sparsecomm.reducer.schedule import Schedule, Warmup, density_at
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
-__all__ = ["ALGORITHM", "DENSITY", "WIRE", "Clip", "OnStep", "ReducerOptions", "Scope", "Settings", "training_options"]
+__all__ = [
+    "ALGORITHM",
+    "DENSITY",
+    "FILLED",
+    "WIRE",
+    "Clip",
+    "OnStep",
+    "ReducerOptions",
+    "Scope",
+    "Settings",
+    "check_layout",
+    "training_options",
+]
 
 # The recommended setting for training with SGD (docs/choosing.md). "auto" stands for `ALGORITHM` and `WIRE`.
 DENSITY: Final = Warmup(0.1, 0, dense_steps=100)
@@ -24,6 +35,8 @@ ALGORITHM: Final[AlgorithmName] = "double"
 WIRE: Final[WireName] = "packed_int2"
 
 Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+FILLED = ("bucket", "chunk")  # scopes whose buckets have a size in bytes
 Clip: TypeAlias = "float | None"
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -111,6 +124,19 @@ class Settings:
     def call_options(self, dtype: str) -> Options:
         """Return the options of sparse calls with sums of type ``dtype``: see `training_options`."""
         return training_options(self.options, dtype, by_chunk=self.chunk is not None)
+
+
+def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
+    """Check the options of `sparsecomm.reducer.layout.layout`, and return ``dense_below`` as an int.
+
+    Raises:
+        InvalidInputError: ``scope`` is not one of ``scopes``, or ``dense_below`` is not a number of elements.
+    """
+    check_choice("scope", scope, scopes)
+    elements = number(dense_below)
+    if not (elements >= 0 and elements.is_integer()):
+        raise InvalidInputError(f"dense_below={shown(dense_below)}: must be a number of elements, at least 0")
+    return int(elements)
 
 
 def training_options(options: Options, dtype: str, *, by_chunk: bool) -> Options:

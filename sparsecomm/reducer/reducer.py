@@ -17,10 +17,10 @@ from sparsecomm.calls.weights import WeightComparison, compare_weights
 from sparsecomm.checks import number, shown
 from sparsecomm.errors import InvalidInputError, WeightMismatchError
 from sparsecomm.hints import did_you_mean, listed
-from sparsecomm.reducer.bucket import Add
+from sparsecomm.reducer.bucket import Add, TensorSpec
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
-from sparsecomm.reducer.layout import NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps

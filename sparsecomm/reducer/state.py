@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Link
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import DAMAGED
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, read_arrays, summed
 from sparsecomm.tuning.profile import Used, measured

@@ -13,10 +13,9 @@ from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.primitives.gather import gather_words
-from sparsecomm.reducer.bucket import Add, Bucket
+from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.layout import TensorSpec
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 

@@ -15,7 +15,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import AdamWRule
 from sparsecomm.reducer import Rebuilt, Step
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.schema import StateDict
 from sparsecomm.tensors.arrays import Array, from_host

@@ -18,7 +18,7 @@ from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.checks import number
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.layout import TensorSpec
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
@@ -28,7 +28,7 @@ from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, is_zero, queue_callback
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["Exchange", "ExchangeOptions", "Scaler"]
+__all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_zero", "queue_callback"]
 
 
 def _is_scale(value: object, _: object) -> bool:
@@ -459,3 +459,29 @@ def _host_specs(named: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Return whether all elements are zero. It usually reads few elements of other gradients.
+
+    On a GPU it waits for the gradient.
+    """
+    if not gradient.is_cpu or not gradient.is_contiguous():
+        return not gradient.any()
+    flat = gradient.view(-1)
+    begin, length = 0, 16
+    while begin < flat.numel():
+        if flat[begin : begin + length].any():
+            return False
+        begin, length = begin + length, 8 * length
+    return True
+
+
+def in_backward_pass() -> bool:
+    """Return whether this thread is in a backward pass, so that callbacks can be queued."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the present backward pass, after callbacks queued earlier."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -15,8 +15,8 @@ from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler
-from sparsecomm.torch.parameters import NamedParameters, in_backward_pass, is_zero, queue_callback
+from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
+from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -14,15 +14,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded
 from sparsecomm.transport import Comm, Transport
 
-__all__ = [
-    "NamedParameters",
-    "TrainedParameters",
-    "in_backward_pass",
-    "is_zero",
-    "parameters_of",
-    "queue_callback",
-    "unwrapped_names",
-]
+__all__ = ["NamedParameters", "TrainedParameters", "parameters_of", "unwrapped_names"]
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
@@ -137,29 +129,3 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
     if not trained:
         raise InvalidInputError("named_parameters: at least one parameter must require a gradient")
     return trained, frozen
-
-
-def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether all elements are zero. It usually reads few elements of other gradients.
-
-    On a GPU it waits for the gradient.
-    """
-    if not gradient.is_cpu or not gradient.is_contiguous():
-        return not gradient.any()
-    flat = gradient.view(-1)
-    begin, length = 0, 16
-    while begin < flat.numel():
-        if flat[begin : begin + length].any():
-            return False
-        begin, length = begin + length, 8 * length
-    return True
-
-
-def in_backward_pass() -> bool:
-    """Return whether this thread is in a backward pass, so that callbacks can be queued."""
-    return torch._C._current_graph_task_id() >= 0
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the present backward pass, after callbacks queued earlier."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

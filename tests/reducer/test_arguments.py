@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.reducer.layout import TensorSpec, layout
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.layout import layout
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import density_at
 from sparsecomm.tensors.dtypes import FLOAT32
