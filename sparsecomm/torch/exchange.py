@@ -129,6 +129,11 @@ class Exchange(TrainedParameters):
     def reducer(self) -> Reducer:
         """The reducer. Its first use is collective."""
         if not self.used:
+            if not self.named:
+                raise InvalidInputError(
+                    "this SparseState was unpickled and has no parameters yet; call "
+                    "state.bind(model.named_parameters())"
+                )
             tensors = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
             self.used = True
@@ -391,7 +396,7 @@ class Exchange(TrainedParameters):
         Raises:
             InvalidInputError: a step has begun, or there is no parameter of such a name.
         """
-        if self.used:
+        if self.used or not self.named:
             self.reducer.discard(names)
 
     # -- other ranks --------------------------------------------------------------------------------------------------

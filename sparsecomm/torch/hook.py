@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch d
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.signatures import with_options
@@ -116,15 +116,6 @@ class SparseState(Exchange):
         self._forget_pass()
         return rebuilt
 
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, with its counters, buckets and residuals. Its first use is collective."""
-        if not self.named:
-            raise InvalidInputError(
-                "this SparseState was unpickled and has no parameters yet; call state.bind(model.named_parameters())"
-            )
-        return super().reducer
-
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
         super().load_state_dict(state)
@@ -138,7 +129,7 @@ class SparseState(Exchange):
 
     def __setstate__(self, state: StateDict) -> None:
         self._settings, self._saved = state["options"], state["saved"]
-        self.named, self.used = {}, True
+        self.named, self.used = {}, False
         self._forget_pass()
 
     # -- a backward pass ----------------------------------------------------------------------------------------------
