@@ -18,8 +18,7 @@ from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.base import Moments
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.sparse import prepare
-from sparsecomm.calls.weights import check_due
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -27,6 +26,7 @@ from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
+from sparsecomm.states.weights import check_due
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import SparseVector
@@ -329,7 +329,7 @@ def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, i
     with reading(f"moments of {name}", "mean, squares, last and step"):
         step, last = saved["step"], saved["last"]
         if not is_count(step):
-            raise InvalidInputError(f"state: step of {name} is {shown(step)}; expected a number of steps")
+            raise InvalidInputError(f"state: step of {name} is {quote(step)}; expected a number of steps")
         last = np.full(spec.shape, step, np.int32) if last is None else np.asarray(last)
         if last.dtype.kind != "i" or last.shape != spec.shape:
             raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {spec.shape}")

@@ -33,7 +33,7 @@ import numpy as np
 
 from sparsecomm.backends import Backend
 from sparsecomm.backends.base import Moments
-from sparsecomm.checks import number, shown
+from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.arrays import Array
@@ -95,8 +95,8 @@ class AdamWRule(NamedTuple):
         Raises:
             InvalidInputError: a setting is out of range.
         """
-        powers = [number(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
-        rate, tiny, decay = number(lr), number(eps), number(weight_decay)
+        powers = [to_float(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
+        rate, tiny, decay = to_float(lr), to_float(eps), to_float(weight_decay)
         two = len(powers) == 2 and all(0 <= beta < 1 for beta in powers)
         for name, value, valid, expected in (
             ("lr", lr, 0 <= rate < math.inf, "must be a number that is at least 0"),
@@ -106,7 +106,7 @@ class AdamWRule(NamedTuple):
             ("maximize", maximize, isinstance(maximize, bool), "must be True or False"),
         ):
             if not valid:
-                raise InvalidInputError(f"{name}={shown(value)}: {expected}")
+                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
         if rate * decay >= 1:
             raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
         return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))

@@ -111,7 +111,7 @@ class Connection:
 
     def connect(self) -> transport.Transport:
         """Make the connection and the buckets, and return the transport."""
-        ranks = transport.of(self._comm)
+        ranks = transport.transport_of(self._comm)
         self._attach(self._comm, ranks, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
@@ -136,7 +136,7 @@ class Connection:
             comm, joining: as there.
             step: this rank's next step.
         """
-        ranks, specs = transport.of(comm), self.specs.values()
+        ranks, specs = transport.transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
         words = [0 if self.transport is None else self.buckets.bucket_bytes]
         number = self._number_on(queue_of(ranks))

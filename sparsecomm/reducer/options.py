@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.checks import check_choice, flag, number, shown, whole
+from sparsecomm.checks import check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.schedule import Schedule, Warmup, density_at
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
@@ -80,9 +80,9 @@ class Settings:
     skip_nonfinite: bool
 
     def __post_init__(self) -> None:
-        momentum, decay = number(self.momentum), number(self.decay)
-        clip = None if self.clip is None else number(self.clip)
-        bucket_bytes = None if self.bucket_bytes is None else whole(self.bucket_bytes, 1) or 0
+        momentum, decay = to_float(self.momentum), to_float(self.decay)
+        clip = None if self.clip is None else to_float(self.clip)
+        bucket_bytes = None if self.bucket_bytes is None else to_int(self.bucket_bytes, 1) or 0
         checks = (
             ("momentum", 0 <= momentum < 1, "must be at least 0 and below 1"),
             ("clip", clip is None or 0 < clip < math.inf, "must be a norm above 0, or None"),
@@ -91,10 +91,10 @@ class Settings:
         )
         for name, valid, expected in checks:
             if not valid:
-                raise InvalidInputError(f"{name}={shown(getattr(self, name))}: {expected}")
+                raise InvalidInputError(f"{name}={quote(getattr(self, name))}: {expected}")
         if decay < 1 and self.options.algorithm == "dense":
             raise InvalidInputError(
-                f"decay={shown(self.decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
+                f"decay={quote(self.decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
         first = density_at(self.density, 0)
         chunk = chunk_of(self.chunk)
@@ -104,10 +104,10 @@ class Settings:
             "chunk": chunk if self.scope == "chunk" else None,
             "bucket_bytes": bucket_bytes,
             "momentum": momentum,
-            "masking": flag("masking", self.masking),
+            "masking": to_bool("masking", self.masking),
             "clip": clip,
             "decay": decay,
-            "skip_nonfinite": flag("skip_nonfinite", self.skip_nonfinite),
+            "skip_nonfinite": to_bool("skip_nonfinite", self.skip_nonfinite),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -133,9 +133,9 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
         InvalidInputError: ``scope`` is not one of ``scopes``, or ``dense_below`` is not a number of elements.
     """
     check_choice("scope", scope, scopes)
-    elements = number(dense_below)
+    elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):
-        raise InvalidInputError(f"dense_below={shown(dense_below)}: must be a number of elements, at least 0")
+        raise InvalidInputError(f"dense_below={quote(dense_below)}: must be a number of elements, at least 0")
     return int(elements)
 
 

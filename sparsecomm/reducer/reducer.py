@@ -13,10 +13,8 @@ from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
-from sparsecomm.calls.weights import WeightComparison, compare_weights
-from sparsecomm.checks import number, shown
-from sparsecomm.errors import InvalidInputError, WeightMismatchError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.checks import quote, to_float
+from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import Add, TensorSpec
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
@@ -28,6 +26,7 @@ from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
+from sparsecomm.states.weights import WeightComparison, compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
@@ -129,7 +128,7 @@ class Reducer:
         on_step: OnStep | None = None,
     ) -> None:
         if on_step is not None and not callable(on_step):
-            raise InvalidInputError(f"on_step={shown(on_step)}: must be a function of a number and a dictionary")
+            raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
         self._on_step, self._comm = on_step, comm
         self._settings = Settings(
             with_dense_steps(density, dense_steps),
@@ -465,8 +464,8 @@ class Reducer:
         Raises:
             InvalidInputError: a step has begun, or ``factor`` is not positive.
         """
-        if not 0 < (times := number(factor)) < math.inf:
-            raise InvalidInputError(f"factor={shown(factor)}: must be a positive number")
+        if not 0 < (times := to_float(factor)) < math.inf:
+            raise InvalidInputError(f"factor={quote(factor)}: must be a positive number")
         with self._lock:
             self._idle("scale")
             with self._connection.buckets.on_current_stream():
@@ -610,7 +609,7 @@ class Reducer:
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:
             raise InvalidInputError(
-                f"{self._who}{shown(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
+                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
                 f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
             )
         return self._specs[name]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecomm.checks import FAULTS, number, shown, whole
+from sparsecomm.checks import FAULTS, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["DenseStart", "Schedule", "Warmup", "density_at", "final_density", "with_dense_steps"]
@@ -100,21 +100,21 @@ def density_at(schedule: Any, step: int | None = None, *, name: str = "density")
     Raises:
         InvalidInputError: the density is not a number in (0, 1].
     """
-    density, got = math.nan, f"{name}={shown(schedule)}"
+    density, got = math.nan, f"{name}={quote(schedule)}"
     if step is not None and callable(schedule):
         value = schedule(step)
-        got = f"{name}: the function returned {shown(value)} for step {step}"
+        got = f"{name}: the function returned {quote(value)} for step {step}"
         if not isinstance(value, (bool, str, bytes)):
             with suppress(*FAULTS):
                 density = float(value)
     elif not isinstance(schedule, numbers.Integral):
-        density = number(schedule)
+        density = to_float(schedule)
     if not 0 < density <= 1:
         raise InvalidInputError(f"{got}: must be a float in (0, 1], the share of the elements; 1.0 is a dense sum")
     return density
 
 
 def _count(name: str, value: Any, minimum: int) -> int:
-    if (count := whole(value, minimum)) is None:
-        raise InvalidInputError(f"{name}={shown(value)}: must be a whole number, at least {minimum}")
+    if (count := to_int(value, minimum)) is None:
+        raise InvalidInputError(f"{name}={quote(value)}: must be a whole number, at least {minimum}")
     return count

@@ -44,7 +44,7 @@ largest entries are sent.
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    from sparsecomm.hints import pip_install
+    from sparsecomm.errors import pip_install
 
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
-from sparsecomm.checks import flag
+from sparsecomm.checks import to_bool, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import DENSITY
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
@@ -119,7 +118,7 @@ class SparseAdamW(SparseOptimizer):
         defaults |= {"differentiable": differentiable, "fused": fused}
         rule_of(defaults)
         groups, named = _groups_of(named_parameters)
-        self.overlap = flag("overlap", overlap)
+        self.overlap = to_bool("overlap", overlap)
         if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
             raise InvalidInputError(
                 f"{unknown[0]} is not an option of SparseAdamW; expected some of "

@@ -204,7 +204,7 @@ class AdamWExchange(Exchange):
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         rebuilt = super().rebuild(comm, joining=joining)
-        self.adamw.spread(transport.of(comm), rebuilt)
+        self.adamw.spread(transport.transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
 

@@ -14,17 +14,16 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm import transport
-from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.checks import number
+from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
@@ -40,7 +39,7 @@ __all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_zero
 
 
 def _is_scale(value: object, _: object) -> bool:
-    return value is None or (type(value) in (int, float) and 0 < number(value) < math.inf)
+    return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
@@ -407,7 +406,7 @@ class Exchange(TrainedParameters):
         Gradients that the last step has not summed are set to zero. Its means count as exchanged.
         """
         self.check_comm(comm)
-        ranks, self.comm = transport.of(comm), comm
+        ranks, self.comm = transport.transport_of(comm), comm
         if self.used:
             self.connect()
         self._checked = None  # on all ranks, because joining ranks compare weights

@@ -9,11 +9,11 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
 from sparsecomm.torch.parameters import NamedParameters

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
 
-from sparsecomm.checks import shown, whole
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.checks import quote, to_int, with_options
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions
@@ -103,8 +101,8 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
         raise InvalidInputError("optimizer: it is wrapped already; wrap each optimizer once")
     if "step" in vars(optimizer):
         raise InvalidInputError("optimizer: a scheduler has replaced its step; wrap it before you make the scheduler")
-    if (passes := whole(backward_passes_per_step, 1)) is None:
-        raise InvalidInputError(f"backward_passes_per_step={shown(backward_passes_per_step)}: must be at least 1")
+    if (passes := to_int(backward_passes_per_step, 1)) is None:
+        raise InvalidInputError(f"backward_passes_per_step={quote(backward_passes_per_step)}: must be at least 1")
     if options.get("momentum") and any(group.get("momentum") for group in optimizer.param_groups):
         raise InvalidInputError(
             "momentum is set twice: momentum correction applies it before the exchange, so make the optimizer with "

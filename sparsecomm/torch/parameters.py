@@ -67,7 +67,7 @@ class TrainedParameters:
         Raises:
             CollectiveMismatchError: the ranks hold different shards.
         """
-        comm = transport.of(self.comm)
+        comm = transport.transport_of(self.comm)
         shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
             compare(

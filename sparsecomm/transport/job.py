@@ -6,7 +6,7 @@ process then has a world of its own, of one rank. `check_alone` tells that from 
 
 Which ranks share a node they find out themselves: every rank sends the others an identifier of its node, and equal
 identifiers are one node. ``MPI_Comm_split_type`` would find the same, but it is a blocking collective: a rank that
-never makes the first call on a communicator would hang the others, where `sparsecomm.transport.of` must raise
+never makes the first call on a communicator would hang the others, where `sparsecomm.transport.transport_of` must raise
 `TimeoutError`.
 """
 

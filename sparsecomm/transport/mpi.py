@@ -50,7 +50,7 @@ Request.register(_mpi.Transfer)
 
 
 class MpiTransport(_mpi.Endpoint, FailureDetector):
-    """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
+    """A transport over MPI. `sparsecomm.transport.transport_of` makes one per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int]) -> None:
         """Take over ``private``, which `close` frees.
@@ -290,7 +290,7 @@ _key = MPI.KEYVAL_INVALID  # of the attribute that is a `_Setup`
 
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
-    """Return the transport of a communicator; see `sparsecomm.transport.of`."""
+    """Return the transport of a communicator; see `sparsecomm.transport.transport_of`."""
     if (found := existing(comm)) is not None:
         return found
     if comm is None:
@@ -312,7 +312,7 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
     """Return the transport of a communicator, COMM_WORLD for ``None``; ``None`` if there is none yet.
 
     Raises:
-        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.of`.
+        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.transport_of`.
     """
     setup: object = None
     if _key != MPI.KEYVAL_INVALID and _mpi.usable():
@@ -330,7 +330,7 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Return a communicator, COMM_WORLD for ``None``, if it can be used.
 
     Raises:
-        InvalidInputError: it cannot: see `sparsecomm.transport.of`.
+        InvalidInputError: it cannot: see `sparsecomm.transport.transport_of`.
     """
     global _key
     if os.getpid() != _PROCESS:
