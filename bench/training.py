@@ -41,7 +41,7 @@ import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
 from sparsecomm.cli.bench.timing import Runner, Timer
-from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
+from sparsecomm.optimizers.rule import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001
@@ -261,7 +261,7 @@ def overlap(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
     outs = {name: np.empty_like(g) for name, g in gradients.items()}
-    reducer = sc.Reducer(gradients, args.density, comm=world, algorithm="fastest", bucket_bytes=1, reorder=False)
+    reducer = sc.Reducer(gradients, args.density, comm=world, algorithm="fastest", bucket_bytes=1)
     a, work = torch.randn(128, 128), {"here": 200, "elsewhere": 0.01 / args.parts}
 
     def compute(where: str) -> None:

@@ -10,8 +10,7 @@ algorithm that the program registered, pass an `Algorithm` as ``algorithm``: ``s
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.momentum import Clip
-from sparsecomm.reducer.options import OnStep, ReducerOptions, Scope
+from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Scope
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.dtypes import DTypeName

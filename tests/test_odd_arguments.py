@@ -159,8 +159,6 @@ CALLS: dict[str, Call] = {
     "Reducer.push name": lambda transport, v: reducer(transport).push(v, X),
     "Reducer.push gradient": lambda transport, v: reducer(transport).push("a", v),
     "Reducer.push out": lambda transport, v: reducer(transport).push("a", X, v),
-    "Reducer.accumulate name": lambda transport, v: reducer(transport).accumulate(v, X),
-    "Reducer.accumulate gradient": lambda transport, v: reducer(transport).accumulate("a", v),
     "Reducer.reduce": lambda transport, v: reducer(transport).reduce(v),
     "Reducer.residual": lambda transport, v: reducer(transport).residual(v),
     "Reducer.scale": lambda transport, v: reducer(transport).scale(v),

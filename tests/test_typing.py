@@ -94,7 +94,6 @@ def test_signatures_spell_out_options() -> None:
         shown = inspect.signature(function).parameters
         assert set(ReducerOptions.__annotations__) <= set(shown)
         assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
-    assert inspect.signature(sc.torch.register).parameters["reorder"].default is False
     assert inspect.signature(sc.LocalSteps).parameters["decay"].default == 0.8
 
 

@@ -68,7 +68,7 @@ def program(setting: Setting, transport: Transport) -> Outcome:
     if setting.clip == "before":
         options["clip"] = task.clip
     tensors = {name: p.detach() for name, p in trainer.parameters.items()}
-    reducer = sc.Reducer(tensors, comm=transport, reorder=False, **options)
+    reducer = sc.Reducer(tensors, comm=transport, **options)
     optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=setting.momentum)
     for step in range(trainer.steps):
         trainer.backward(trainer.batch()[transport.rank :: transport.size])

@@ -84,7 +84,7 @@ def adamw_step(
 ) -> tuple[Array, Array, Array, Array]:
     """Return what steps of AdamW change, element by element, for any library of arrays.
 
-    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
+    With the coefficients c0 to c5 of `sparsecomm.optimizers.rule.coefficients`:
 
         g       = quotient * unit(squares)
         mean    = c0 * mean + c1 * g

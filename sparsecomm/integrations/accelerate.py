@@ -39,18 +39,18 @@ def register(
     ``sparsecomm`` of each checkpoint.
 
     Args:
-        accelerator: the one that prepared the model.
-        model: as ``prepare`` returned it. Register each model of an accelerator.
-        optimizer: as ``prepare`` returned it; a list if the model has several.
-        density, options: as in `sparsecomm.torch.register`, with the accelerator's scaler by default. `SparseAdamW`
-            ignores them, since it has options of its own.
+        accelerator: which has prepared the model.
+        model: as returned by ``prepare``. Register each model of an accelerator.
+        optimizer: as returned by ``prepare``; a list if the model has several.
+        density, options: as in `sparsecomm.torch.register`, with the accelerator's scaler by default. They are ignored
+            for `SparseAdamW`, which has its own options.
 
     Raises:
         InvalidInputError: the model is not in DDP, or was registered already; the accelerator has not prepared the
             model or an optimizer; or an argument cannot be used.
     """
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    plain: list[Any] = [getattr(each, "optimizer", each) for each in given]
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    plain: list[Any] = [getattr(each, "optimizer", each) for each in optimizers]
     ddp = ddp_of(model)
     if _model_number(accelerator, ddp) is None:
         raise InvalidInputError("model: this accelerator has not prepared it; pass the model that prepare() returned")
@@ -59,13 +59,13 @@ def register(
             "optimizer: this accelerator has not prepared it, and would not save it; pass what prepare() returned"
         )
     sparse = attach(ddp, plain, density, {"scaler": accelerator.scaler, **options})
-    saved: dict[str, str] = {}  # the name of the folder that was saved last, with its checkpoint's id
+    saved: dict[str, str] = {}  # name and checkpoint id of the folder that was saved last
 
     def save_residuals(models: list[Any], weights: list[Any], folder: str) -> None:
-        if (number := _model_number(accelerator, ddp)) is not None:  # else free_memory() was called
+        if (number := _model_number(accelerator, ddp)) is not None:  # otherwise free_memory() was called
             ours, checkpoint = Path(folder, FOLDER, f"model_{number}"), f"{sparse.run}-{sparse.step}"
             sparse.save(ours, checkpoint)
-            sparse.prune(ours, keep=2)  # the checkpoint that Accelerate is about to overwrite is still valid
+            sparse.prune(ours, keep=2)  # Accelerate has not overwritten the previous checkpoint yet
             saved.clear()
             saved[ours.name] = checkpoint
 
@@ -91,14 +91,14 @@ def register(
 def _ids(optimizer_file: Path) -> dict[str, Any]:
     """Return the ids in an optimizer's file, by the name of the model's folder."""
     try:
-        state = torch.load(optimizer_file, map_location="cpu", weights_only=True, mmap=True)  # which reads no tensors
+        state = torch.load(optimizer_file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
     except (OSError, RuntimeError, pickle.UnpicklingError):
-        return {}  # Accelerate loads the same file, and says what is wrong
+        return {}  # Accelerate loads the same file, and reports the error
     found = state.get(KEY) if isinstance(state, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-# Accelerate saves models and optimizers by position, and has no public method that tells it.
+# Accelerate saves models and optimizers by position, and has no public method for it.
 
 
 def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int | None:

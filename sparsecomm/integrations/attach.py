@@ -1,4 +1,4 @@
-"""What the integrations share: find the DDP model, exchange its gradients sparsely, and save residuals."""
+"""`attach`, by which all integrations exchange the gradients of a DDP model and save its residuals."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ _log = logging.getLogger("sparsecomm")
 class Attached:
     """The sparse exchange of one model's gradients.
 
-    Residuals are saved under an id that the framework's checkpoint holds as well, so that they are loaded with that
-    checkpoint only.
+    Residuals are saved under an id, which is also in the framework's checkpoint, and are loaded only with it.
 
     Attributes:
         ddp: the model.
-        optimizers: those that exchange gradients themselves; none where a hook of DDP exchanges them.
-        objects: the objects with a state that each rank saves, by name.
-        reducers: one for each of the objects, with counters, buckets and residuals.
+        optimizers: optimizers that exchange gradients themselves; empty if a hook of DDP does.
+        objects: the objects whose states each rank saves, by name.
+        reducers: one per object, with counters, buckets and residuals.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class Attached:
 
     @property
     def step(self) -> int:
-        """The number of steps made."""
+        """The number of steps so far."""
         return max(reducer.step for reducer in self.reducers)
 
     @property
     def run(self) -> str:
-        """A random name for the steps since the training began or resumed. The first use is collective."""
+        """A random name of the training since it began or resumed. The first use is collective."""
         if self._run is None:
             drawn = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device="cpu")
             broadcast_parameters({"run": drawn})
@@ -71,22 +70,22 @@ class Attached:
         self._run = None
 
     def release(self) -> None:
-        """End the exchange of the optimizers, so that others can be made for the same parameters."""
+        """End the exchange of the optimizers, so that new ones can be made for the same parameters."""
         for optimizer in self.optimizers:
             optimizer.remove()
 
     def save(self, folder: Path, checkpoint: str) -> None:
-        """Save each rank's residuals in ``folder / checkpoint``, where ``checkpoint`` is the id. Collective."""
+        """Save each rank's residuals in ``folder / checkpoint``, with the id as ``checkpoint``. Collective."""
         _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
         """Load the residuals of a checkpoint, on any number of ranks. Collective.
 
-        Where there are none, warn and begin with empty residuals.
+        If there are none, log a warning and begin with empty residuals.
 
         Args:
             folder: as in `save`; it may differ between ranks.
-            checkpoint: the id in the framework's checkpoint; ``None``: it has none.
+            checkpoint: the id in the framework's checkpoint, or ``None``.
             source: the framework's checkpoint, for the warning.
 
         Raises:
@@ -94,28 +93,21 @@ class Attached:
         """
         known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
         files = _files(folder, str(checkpoint) if known else "none")
-        there = files.exists_on_all_ranks()
-        if there:
-            files.load(self.objects, None)
         self.begin_run()
-        if there:
+        if files.exists_on_all_ranks():
+            files.load(self.objects, None)
             return
         for reducer in self.reducers:
             reducer.discard()
-        if transport_of(None).rank:
-            return
-        if known:
+        if transport_of(None).rank == 0:
+            reason = "this checkpoint was saved without residuals"
+            if known:
+                reason = f"the residuals of this checkpoint are not in {folder} on all ranks; copy that folder with it"
             _log.warning(
-                "%s: the residuals of this checkpoint are not in %s on all ranks, so the gradient entries that were "
-                "not sent before it was saved are lost; copy that folder together with the checkpoint",
+                "%s: %s. Training begins with empty residuals: if it was sparse before, the gradient entries that were "
+                "not sent before the checkpoint are lost",
                 source,
-                folder,
-            )
-        else:
-            _log.warning(
-                "%s: this checkpoint was saved without residuals; training begins with empty ones. If it is of a "
-                "sparse training, the gradient entries that were not sent before it was saved are lost",
-                source,
+                reason,
             )
 
     def prune(self, folder: Path, keep: int) -> None:
@@ -124,7 +116,7 @@ class Attached:
         files: dict[Path, list[Path]] = {}
         for path in folder.glob("*/step*-rank*-of*.pt"):
             rank = re.match(r"step\d+-rank(\d+)-", path.name)
-            if rank and int(rank[1]) % transport.size == transport.rank:  # also those of a larger number of ranks
+            if rank and int(rank[1]) % transport.size == transport.rank:  # also files of a larger world size
                 files.setdefault(path.parent, []).append(path)
         newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
         for each in newest_first[keep:]:
@@ -144,34 +136,35 @@ def attach(
     """Exchange a model's gradients sparsely: by its optimizers if they are `SparseAdamW`, otherwise by a hook of DDP.
 
     Args:
-        model: in DDP, which may be compiled, or inside another module.
+        model: a DDP model, which may be compiled, or inside another module.
         optimizers: of the model, without a framework's wrappers.
-        density, options: as in `sparsecomm.torch.register`; ignored where optimizers exchange.
-        before: what was returned for an earlier training; it is used again if the model is still the same.
+        density, options: as in `sparsecomm.torch.register`; ignored if optimizers exchange gradients.
+        before: the result for an earlier training, which is used again if the model is the same.
 
     Raises:
         InvalidInputError: the model is not in DDP, or has a hook already; or only some optimizers exchange gradients.
     """
-    ddp, given = ddp_of(model), list(optimizers)
-    sparse = [optimizer for optimizer in given if isinstance(optimizer, SparseAdamW)]
-    _check(ddp, given, sparse)
-    again = before is not None and before.ddp is ddp
-    if before is not None and again and list(map(id, before.optimizers)) == list(map(id, sparse)):
+    ddp, optimizers = ddp_of(model), list(optimizers)
+    sparse = [optimizer for optimizer in optimizers if isinstance(optimizer, SparseAdamW)]
+    _check(ddp, optimizers, sparse)
+    if before is not None and before.ddp is not ddp:
+        before = None
+    if before is not None and list(map(id, before.optimizers)) == list(map(id, sparse)):
         return before
     if not sparse:
         state = register(ddp, density, **options)
         return Attached(ddp, [], {"hook": state}, (state.reducer,))
-    if not (before is not None and again and before.optimizers):
+    if before is None or not before.optimizers:
         keep_local(ddp)
     apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
     return Attached(ddp, sparse, apart, tuple(optimizer.reducer for optimizer in sparse))
 
 
 def ddp_of(model: object) -> DistributedDataParallel:
-    """Return the DDP model in a model that is compiled, or wrapped by another module.
+    """Return the DDP model in a model that may be compiled, or wrapped by another module.
 
     Raises:
-        InvalidInputError: there is none, or there are several.
+        InvalidInputError: there is no DDP model, or there are several.
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
@@ -182,32 +175,32 @@ def ddp_of(model: object) -> DistributedDataParallel:
         raise InvalidInputError(
             f"model: {type(model).__name__} contains {len(found)} DistributedDataParallel models; register each of them"
         )
-    what = f"model: {type(model).__name__} is not wrapped in DistributedDataParallel"
+    problem = f"model: {type(model).__name__} is not wrapped in DistributedDataParallel"
     if distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise InvalidInputError(f"{what}; pass the model that the framework has wrapped, and do not use FSDP")
+        raise InvalidInputError(f"{problem}; pass the model that the framework has wrapped, and do not use FSDP")
     raise InvalidInputError(
-        f"{what}, because this process is alone; start several with torchrun --nproc_per_node, or one with "
+        f"{problem}, because this process is alone; start several with torchrun --nproc_per_node, or one with "
         "torchrun --nproc_per_node 1, which sends nothing"
     )
 
 
 def ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
     """Return the DDP models in a model."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # as torch.compile names it
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
         model = inner
     return [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
 
 
-def _check(ddp: DistributedDataParallel, given: list[object], sparse: list[SparseAdamW]) -> None:
+def _check(ddp: DistributedDataParallel, optimizers: list[object], sparse: list[SparseAdamW]) -> None:
     """Check that each gradient is exchanged once."""
-    if wrapped := [each for each in given if isinstance(each, SparseOptimizer) and each not in sparse]:
+    if wrapped := [each for each in optimizers if isinstance(each, SparseOptimizer) and each not in sparse]:
         raise InvalidInputError(
             f"optimizer: {type(wrapped[0]).__name__} is a DistributedOptimizer, and DistributedDataParallel would "
-            "overwrite its gradients; pass the optimizer that it wraps, and a hook will exchange gradients"
+            "overwrite its gradients; pass a plain optimizer, and a hook will exchange gradients"
         )
     if not sparse:
         return
-    if others := [type(optimizer).__name__ for optimizer in given if optimizer not in sparse]:
+    if others := [type(optimizer).__name__ for optimizer in optimizers if optimizer not in sparse]:
         raise InvalidInputError(
             f"optimizer: {type(sparse[0]).__name__} exchanges gradients itself and {others[0]} does not; use one kind "
             "for all parameters of a model"

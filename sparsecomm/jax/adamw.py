@@ -1,4 +1,4 @@
-"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.adamw`."""
+"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.rule`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
-from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
+from sparsecomm.optimizers.rule import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.reducer.schedule import with_dense_steps
 from sparsecomm.states.weights import check_every
 from sparsecomm.wire import WireName
@@ -58,7 +58,7 @@ def sparse_adamw(
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``optax.adamw`` with gradients summed over all ranks in 1/40 of the bytes of dense sums.
+    """Return ``optax.adamw`` with gradients summed over all ranks in 1/42 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 

@@ -16,7 +16,8 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype
 from sparsecomm.jax.staged import ONE_DEVICE
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import check_layout, layout
+from sparsecomm.reducer.layout import layout
+from sparsecomm.reducer.options import check_layout
 from sparsecomm.reducer.schedule import density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU

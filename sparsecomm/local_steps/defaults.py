@@ -22,7 +22,6 @@ DEFAULTS: Final[ReducerOptions] = {
     "op": "mean_of_contributors",
     "decay": 0.8,
     "wire": "packed_int2",
-    "reorder": False,
     "bucket_bytes": 1 << 40,  # one call for all tensors of a fragment: they are ready together
 }
 

@@ -127,11 +127,11 @@ class FragmentExchange:
 
     def lacks(self, name: str) -> bool:
         """Return whether the pseudo-gradient of a parameter has yet to be pushed."""
-        return self._reducer.step == self._step and not self._reducer.parts(name)
+        return self._reducer.step == self._step and not self._reducer.pushed(name)
 
     def push(self, name: str, before: Array, after: object | None) -> None:
         """Push before - after: a flat global parameter less the local one; without ``after`` there is no gradient."""
-        self._reducer.push_difference(name, before, after)
+        self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
 
     def end_pushes(self) -> None:
         """Begin the calls that an interrupt of a push has left, and gather the words unless they came first."""

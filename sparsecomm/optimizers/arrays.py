@@ -1,4 +1,4 @@
-"""`SparseAdamW` for named arrays, by the rule of `sparsecomm.optimizers.adamw`."""
+"""`SparseAdamW` for named arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.backends.base import Moments
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
+from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
+from sparsecomm.optimizers.rule import DENSITY, AdamWRule
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import OnStep
@@ -16,7 +17,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
-from sparsecomm.states.weights import check_due, check_every
+from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import from_host, to_host
 from sparsecomm.transport import Comm
@@ -30,7 +31,7 @@ _SCHEMA = REDUCER.extended(
 
 
 class SparseAdamW:
-    """AdamW for training over slow links: 1/40 of the bytes of dense sums, and the losses of dense sums.
+    """AdamW for training over slow links: 1/42 of the bytes of dense sums, and the losses of dense sums.
 
         optimizer = sc.SparseAdamW(weights, lr=1e-3)        # names and arrays, the same on all ranks; updated in place
         for ...:
@@ -48,11 +49,12 @@ class SparseAdamW:
     For PyTorch see `sparsecomm.torch.SparseAdamW`, for JAX `sparsecomm.jax.sparse_adamw`.
 
     Args:
-        weights: names and arrays, or pairs of them: of NumPy, CuPy, or any library with ``__dlpack__``; writable.
+        weights: names and arrays, as a dictionary or as pairs: of NumPy, CuPy, or any library with ``__dlpack__``;
+            writable.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. ``weight_decay`` may also be a dictionary by
-            name; weights that it lacks do not decay. These are attributes: you may set them between steps, to the same
+            name; missing weights do not decay. These are attributes: you may set them between steps, to the same
             values on all ranks.
-        density: the part of the entries that is sent, both ways: a float in (0, 1], or a function of the step's number.
+        density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
             With 0.09 a weight is updated in one of 11 steps on average.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire, bucket_bytes, on_step: as in `Reducer`: values of 2 bits by default, exact ones for float64.
@@ -60,7 +62,7 @@ class SparseAdamW:
             this; 0: before the first step only; ``None``: never.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
+        InvalidInputError: an argument is not supported.
     """
 
     def __init__(
@@ -80,26 +82,20 @@ class SparseAdamW:
         check_weights_every: int | None = 0,
         on_step: OnStep | None = None,
     ) -> None:
-        self._check_every = check_every(check_weights_every)
+        every = check_every(check_weights_every)
         self.lr, self.betas, self.eps, self.weight_decay, self.maximize = lr, betas, eps, weight_decay, maximize
         self.weights = dict(interop.named(weights, "weights"))
         self._rules()
-        self._comm = comm
-        self._reducer = Reducer(
-            self.weights,
-            density,
-            dense_steps=dense_steps,
-            comm=comm,
-            wire=wire,
-            bucket_bytes=bucket_bytes,
-            skip_nonfinite=True,
-            on_step=on_step,
-            **EXCHANGE,
-        )
-        self._adamw = LazyAdamW(self.weights, self._reducer, comm)
+        options: dict[str, Any] = {
+            "dense_steps": dense_steps,
+            "wire": wire,
+            "bucket_bytes": bucket_bytes,
+            "on_step": on_step,
+        }
+        self._reducer = Reducer(self.weights, density, comm=comm, **options, **OPTIONS)
+        self._adamw = LazyAdamW(self.weights, self._reducer, every)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)
-        self._checked: int | None = None  # the last step whose opening went well: weights were compared if that was due
 
     @property
     def reducer(self) -> Reducer:
@@ -107,7 +103,7 @@ class SparseAdamW:
         return self._reducer
 
     def step(self, gradients: Mapping[str, object]) -> Step:
-        """Exchange gradients and update the weights. Collective. After an interrupt, call it again: it goes on.
+        """Exchange gradients and update the weights. Collective. After an interrupt, call it again to continue.
 
         Args:
             gradients: by name, not changed. ``None`` or a missing name: this rank has no gradient, which counts as
@@ -115,12 +111,12 @@ class SparseAdamW:
 
         Returns:
             The outcome. It is not usable, and no rank has updated anything, if a rank's gradient was not finite, or
-            the step would have made a weight or a moment infinite. The gradients wait in the residuals, except those
+            the step would have made a weight or a moment infinite. The gradients stay in the residuals, except those
             that were not finite or too large.
 
         Raises:
             WeightMismatchError: weights or moments differ between ranks.
-            SparseCommError: as `sparse_allreduce`. The gradients are in the residuals then; you may make the next step.
+            SparseCommError: as `sparse_allreduce`. The gradients are in the residuals; you may make the next step.
         """
         if not isinstance(gradients, Mapping):
             raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
@@ -128,26 +124,15 @@ class SparseAdamW:
             raise InvalidInputError(
                 f"gradients: {listed(unknown)} are no names of the {len(self.weights)} weights, {listed(self.weights)}"
             )
-        adamw, rules = self._adamw, self._rules()
+        adamw, reducer, rules = self._adamw, self._reducer, self._rules()
         for name, gradient in gradients.items():  # before anything is sent
             if gradient is not None:
                 adamw.specs[name].tensor(gradient, name)
-        last = self._reducer.last
-        if last is not None and last is not adamw.done:  # an interrupt came between
-            adamw.update(self.weights, rules, last)
-            return last
-        if not self._reducer.pending:
-            self._check_weights()
-            self._reducer.label = adamw.label(rules)
-            begun = adamw.begin(gradients, rules)
-            self._checked = self._reducer.step
-            self._reducer.end_opening()
-            if not begun:
-                return Step(self._reducer.step, self._reducer.density, usable=False)
-        for name in self.weights:
-            if not self._reducer.parts(name):
-                adamw.push(name, gradients.get(name), rules[name])
-        done = self._reducer.wait(lambda sums, largest: adamw.accept(self.weights, rules, sums, largest))
+        done = reducer.last
+        if done is None or done is adamw.done:  # otherwise an interrupt came before its update
+            done = adamw.exchange(gradients, self.weights, self.weights, rules)
+        if done is None:
+            return Step(reducer.step, reducer.density, usable=False)
         adamw.update(self.weights, rules, done)
         return done
 
@@ -166,77 +151,68 @@ class SparseAdamW:
             )
         return {name: rule(decay.get(name, 0.0)) for name in self.weights}
 
-    def _check_weights(self) -> None:
-        """Compare weights and moments with other ranks, if that is due."""
-        if check_due(self._check_every, self._reducer.step, self._checked):
-            self._reducer.check_weights({**self.weights, **self._adamw.replicated()})
-
     # -- other ranks, and state ---------------------------------------------------------------------------------------
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with the ranks of another communicator: see `Reducer.rebuild`. Collective over them.
+        """Continue with the ranks of another communicator: see `Reducer.rebuild`. Collective over them.
 
-        Ranks that join take moments from those that stay; the weights are yours to broadcast.
+        Ranks that join receive the moments of a rank that stays. You must broadcast the weights.
         """
         rebuilt = self._reducer.rebuild(comm, joining=joining)
-        self._comm = self._adamw.comm = comm
-        self._checked = None
         self._adamw.spread(transport.transport_of(comm), rebuilt)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop what waits in the residuals of these weights, or of all: see `Reducer.discard`. Call it on all ranks."""
+        """Set the residuals of these weights, or of all, to zero: see `Reducer.discard`. Call it on all ranks."""
         self._reducer.discard(names)
 
     def state_dict(self) -> StateDict:
-        """Return what this rank needs to go on, except the weights, which are yours to save: see `Reducer.state_dict`.
+        """Return this rank's state without the weights, which you save yourself: see `Reducer.state_dict`.
 
         `reshard` makes states for another number of ranks.
         """
         adamw = self._adamw
-        adamw.check_whole()
+        adamw.check_complete()
         moments: dict[str, Any] = {}
         for name, its in adamw.moments.items():
             spec = adamw.specs[name]
             with adamw.on_stream(spec):
                 moments[name] = {field: to_host(array).reshape(spec.shape) for field, array in its._asdict().items()}
             moments[name]["step"] = adamw.steps[name]
-        fields = {**self._reducer.state_dict(), "moments": moments}
-        return {**fields, "format": _SCHEMA.format}
+        return {**self._reducer.state_dict(), "moments": moments, "format": _SCHEMA.format}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
+        """Load a state that `state_dict` returned, or `reshard` made. Collective: all ranks load, or none does.
 
         Raises:
-            InvalidInputError: it does not fit, or another rank's does not. Nothing has changed on any rank.
+            InvalidInputError: the state of some rank does not fit. Nothing has changed on any rank.
             SparseCommError: as `Reducer.load_state_dict`.
         """
         adamw = self._adamw
 
         def prepare(undo: object) -> Prepared:
-            kept = self._reducer.prepare_state(state, _SCHEMA)
-            saved = kept.fields["moments"]
-            made, moments, steps = {}, {}, {}
+            prepared = self._reducer.prepare_state(state, _SCHEMA)
+            saved = prepared.fields["moments"]
+            compared, moments, steps = {}, {}, {}
             for name, spec in adamw.specs.items() if saved else ():
                 if name not in saved:
                     raise InvalidInputError(f"state: moments lack {name!r}; expected those of these weights")
                 its, steps[name] = read_moments(saved[name], spec)
-                made[name] = [*its, steps[name]]
+                compared[name] = [*its, steps[name]]
                 with adamw.on_stream(spec):
                     pairs = zip(its, adamw.zeros(spec), strict=True)
                     moments[name] = Moments(*(from_host(theirs, like) for theirs, like in pairs))
 
             def commit() -> None:
-                kept.commit()
+                prepared.commit()
                 adamw.adopt(moments, steps)
-                self._checked = None
 
-            return Prepared({**kept.common, "moments": made}, commit)
+            return Prepared({**prepared.common, "moments": compared}, commit)
 
         self._reducer.load_with(prepare, ["moments"])
 
     def report(self) -> str:
-        """Return a small table, of this rank: see `Reducer.report`."""
+        """Return a table for this rank: see `Reducer.report`."""
         return self._reducer.report()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A bucket: the tensors that one call sends, and what this rank keeps of them from step to step."""
+"""A bucket: the tensors that one call sums, with their residual and velocity."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ from sparsecomm.transport import Transport
 
 __all__ = ["Add", "Bucket", "Streams", "TensorSpec"]
 
-
-# Lets a residual decay, and adds what it makes of a gradient; if the last argument says so, only if all of it is
-# finite. Returns whether it has.
-Add: TypeAlias = Callable[[Backend, Tensor, float, bool], bool]
+# ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, and adds a value computed from x.
+# With ``if_finite`` it does so only if all values are finite. It returns whether it has added them.
+Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name of a tensor, and the shape, device and accumulator that its gradients must fit.
+    """The name, shape and device of a tensor, and the dtype in which its gradients are summed.
 
     Attributes:
-        accumulator: the type in which they are summed.
         size: number of elements.
     """
 
@@ -56,51 +54,49 @@ class TensorSpec:
         return self.size * self.accumulator.itemsize
 
     def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
-        """Return a gradient of this tensor, or where its sum goes, or the tensor itself.
+        """Import an array that must match this spec: a gradient, an output or the tensor itself.
 
         Args:
-            obj: what the program has given.
-            name: what messages call it.
-            writable: it is to be written.
+            obj: the array.
+            name: its name in error messages.
+            writable: require that it can be written.
 
         Raises:
-            InvalidInputError: it does not fit, or cannot be written.
+            InvalidInputError: it does not match, or cannot be written.
         """
         t = interop.tensor(obj, name, writable=writable)
         if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
             raise InvalidInputError(
                 f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
-                f"{self.accumulator} on {self.device}, as in the beginning; make a new object if the model has changed"
+                f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
             )
         return t
 
 
 class Bucket:
-    """Tensors of one device and accumulator dtype, with one flat residual, and the velocity if there is momentum.
+    """Tensors of one device and accumulator dtype, with one flat residual, and one flat velocity under momentum.
 
-    Methods that take a ``backend`` are part of the bucket's call and work on that backend's stream. All others are
-    called within `on_stream`.
+    Methods with an argument ``backend`` or ``plan`` are part of a call and use its stream. Call all other methods
+    within `on_stream`.
 
     Attributes:
-        tensors: in the order in which they lie in the flat vectors.
-        dense: whether they are summed whole.
-        device, accumulator: of all tensors; the latter is the type of the residual.
-        backend: that of their device, for all but calls; its owner is the reducer.
+        tensors: specs, in the order of the flat vectors.
+        dense: the tensors are summed without a selection.
+        backend: the reducer's backend of the device, for all work outside calls.
         size, nbytes: elements of all tensors, and bytes of their sums.
-        shape: of what is sent: that of a tensor alone; else it is flat.
-        residuals, velocities: by name: flat views. Without momentum there are no velocities.
-        missing: names whose whole gradient has not come in this step, nor the word that there is none.
-        present: names for which this rank has a gradient in this step, or a part of one.
-        outs: where this step's sums go, by name.
+        shape: of the call's input: the tensor's shape if there is one tensor, otherwise flat.
+        residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
+        missing: names that were not taken in this step.
+        present: names for which this rank has a gradient in this step.
+        outs: outputs for this step's sums, by name.
         last: the gradient that was added last.
-        nonfinite: names whose gradient of this step was not finite, and was dropped.
-        latest: the plan of its latest call; ``None``: there was none.
+        nonfinite: names whose gradient of this step was dropped because it was not finite.
+        latest: the plan of the latest call; ``None`` before the first call.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
-        """Make a bucket, whose residual and velocity are zeros. ``backends``: for all but calls."""
-        correction = settings.correction
-        self.tensors, self.dense, self._settings, self._correction = tuple(tensors), dense, settings, correction
+        """Allocate residual and velocity, filled with zeros, by a backend of ``backends``."""
+        self.tensors, self.dense, self._settings = tuple(tensors), dense, settings
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
         self.backend = backends.of(self.device)
         self._timeline = self.backend.timeline()
@@ -109,23 +105,23 @@ class Bucket:
         self.nbytes = self.size * self.accumulator.itemsize
         self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
         with self.on_stream(None):
-            self._residual = self._zeros(self.size)
-            self._velocity = self._zeros(self.size) if correction.momentum else None
+            self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
+        self._residual = self._state[0]
         self.residuals = self._views(self._residual)
-        self.velocities = {} if self._velocity is None else self._views(self._velocity)
+        self.velocities = self._views(self._state[1]) if settings.momentum else {}
         self._hint = ThresholdHint()
-        # Whether the call can add whole gradients and select in one pass.
-        self._may_defer = not (settings.skip_nonfinite or correction.momentum) and (
+        # Whether a call may add gradients and select in one pass.
+        self._may_defer = not (settings.skip_nonfinite or settings.momentum) and (
             len(tensors) == 1 or self.device.kind == "cpu"
         )
-        self._key, self._planned = object(), 0.0  # by which the plan of its calls is kept, and for which density
+        self._plan_key, self._plan_density = object(), 0.0
         self.latest: Plan | None = None
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
         self.begin()
 
     @default_float_mode
     def begin(self) -> None:
-        """Begin a new step. The calls of the step before are over, whatever has become of them."""
+        """Begin a step. The calls of the previous step have ended, with or without an error."""
         if self._set_aside:
             with self.on_stream(None):
                 self._put_back()
@@ -134,57 +130,47 @@ class Bucket:
         self.last: Tensor | None = None
         self.present: set[str] = set()
         self.nonfinite: set[str] = set()
-        self._added: set[str] = set()  # names whose residual has decayed, and holds a gradient of this step
         self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        """Return a context on the stream of ``x`` (``None``: the current one), for work with the bucket's memory.
+        """Return a context for work with the bucket's memory on the stream of ``x``; ``None``: on the current stream.
 
-        It comes after the work that was started there before, on whichever stream: gradients may be from several.
+        The work runs after all earlier work with this memory, on any stream.
         """
         return self._timeline.on_stream(x)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # there may be no timeline, or at the end of the process no device any more
-            self._timeline.wait()  # the memory goes to those who use the stream on which it was made
+        with suppress(Exception):  # there may be no timeline, or at the end of the process no device
+            self._timeline.wait()  # the allocator may reuse the memory on the stream that allocated it
 
-    # -- gradients in -------------------------------------------------------------------------------------------------
+    # -- gradients ----------------------------------------------------------------------------------------------------
 
     @default_float_mode
-    def take(
-        self,
-        spec: TensorSpec,
-        gradient: Tensor | None,
-        *,
-        add: Add | None = None,
-        scale: float = 1.0,
-        last: bool = True,
-    ) -> None:
-        """Take a tensor's gradient, or a part of it; ``None``: this rank has none.
-
-        Residual and velocity of a tensor without a gradient stay as they are, and neither decays.
+    def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
+        """Add a tensor's gradient to the residual. Where possible, the call adds it instead.
 
         Args:
             spec: of the tensor.
-            gradient: times ``scale`` it is added to the residual, by way of the velocity if there is one. Where the
-                call can add it and select in one pass, it is left to that.
-            add: adds at once what is made of the gradient, by no way of a velocity.
-            last: it is the whole, or the last part.
+            gradient: ``None``: this rank has no gradient. Residual and velocity then stay as they are.
+            add: adds a value computed from the gradient, without momentum and clipping.
+            scale: a factor of the gradient.
         """
+        name = spec.name
         if gradient is not None:
             if add is not None:
                 if spec.size:
-                    self._add_made(spec, add)
+                    residual = self.backend.as_tensor(self.residuals[name], spec.shape)
+                    if not add(self.backend, gradient, residual, self._settings.decay, self._settings.skip_nonfinite):
+                        self.nonfinite.add(name)
             elif self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
-                self.nonfinite.add(spec.name)
-            elif last and scale == 1.0 and self._may_defer and spec.name not in self._added:
-                self._deferred[spec.name] = gradient
+                self.nonfinite.add(name)
+            elif scale == 1.0 and self._may_defer:
+                self._deferred[name] = gradient
             elif spec.size:
                 self._add(spec, gradient, scale)
-            self.present.add(spec.name)
+            self.present.add(name)
             self.last = gradient
-        if last:
-            self.missing.discard(spec.name)
+        self.missing.discard(name)
 
     @default_float_mode
     def sum_of_squares(self, gradient: Tensor) -> float:
@@ -193,43 +179,34 @@ class Bucket:
         return float((g * g).sum())
 
     def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
-        """Add a gradient to its residual."""
+        """Add a gradient to its residual, with momentum by way of its velocity."""
         name, backend = spec.name, self.backend
         residual, velocity = self.residuals[name], self.velocities.get(name)
-        g, first = None, name not in self._added
+        g = None
         if velocity is not None or scale != 1.0:
             g = backend.accumulate(gradient, None)
             if scale != 1.0:
                 g *= scale
-        if first and self._correction.decay < 1:  # once in a step
-            residual *= self._correction.decay
-        self._added.add(name)
-        if velocity is not None:
-            assert g is not None
-            g = self._correction.update(velocity, g, first)
-        if g is not None:
+        if self._settings.decay < 1:
+            residual *= self._settings.decay
+        if g is None:
+            backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
+        elif velocity is None:
             residual += g
         else:
-            backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
-
-    def _add_made(self, spec: TensorSpec, add: Add) -> None:
-        """Add what is made of a gradient to its residual; if it is not finite, and such steps are skipped, drop it."""
-        residual = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
-        decay = 1.0 if spec.name in self._added else self._correction.decay
-        if add(self.backend, residual, decay, self._settings.skip_nonfinite):
-            self._added.add(spec.name)
-        else:
-            self.nonfinite.add(spec.name)
+            velocity *= self._settings.momentum
+            velocity += g
+            residual += velocity
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def planned(self, queue: CallQueue, density: float) -> bool:
-        """Return whether the queue keeps the plan of calls in steps of that density."""
-        return self._planned == density and queue.plans.find(self._key) is not None
+        """Return whether the queue has a plan for calls of this bucket at ``density``."""
+        return self._plan_density == density and queue.plans.find(self._plan_key) is not None
 
     def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
-        """Return the plan of its calls in steps of that density, which the queue keeps."""
-        plan = queue.plans.find(self._key) if self._planned == density else None
+        """Return the plan for calls of this bucket at ``density``, which the queue stores."""
+        plan = queue.plans.find(self._plan_key) if self._plan_density == density else None
         if plan is None:
             k, chunks = min(self.size, max(1, round(density * self.size))), None
             options, chunk = self._settings.call_options(self.accumulator.name), self._settings.chunk
@@ -241,17 +218,17 @@ class Bucket:
             backend = queue.backends.of(self.device)
             costs = plan_costs(transport, options)
             plan = Plan(transport, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
-            queue.plans.keep(self._key, plan)
-            self._planned = density
+            queue.plans.keep(self._plan_key, plan)
+            self._plan_density = density
         self.latest = plan
         return plan
 
     @default_float_mode
     def contribution(self, plan: Plan) -> Contribution:
-        """Return what this rank contributes to the step's call: zeros of tensors for which it has no gradient.
+        """Return this rank's contribution to the step's call, with zeros for tensors without a gradient.
 
-        Their residuals are set aside until the next step begins, so that nothing of them is sent, nor added to by a
-        rank that keeps sums.
+        The residuals of these tensors are set aside until the next step begins: the call neither sends them nor adds
+        to them.
         """
         backend, chunks = plan.backend, plan.chunks
         residual = self.backend.as_tensor(self._residual, (self.size,))
@@ -263,15 +240,15 @@ class Bucket:
                 for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True)
             ]
             return Contribution(
-                backend, segments, residual, self.shape, self.size, chunks, self._correction.decay, self._hint
+                backend, segments, residual, self.shape, self.size, chunks, self._settings.decay, self._hint
             )
-        self._add_deferred()
+        self.add_deferred()
         for name in self.absent():
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        if self.nonfinite:  # one NaN, which reaches all ranks, and nothing of what is kept here
-            poison = self._zeros(self.size)
+        if self.nonfinite:  # contribute one NaN, which all ranks will see, and nothing of the residual
+            poison = self._zeros()
             self._views(poison)[min(self.nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
@@ -281,14 +258,9 @@ class Bucket:
         return [spec.name for spec in self.tensors if spec.name not in self.present]
 
     def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
-        """Forget the velocity, if momentum masking is on, where this rank has selected and where the result applies.
-
-        Args:
-            contribution: of this rank to the call.
-            result: the sum over all ranks.
-        """
-        if self._velocity is not None and self._correction.masking and not self.dense:
-            velocity, backend = self.backend.as_tensor(self._velocity, (self.size,)), contribution.backend
+        """Clear the velocity where this rank has selected entries and where the result has some, if masking is on."""
+        if self.velocities and self._settings.masking and not self.dense:
+            velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
             if (taken := contribution.taken) is not None:
                 backend.clear(velocity, taken)
             backend.clear(velocity, result)
@@ -296,9 +268,9 @@ class Bucket:
     def write(
         self, backend: Backend, result: SparseVector, without_gradient: Collection[str]
     ) -> dict[str, SparseVector]:
-        """Write the result to `outs`; return the parts of tensors that have none, by name.
+        """Write the result to `outs`, and return the parts of tensors without an output by name.
 
-        Nothing is written, or returned, of tensors ``without_gradient`` on any rank.
+        Tensors in ``without_gradient``, for which no rank has a gradient, are left out.
         """
         left = {}
         parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
@@ -313,55 +285,50 @@ class Bucket:
         return left
 
     @default_float_mode
-    def keep_gradients(self) -> None:
-        """Add this step's gradients to the residual, in place of the call that would send them."""
-        with self.backend.on_stream(self.last):
-            self._add_deferred()
-
-    @default_float_mode
-    def discard(self, name: str) -> None:
-        """Set the residual and the velocity of a tensor to zero."""
-        for kept in (self.residuals, self.velocities):
-            if name in kept:
-                kept[name][:] = 0
-
-    @default_float_mode
-    def scale(self, factor: float) -> None:
-        """Multiply the residual and the velocity by ``factor``."""
-        self._residual *= factor
-        if self._velocity is not None:
-            self._velocity *= factor
-
-    @default_float_mode
-    def drop_nonfinite(self) -> None:
-        """Set NaN and infinities in the residual and the velocity to zero."""
-        for kept in (self._residual, self._velocity):
-            if kept is not None:
-                kept[~np.isfinite(kept)] = 0  # CuPy's for its arrays
-
-    @default_float_mode
-    def drop_overflows(self, world_size: int) -> None:
-        """Set to zero what has overflowed, and what is so large that the next sum over the ranks could overflow."""
-        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # wires round up, at most by a factor of 2
-        for kept in (self._residual, self._velocity):
-            if kept is not None:
-                kept[~(abs(kept) <= max_)] = 0
-
-    def _add_deferred(self) -> None:
+    def add_deferred(self) -> None:
+        """Add the gradients that were left to the call."""
         for spec in self.tensors:
             if spec.name in self._deferred:
                 self._add(spec, self._deferred[spec.name])
                 del self._deferred[spec.name]
 
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    @default_float_mode
+    def discard(self, name: str) -> None:
+        """Set the residual and the velocity of a tensor to zero."""
+        for views in (self.residuals, self.velocities):
+            if name in views:
+                views[name][:] = 0
+
+    @default_float_mode
+    def scale(self, factor: float) -> None:
+        """Multiply the residual and the velocity by ``factor``."""
+        for array in self._state:
+            array *= factor
+
+    @default_float_mode
+    def drop_nonfinite(self) -> None:
+        """Set NaN and infinities in the residual and the velocity to zero."""
+        for array in self._state:
+            array[~np.isfinite(array)] = 0  # calls CuPy for CuPy's arrays
+
+    @default_float_mode
+    def drop_overflows(self, world_size: int) -> None:
+        """Set entries to zero that have overflowed, or are so large that the next sum could overflow."""
+        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # wires round up by at most a factor of 2
+        for array in self._state:
+            array[~(abs(array) <= max_)] = 0
+
     def _put_back(self) -> None:
-        """Add to the residuals what was set aside. What stands there by now came from the call."""
+        """Add to the residuals what was set aside. Entries that are there came from the call."""
         while self._set_aside:
-            name, kept = next(iter(self._set_aside.items()))
-            self.residuals[name] += kept
+            name, residual = next(iter(self._set_aside.items()))
+            self.residuals[name] += residual
             del self._set_aside[name]
 
-    def _zeros(self, size: int) -> Array:
-        return self.backend.zeros(size, self.accumulator.accumulator)
+    def _zeros(self) -> Array:
+        return self.backend.zeros(self.size, self.accumulator.accumulator)
 
     def _views(self, flat: Array) -> dict[str, Array]:
         bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
@@ -369,7 +336,7 @@ class Bucket:
 
 
 class Streams:
-    """Contexts that are entered together: for work with the memory of several buckets."""
+    """Contexts that are entered together, for work with the memory of several buckets."""
 
     def __init__(self, contexts: Iterable[AbstractContextManager[object]]) -> None:
         self._contexts = list(contexts)

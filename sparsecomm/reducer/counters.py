@@ -1,33 +1,39 @@
-"""The counters of a `Reducer`: calls, bytes, entries and seconds."""
+"""The counters and the report of a `Reducer`."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
-from sparsecomm.quantities import bytes_text, number_text, percent_text, time_text
+from sparsecomm.calls.plan import Plan
+from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
+from sparsecomm.transport import Transport
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "peer_lines", "plan_lines"]
+
+_MAX_PEERS = 16  # in a table; of more peers, the slowest are listed
 
 
 @dataclass
 class Counters:
-    """Numbers of what a reducer has done since the beginning, or since the last `reset`.
+    """What a reducer has done since the beginning, or since the last `reset`. Seconds are of this rank.
 
     Attributes:
-        steps, calls: how many.
-        elements: of all gradients.
+        steps, calls: number of steps and calls.
+        elements: elements of all gradients.
         selected: entries that this rank selected.
         applied: entries of the results.
-        bytes_sent, bytes_received, messages_sent: of this rank.
-        bytes_dense: what this rank would have sent in sums of whole gradients along a ring, in the type of the sums.
-        accumulate: seconds in which gradients were added to residuals, and momentum applied.
-        exchange: seconds of the calls: selection, messages, merging. A thread of their own makes them where it can.
-        write: seconds in which results were written.
-        waited: seconds in which the program waited for calls; what overlap does not hide.
-        skipped: steps that were not usable, since a gradient was not finite.
-        setup_sent, setup_received: bytes of this rank outside of sums, to measure links and to agree on buckets and
-            weights. They are those of the whole communicator, and not part of ``bytes_sent`` and ``bytes_received``.
-        ranks_lost, elements_lost: as `Reducer.rebuild` found them, added up.
+        bytes_sent, bytes_received, messages_sent: traffic of this rank in sums.
+        bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent.
+        accumulate: seconds spent adding gradients to residuals and applying momentum.
+        exchange: seconds of the calls (selection, messages, merging), if possible on a thread of their own.
+        write: seconds spent writing results.
+        waited: seconds in which the program waited for calls, which overlap did not hide.
+        skipped: steps that were not usable.
+        setup_sent, setup_received: bytes outside sums, for link measurement and agreement on buckets and weights, of
+            the whole communicator. ``bytes_sent`` and ``bytes_received`` do not include them.
+        ranks_lost, elements_lost: sums of what `Reducer.rebuild` returned.
     """
 
     steps: int = 0
@@ -51,16 +57,16 @@ class Counters:
 
     @property
     def density(self) -> float:
-        """The part of all elements that are entries of the results."""
+        """The share of all elements that are entries of the results."""
         return self.applied / self.elements if self.elements else 0.0
 
     def reset(self) -> None:
-        """Set all to zero."""
+        """Set all counters to zero."""
         for field in fields(self):
             setattr(self, field.name, field.default)
 
     def since(self, before: Counters) -> dict[str, float]:
-        """Return what has been added since ``before`` and the density reached, by name, for a logger."""
+        """Return the difference to earlier counters, and the density reached in between, by name, for a logger."""
         now, then = asdict(self), asdict(before)
         added = {name: now[name] - then[name] for name in now if name != "steps"}
         added["density"] = added["applied"] / added["elements"] if added["elements"] else 0.0
@@ -77,11 +83,11 @@ class Counters:
         return Counters(**{name: (max if name in common else sum)((mine[name], theirs[name])) for name in mine})
 
     def __str__(self) -> str:
-        """Return a small table of this rank's means per step."""
+        """Return a table of this rank's means per step."""
         return self.table("step")
 
     def table(self, unit: str) -> str:
-        """Return a small table of this rank's means per ``unit``, which is what ``steps`` counts."""
+        """Return a table of this rank's means per ``unit``, which is what ``steps`` counts."""
         steps = max(1, self.steps)
         dense = bytes_text(self.bytes_dense / steps)
         if self.bytes_dense:
@@ -95,10 +101,9 @@ class Counters:
             ("selected, applied", f"{self.selected / steps:,.0f}, {applied}"),
             ("sent, received", f"{bytes_text(self.bytes_sent / steps)}, {bytes_text(self.bytes_received / steps)}"),
             ("dense would send", dense),
-            ("accumulate", time_text(self.accumulate / steps)),
-            ("exchange", time_text(self.exchange / steps)),
-            ("write", time_text(self.write / steps)),
-            ("waited", time_text(self.waited / steps)),
+        ]
+        rows += [
+            (name, time_text(getattr(self, name) / steps)) for name in ("accumulate", "exchange", "write", "waited")
         ]
         if self.setup_sent or self.setup_received:
             sent, received = bytes_text(self.setup_sent), bytes_text(self.setup_received)
@@ -106,3 +111,37 @@ class Counters:
         if self.ranks_lost:
             rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
         return "\n".join(f"{name:<20} {text}" for name, text in rows)
+
+
+def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
+    """Return lines with the algorithms and wire formats of plans, and the costs by which they were chosen."""
+    made = [plan for plan in plans if plan is not None]
+    if not made:
+        return []
+    counts = Counter(f"{plan.choice.algorithm.name} with {plan.choice.wire.name}" for plan in made)
+    taken = ", ".join(f"{name} ({count} buckets)" if count > 1 else name for name, count in counts.items())
+    lines = [f"{'takes':<20} {taken}"]
+    chosen = [(plan.choice.seconds, plan.costs.source) for plan in made if plan.costs is not None]
+    if chosen:
+        lines.append(f"{'by costs':<20} {'; '.join(dict.fromkeys(source for _, source in chosen))}")
+        lines.append(f"{'predicted':<20} {time_text(sum(seconds for seconds, _ in chosen))}")
+    return lines
+
+
+def peer_lines(transport: Transport) -> list[str]:
+    """Return a table of the traffic with each peer since the communicator was first used, if the transport knows it."""
+    peers = transport.peers()
+    if not peers:
+        return []
+    title, listed = "since the communicator was first used, set-up included", peers
+    if len(peers) > _MAX_PEERS:
+        listed = sorted(sorted(peers, key=lambda peer: peer.rate)[:_MAX_PEERS], key=lambda peer: peer.rank)
+        title = f"the slowest {_MAX_PEERS} of {len(peers)} peers, {title}"
+    rows = [("peer", "sent", "received", "rate", "round trip", "sent again")]
+    for peer in listed:
+        rate = rate_text(8 * peer.rate) if peer.rate else "-"
+        trip = time_text(peer.round_trip) if peer.round_trip else "-"
+        again = number_text(peer.retransmits) if peer.connections else "-"
+        amounts = bytes_text(peer.bytes_sent), bytes_text(peer.bytes_received)
+        rows.append((f"rank {peer.rank}", *amounts, rate, trip, again))
+    return [title, *(f"{name:<20} " + " ".join(f"{text:>11}" for text in texts) for name, *texts in rows)]

@@ -1,4 +1,4 @@
-"""What the ranks of a new communicator tell each other before they go on together, and what they found."""
+"""The comparison of ranks that continue on a new communicator, and its result."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Members", "Rebuilt"]
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What `Reducer.rebuild` found: the same on all ranks.
+    """The result of `Reducer.rebuild`, the same on all ranks.
 
     Attributes:
-        size: how many ranks there are now.
-        ranks_lost: those that are gone, by their numbers in the communicator before. Gone with them are their residuals
-            and velocities, and so also their gradients of steps that did not count.
-        elements_lost: elements of these residuals.
-        ranks_joined: those that are new, by their numbers in the communicator now. Their residuals begin with zeros.
+        size: the new number of ranks.
+        ranks_lost: ranks that are gone, as numbered in the previous communicator. Their residuals and velocities are
+            lost, with their gradients of steps that did not count.
+        elements_lost: the number of elements of these residuals.
+        ranks_joined: new ranks, as numbered in the new communicator. Their residuals are zeros.
         step: the number of the next step.
-        steps_apart: by how many steps the ranks differed. Above 0 some have applied what others have not, which cannot
-            be where ranks vote: broadcast the weights.
-        unit: what ``step`` counts; "round" where `LocalSteps` is rebuilt, which broadcasts by itself.
+        steps_apart: the difference between the ranks' steps. If it is above 0, some ranks have applied an update that
+            others have not: broadcast the weights.
+        unit: the unit of ``step``. It is "round" for `LocalSteps`, which broadcasts the weights itself.
     """
 
     size: int
@@ -41,8 +41,8 @@ class Rebuilt:
     unit: str = "step"
 
     def __str__(self) -> str:
-        """Return what happened, in words."""
-        text = f"{self.size} ranks go on with {self.unit} {self.step}"
+        """Return a sentence for logs."""
+        text = f"{self.size} ranks continue with {self.unit} {self.step}"
         if self.ranks_lost:
             text += (
                 f"; lost: {format_ranks(self.ranks_lost)}, with residuals and velocities of {self.elements_lost:,} "
@@ -57,13 +57,13 @@ class Rebuilt:
 
 
 class Member(NamedTuple):
-    """What one rank says.
+    """One rank's message to all ranks.
 
     Attributes:
-        joining: it is new, and takes what the others have.
-        step: its next one, or how many it has taken.
-        rank, size: its place in the communicator before; -1 and 0: it had none.
-        words: what else all must know: whole numbers, as many on all ranks.
+        joining: the rank is new, and takes the state of the other ranks.
+        step: its next step, or the number of its steps.
+        rank, size: its rank and the world size in the previous communicator; -1 and 0 if there was none.
+        words: other ints that all ranks need, equally many on all ranks.
     """
 
     joining: bool
@@ -74,49 +74,49 @@ class Member(NamedTuple):
 
 
 class Members:
-    """The ranks of a new communicator, which have told each other who they are.
+    """The ranks of a new communicator.
 
     Attributes:
-        all: in order of rank.
-        stay: those that do not join.
+        all: the members in order of rank.
+        stay: the members that do not join.
         lead: the rank of the first of these.
     """
 
     def __init__(
         self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
     ) -> None:
-        """Tell all ranks who this one is. Collective.
+        """Gather the messages of all ranks. Collective.
 
         Args:
-            ranks: the new ones.
-            before: the communicator of this rank until now, or its transport.
+            transport: of the new communicator.
+            before: this rank's previous communicator, or its transport.
             joining, step, words: see `Member`.
-            label: what the ranks must have in common.
+            label: must be equal on all ranks.
 
         Raises:
             InvalidInputError: all ranks join.
             CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
         """
-        step, rank, size = (0, -1, 0) if joining else (step, *_position(before))
+        step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
         gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)
         queue_of(transport).submit(gather).wait()
-        each = len(gather.words) // transport.size
-        found = [gather.words[i : i + each] for i in range(0, len(gather.words), each)]
-        self.all = [Member(bool(new), step, place - 1, size, words) for new, step, place, size, *words in found]
+        count = len(gather.words) // transport.size
+        messages = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
+        self.all = [Member(bool(new), step, rank - 1, size, words) for new, step, rank, size, *words in messages]
         self.stay = [member for member in self.all if not member.joining]
         if not self.stay:
             raise InvalidInputError(
-                f"rank {transport.rank}: all {transport.size} ranks join; expected one at least "
-                "that goes on with what it has"
+                f"rank {transport.rank}: all {transport.size} ranks join; pass joining=False on at least one rank, "
+                "which continues with its state"
             )
         self.lead = self.all.index(self.stay[0])
 
     def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
-        """Return what these members find.
+        """Return the result of the comparison.
 
         Args:
-            elements: of the residuals of each rank.
-            steps_of_unit, unit: how many steps a unit has, and its name.
+            elements: size of each rank's residuals.
+            steps_of_unit, unit: the number of steps in a unit, and its name.
         """
         steps = [member.step for member in self.stay]
         lost = sorted(set(range(max(member.size for member in self.stay))) - {member.rank for member in self.stay})
@@ -125,8 +125,8 @@ class Members:
         return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(new), step, apart, unit)
 
 
-def _position(comm: Comm) -> tuple[int, int]:
-    """Return rank and size in a communicator that may not have been used yet; -1 and 0 where that cannot be said."""
+def _rank_and_size(comm: Comm) -> tuple[int, int]:
+    """Return rank and size in a communicator that may not have been used yet; -1 and 0 if they are not known."""
     if isinstance(comm, Transport):
         return comm.rank, comm.size
     MPI = sys.modules.get("mpi4py.MPI")

@@ -1,4 +1,4 @@
-"""The reducer, which a training loop calls."""
+"""`Reducer`, which sums the gradients of a model over all ranks, step by step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from typing import Any, cast
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
-from sparsecomm.backends import Backend
-from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
-from sparsecomm.checks import quote, to_bool, to_float, to_int
+from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.group import Group
-from sparsecomm.reducer.layout import NamedTensors, check_layout, specs_of
-from sparsecomm.reducer.momentum import Clip, MomentumCorrection
-from sparsecomm.reducer.options import DENSITY, FILLED, OnStep, Scope, Settings
+from sparsecomm.reducer.bucket import Add, TensorSpec
+from sparsecomm.reducer.connection import Connection
+from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
+from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Scope, Settings
 from sparsecomm.reducer.rebuild import Rebuilt
-from sparsecomm.reducer.report import choice_lines, peer_lines
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
-from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
+from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.states.weights import WeightComparison, compare_weights
@@ -41,85 +37,73 @@ _log = logging.getLogger("sparsecomm")
 
 
 class Reducer:
-    """Sums the gradients of a model over all ranks, sparsely, from step to step.
+    """Sums the gradients of a model over all ranks, sparsely, in every step.
 
-    In each step push every tensor's gradient, in any order, then wait: the sums stand where the gradients stood.
-    Calls begin as soon as their tensors are there, in an order that is the same on all ranks, and go on beside the
-    program (see `isparse_allreduce`).
-
-        reducer = sc.Reducer(gradients)                           # names and arrays, for shapes and types
+        reducer = sc.Reducer(gradients)                           # names and arrays, for shapes and dtypes
         for ...:
-            for name, gradient in gradients.items():              # as they become ready
+            for name, gradient in gradients.items():              # in any order, as they become ready
                 reducer.push(name, gradient)
-            reducer.wait()
-            ...                                                   # apply the gradients
+            reducer.wait()                                        # the sums have replaced the gradients
 
     The defaults of ``density``, ``algorithm`` and ``wire`` are the recommended setting for SGD, and train as well as
     dense gradients in our reports (docs/choosing.md). For a dense baseline, pass ``density=1.0``.
 
-    What is not sent is kept: a residual for every name, in float32 (float64 for float64), so that summed over the
-    ranks nothing is lost.
+    Calls begin when their tensors are ready, in the same order on all ranks, and overlap with the program (see
+    `isparse_allreduce`). A residual for each tensor, in float32 (float64 for float64), stores what was not sent.
 
-    A tensor for which no rank has a gradient in a step does not take part in it: its residual and velocity stay as they
-    are, and its name is in `Step.without_gradient`. If only some ranks have one, it counts as zeros on the others, and
-    what waits in their residuals stays there: a rank contributes to a tensor only in steps in which it has a gradient
-    for it. Nothing more is sent for this, except in a step in which some rank lacks a gradient: each call in which it
-    does takes one trip more.
+    A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change, and its
+    name is in `Step.without_gradient`. If only some ranks have a gradient, the other ranks contribute zeros and keep
+    their residuals. Each call in which a rank lacks a gradient takes one more round trip.
 
-    Only ranks whose reducers have the same tensors in the same order, with the same settings, in the same step can
-    talk to each other; others get `CollectiveMismatchError`. Several reducers may share a communicator, if all ranks
-    use them in the same order.
+    All ranks must use the same tensors in the same order, the same settings and the same step; otherwise they raise
+    `CollectiveMismatchError`. Several reducers may share a communicator if all ranks use them in the same order.
 
     Args:
-        tensors: names and tensors, or pairs of them: parameters or gradients. Only their shape, type and device are
-            used. A shape of no elements is allowed.
-        density: share of the entries that each rank selects: a float in (0, 1], or a function from the step's number
-            to it, such as `Warmup`. At 1.0 gradients are summed whole, with exact values, whatever ``algorithm`` and
-            ``wire`` are, and residuals are flushed. An int is refused: it could be taken for a number of entries, as
-            ``k`` is one.
-        dense_steps: number of steps at the beginning at density 1.0. A schedule counts its steps from there.
+        tensors: names and tensors, as a dictionary or as pairs: parameters or gradients. Only their shape, dtype and
+            device are used. A shape without elements is allowed.
+        density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
+            such as `Warmup`. At 1.0 gradients are summed densely and exactly, whatever ``algorithm`` and ``wire`` are,
+            and residuals are flushed. An int is refused, because it could be meant as a number of entries, like ``k``.
+        dense_steps: number of steps at the beginning with density 1.0. A schedule counts its steps from there.
         comm: as in `sparse_allreduce`.
-        algorithm: as in `sparse_allreduce`, but "auto" is "double", which trains best at equal bytes. Where that is
-            not supported (``op="mean_of_contributors"``, ``scope="chunk"``), "auto" is "fastest".
-        wire: as in `sparse_allreduce`, but "auto" with "auto" as algorithm is "packed_int2", values of 2 bits, or
-            exact values for float64 sums and where "auto" is "fastest".
-        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. What is summed whole is divided by the
-            number of ranks.
-        scope: of what a selection is made. "tensor": of each tensor, as in Deep Gradient Compression (Lin et al.,
-            2018): each layer gets its share, and each costs a call. "model": of all, as in gTop-k (Shi et al., 2019)
-            and MLR-Top-k: what is largest anywhere, in one call, which begins when the last gradient is there.
-            "bucket": of buckets of neighbours, in between: calls are large and overlap with the backward pass.
-            "chunk": of every ``chunk`` elements of each tensor, as in SparseLoCo (Sarfi et al., 2025); calls are of
-            buckets as for "bucket". The cheapest selection, and the shortest indices; each part of a tensor gets its
-            share. Global top-k algorithms keep the largest sums of a bucket.
-        chunk: elements of a chunk, for ``scope="chunk"``; the last of a tensor may be shorter. Of each, ``density *
-            chunk`` entries are selected, at least one.
-        bucket_bytes: a bucket is full with so many; ``None``: so many that an element costs at most a quarter more
-            than in a very large one, by the costs that ``sparsecomm tune`` measured. After the first step buckets are
-            filled anew, in the order in which gradients became ready on rank 0.
-        reorder: whether buckets are; otherwise in the reverse order of ``tensors``, always.
-        dense_below: tensors of fewer elements are summed whole, all in one call at the end.
-        momentum, nesterov, masking: momentum correction (Lin et al., Section 3.1): velocity accumulates, not the
-            gradient; then the optimizer must have no momentum. ``masking``: a rank forgets the velocity of what it
-            selects, and of what the result holds, unless gradients are summed whole.
-        clip: norm to which a step's gradient is clipped before it accumulates (Section 3.2), as it would be with dense
-            sums; each rank clips its own to its part, which is 1 / sqrt(P) of the whole. Calls then begin when the
-            last gradient is there.
-        decay: what is left of a residual from one step to the next: residual = decay * residual + gradient
-            (SparseLoCo: Sarfi et al., 2025, Algorithm 1). Below 1 old entries are forgotten on purpose.
-        skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all: at least one
-            result is then not finite on every rank, so that all scalers see it; finite gradients wait in residuals,
-            the others are dropped. The same holds if a residual or a sum of finite gradients overflows; entries of
-            residuals that are so large that they could overflow again are dropped. Costs two more reads of the
-            gradients.
-        on_step: called by `wait` with the step's number and a dictionary of names and numbers, for loggers.
+        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes. If "double"
+            is not supported (``op="mean_of_contributors"``, ``scope="chunk"``), "auto" selects "fastest".
+        wire: as in `sparse_allreduce`, but with ``algorithm="auto"``, "auto" selects "packed_int2", values of 2 bits;
+            for float64 sums, and where "auto" selects "fastest", exact values.
+        op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
+        scope: the elements among which entries are selected. "tensor": each tensor, as in Deep Gradient Compression
+            (Lin et al., 2018), with a call for each. "model": all tensors, as in gTop-k (Shi et al., 2019), in one
+            call, which begins when the last gradient is ready. "bucket": buckets of neighbouring tensors, so that calls
+            are large and overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, as in
+            SparseLoCo (Sarfi et al., 2025), in the calls of "bucket"; it has the fastest selection and the shortest
+            indices. Global top-k algorithms select the largest sums of a bucket.
+        chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a tensor may be shorter.
+            ``density * chunk`` entries are selected in each chunk, at least one.
+        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``, in which a
+            backward pass makes gradients. ``None``: large enough that an element costs at most a quarter more
+            than in a very large bucket, by the costs that ``sparsecomm tune`` measured.
+        dense_below: tensors with fewer elements are summed densely, in one call at the end.
+        momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate the velocity of this rank in place
+            of the gradient. Use an optimizer without momentum.
+        masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
+            except in dense sums (Section 3.3).
+        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2), as it would be
+            with dense sums: each rank clips its own gradient, whose norm is taken to be sqrt(P) times that of the mean.
+            Calls begin when the last gradient is ready.
+        decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
+            gradually dropped.
+        skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all ranks, and at least
+            one result is then not finite on every rank, for all scalers to see. Finite gradients stay in residuals;
+            other gradients are dropped. The same holds for overflows of residuals and sums; entries of residuals that
+            could overflow again are dropped. It costs two more reads of the gradients.
+        on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
-        counters: what was done since the beginning.
-        label: a text that the ranks must have in common besides, of the steps that begin from now on.
+        counters: totals since the beginning.
+        label: a text that must be equal on all ranks, for the steps that begin from now on.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
+        InvalidInputError: an argument is out of range.
     """
 
     def __init__(
@@ -135,161 +119,176 @@ class Reducer:
         scope: Scope = "bucket",
         chunk: int = 4096,
         bucket_bytes: int | None = None,
-        reorder: bool = True,
         dense_below: int = 1024,
         momentum: float = 0.0,
-        nesterov: bool = False,
         masking: bool = True,
         clip: Clip = None,
         decay: float = 1.0,
         skip_nonfinite: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
-        self._specs = specs = specs_of(tensors)
-        options = Options.of(algorithm, op, wire)
-        dense_below, reorder = check_layout(scope, dense_below), to_bool("reorder", reorder)
-        for accumulator in {spec.accumulator.name for spec in specs.values()}:
-            options.check(accumulator, by_chunk=scope == "chunk")
-        chunk = chunk_of(chunk)
-        max_bytes = to_int(bucket_bytes, 1)
-        if max_bytes is None and bucket_bytes is not None:
-            raise InvalidInputError(f"bucket_bytes={quote(bucket_bytes)}: expected a number of bytes, or None")
         if on_step is not None and not callable(on_step):
-            raise InvalidInputError(
-                f"on_step={quote(on_step)}: expected a function of a number and a dictionary, or None"
-            )
-        correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
-        if correction.decay < 1 and options.algorithm == "dense":
-            raise InvalidInputError(
-                f"decay={quote(decay)} with algorithm='dense', which leaves no residual; leave one out"
-            )
-        density = with_dense_steps(density, dense_steps)
-        first = density_at(density, 0)
+            raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
+        self._on_step, self._comm = on_step, comm
         self._settings = Settings(
-            density if callable(density) else first,
-            options,
-            correction,
+            with_dense_steps(density, dense_steps),
+            Options.of(algorithm, op, wire),
             scope,
-            chunk if scope == "chunk" else None,
+            chunk,
             dense_below,
-            max_bytes,
-            reorder and scope in FILLED,
-            to_bool("skip_nonfinite", skip_nonfinite),
+            bucket_bytes,
+            momentum,
+            masking,
+            clip,
+            decay,
+            skip_nonfinite,
         )
-        self._on_step = on_step
-        self._lock = threading.RLock()  # frameworks push from threads of their own
-        self._group = Group(comm, specs, self._settings)
+        self._lock = threading.RLock()  # frameworks push from several threads
         self.counters = Counters()
-        self._traffic: transport.TrafficCounters | None = None  # of which `_setup` bytes are in `counters`
+        self._traffic: transport.TrafficCounters | None = None  # its first `_setup` bytes are in `counters`
         self._setup = 0, 0
-        self._logged = Counters()  # at the end of the step that `on_step` was told last
+        self._logged = Counters()  # at the last call of `on_step`
         self.label = ""
+        self.place(tensors)
+
+    def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
+        """Replace ``tensors``, before the first step: frameworks move parameters to other devices.
+
+        ``comm``: also replaces the communicator, unless it is ``None``.
+        """
+        specs = specs_of(tensors)
+        self._settings.check_dtypes({spec.accumulator.name for spec in specs.values()})
+        self._comm = self._comm if comm is None else comm
+        self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
         self._open = self._begin(0)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def push(self, name: str, gradient: object, out: object = None) -> None:
-        """Hand over a tensor's gradient of this step. It must not change until `wait` returns.
+        """Push a tensor's gradient of this step. Do not change it until `wait` returns.
 
         Args:
-            name: one of ``tensors``.
-            gradient: of the tensor's shape, as `sparse_allreduce` takes it; ``None``: this rank has none. So it is with
-                tensors that are not pushed at all.
-            out: where the sum goes; ``None``: into ``gradient``. If no rank has a gradient, it is not written.
+            name: of a tensor.
+            gradient: of the tensor's shape, as in `sparse_allreduce`. ``None``, or no push: this rank has no gradient.
+            out: output for the sum; ``None``: ``gradient``. It is not written if no rank has a gradient.
 
         Raises:
-            InvalidInputError: it cannot be used, or was pushed in this step already. Nothing has changed.
+            InvalidInputError: an argument is not supported, or the gradient was pushed already. Nothing has changed.
         """
         with self._lock:
             spec = self._begin_push(name)
-            t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
-            into, called = out, f"out of {name}"
+            t = None if gradient is None else spec.tensor(gradient, f"{self._who}{name}")
+            into, title = out, f"out of {name}"
             if t is not None and (out is None or out is gradient):
-                into, called = gradient, "gradient, which is also out,"
+                into, title = gradient, "gradient, which is also out,"
             if t is not None:
-                into = interop.as_out(into, t, name=called)
+                into = interop.as_out(into, t, name=title)
             elif into is not None:
-                into = spec.tensor(into, f"{self._who()}{called}", writable=True)
+                into = spec.tensor(into, f"{self._who}{title}", writable=True)
             self._open.take(spec, t, into)
             self._open.start_ready()
 
-    def push_difference(self, name: str, minuend: Array, subtrahend: object | None) -> None:
-        """Push minuend - subtrahend, which is added to the residual at once: both may be changed afterwards.
+    def push_with(self, name: str, x: object, add: Add) -> None:
+        """Push a value that ``add`` computes from ``x``. The sum is in `Step.left`.
 
-        The sum is in `Step.left`. For `sparsecomm.LocalSteps`: it spares memory, and a look at it, for the difference.
+        The value is added to the residual at once, without memory of its own, and ``x`` may be changed afterwards. With
+        momentum or clipping it is computed into new memory.
 
         Args:
-            name: one of ``tensors``.
-            minuend: a flat array in the accumulator's type, on the tensor's device.
-            subtrahend: of the tensor's shape; ``None``: this rank has no gradient.
+            name: of a tensor.
+            x: of the tensor's shape; ``None``: this rank has no gradient.
+            add: ``add(backend, x, residual, decay, if_finite)`` sets residual = decay * residual + value, unless
+                ``if_finite`` and the value is not finite, and returns whether it did.
 
         Raises:
             InvalidInputError: as `push`.
         """
         with self._lock:
-            spec, group, correction = self._begin_push(name), self._group, self._settings.correction
-            t, add = None if subtrahend is None else spec.tensor(subtrahend, f"{self._who()}{name}"), None
-            if t is None:
-                pass
-            elif correction.clip is None and not correction.momentum:
-                taken = t
-
-                def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
-                    return backend.add_difference(minuend, taken, residual, decay, if_finite)
-
-            else:
-                bucket = group.now.by_name[name]
+            spec, s = self._begin_push(name), self._settings
+            t = None if x is None else spec.tensor(x, f"{self._who}{name}")
+            if t is not None and (s.momentum or s.clip is not None):
+                bucket = self._connection.buckets.by_name[name]
                 with bucket.on_stream(t):
-                    t = bucket.backend.as_tensor(minuend - bucket.backend.accumulate(t, None), spec.shape)
-            self._open.take(spec, t, add=add)
+                    zeros = bucket.backend.zeros(spec.size, spec.accumulator.accumulator)
+                    value = bucket.backend.as_tensor(zeros, spec.shape)
+                    add(bucket.backend, t, value, 1.0, False)
+                self._open.take(spec, value)
+            else:
+                self._open.take(spec, t, add=add)
             self._open.start_ready()
 
-    def push_quotient(self, name: str, gradient: object, squares: Array, eps: float, scale: float = 1.0) -> None:
-        """Push scale * gradient / (sqrt(squares) + eps), which is added to the residual at once: see `push_difference`.
-
-        For optimizers that divide each gradient by the root of its second moment: what is selected is then what
-        matters to them. Not with momentum, clipping or a decay.
-
-        Args:
-            name: one of ``tensors``.
-            gradient: of the tensor's shape; ``None``: this rank has none.
-            squares: a flat array in the accumulator's type, on the tensor's device.
-            eps, scale: numbers.
+    def pushed(self, name: str) -> bool:
+        """Return whether a tensor was pushed in this step, for example before an exception of a signal handler.
 
         Raises:
-            InvalidInputError: as `push`; or there is momentum, clipping or a decay.
+            InvalidInputError: there is no such tensor.
         """
         with self._lock:
-            spec, correction = self._begin_push(name), self._settings.correction
-            if correction.momentum or correction.clip is not None or correction.decay < 1:
-                raise InvalidInputError("push_quotient with momentum, clip or decay: leave these out")
-            t = None if gradient is None else spec.tensor(gradient, f"{self._who()}{name}")
+            return self._spec(name).name in self._open.pushed
 
-            def add(backend: Backend, residual: interop.Tensor, decay: float, if_finite: bool) -> bool:
-                assert t is not None
-                return backend.add_quotient(t, squares, eps, scale, residual, if_finite)
+    def start_ready(self) -> None:
+        """Start the calls of complete buckets, which an interrupt of a push may have prevented.
 
-            self._open.take(spec, t, add=add)
+        `wait` does this, too. `sparsecomm.LocalSteps` makes other calls before it waits.
+        """
+        with self._lock:
             self._open.start_ready()
 
-    def connect(self) -> None:
-        """Lay out buckets with the other ranks, as the first `push` does. Collective, the first time."""
+    def wait(self, accept: Accept | None = None) -> Step:
+        """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
+
+        Args:
+            accept: for optimizers with ``skip_nonfinite``: a function of `Step.left` and of the largest magnitude in
+                all sums, which is called if all sums are finite. If it returns False, the step is not usable, and all
+                gradients stay in the residuals. It must return the same on all ranks, and may be called again.
+
+        Raises:
+            SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
+                calls were written and count, except with ``skip_nonfinite``: see `unsummed`. You may begin the next
+                step.
+        """
         with self._lock:
-            self._connect()
+            self._prepare()
+            start, now = time.perf_counter(), self._open
+            now.take_rest()
+            now.start_ready()
+            error, done = now.settle(accept)
+            after = self._begin(now.number + 1, None if now.unsummed else done, now.unsummed)
+            self.counters.waited += time.perf_counter() - start
+            self.counters.skipped += not done.usable
+            self.counters.steps += 1
+            self._open = after
+            self.count_setup()
+            if error is not None:
+                raise error
+            if self._on_step is not None:
+                numbers = self.counters.since(self._logged)
+                self._logged = self.counters.copy()
+                self._on_step(done.number, numbers)
+            return done
+
+    def reduce(self, gradients: Mapping[str, object]) -> Step:
+        """Push gradients by name, and wait: see `push` and `wait`."""
+        if not isinstance(gradients, Mapping):
+            raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
+        for name, gradient in gradients.items():
+            self.push(name, gradient)
+        return self.wait()
+
+    # -- before the first gradient of a step --------------------------------------------------------------------------
 
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
-        """Make a call that precedes the first gradient of a step. Collective.
+        """Make a call before the first gradient of a step, once until `end_opening`. Collective.
 
-        After an interrupt call this again. Where a thread makes calls, the interrupt has ended only the wait, and this
-        waits for the same call. If an opening call fails, the opening begins again with its first call. So ranks of
-        which one has failed later than another make the same calls.
+        After an interrupt call this again: it waits for the same call. If an opening call fails, all opening calls are
+        forgotten, so that the ranks begin with the first one again.
 
         Args:
             name: of the call.
-            make: returns the call; it is not called if the call has been made since the last `end_opening`.
+            make: returns the call.
 
         Returns:
-            The call, and its result.
+            The call and its result.
 
         Raises:
             SparseCommError: the call failed.
@@ -299,12 +298,12 @@ class Reducer:
             return self._open.opening_call(name, lambda: make(ranks))
 
     def end_opening(self) -> None:
-        """Forget the opening calls: they went well, and the next ones are new."""
+        """Forget the opening calls. All of them have succeeded."""
         with self._lock:
             self._open.end_opening()
 
     def check_weights(self, tensors: Mapping[str, object]) -> None:
-        """Do as `sparsecomm.check_weights`, by an opening call. If weights differ, the next one compares them again."""
+        """Call `sparsecomm.check_weights` as an opening call. If weights differ, the next call compares them again."""
         with self._lock:
             if self._connect().size > 1:
                 try:
@@ -316,7 +315,7 @@ class Reducer:
                     raise
 
     def sum_of_squares(self, name: str, gradient: object) -> float:
-        """Return the sum of the squares of the elements of a gradient of this tensor. Nothing is sent.
+        """Return the sum of the squares of a gradient's elements, of this rank.
 
         Raises:
             InvalidInputError: as `push`.
@@ -324,129 +323,41 @@ class Reducer:
         with self._lock:
             spec = self._spec(name)
             self._connect()
-            t, bucket = spec.tensor(gradient, f"{self._who()}{name}"), self._group.now.by_name[name]
+            t, bucket = spec.tensor(gradient, f"{self._who}{name}"), self._connection.buckets.by_name[name]
             with bucket.on_stream(t):
                 return bucket.sum_of_squares(t)
-
-    def start_ready(self) -> None:
-        """Start the calls of all that has been pushed, which an interrupt of `push_difference` may have left.
-
-        `wait` does so, too. For `sparsecomm.LocalSteps`, which has other calls to make before it waits.
-        """
-        with self._lock:
-            self._open.start_ready()
-
-    def accumulate(self, name: str, gradient: object) -> None:
-        """Add a part of a tensor's gradient of this step; push its last part. It may be changed afterwards.
-
-        Raises:
-            InvalidInputError: it cannot be used, or was pushed already; or gradients are clipped, for which the whole
-                must be known: add the parts up yourself.
-        """
-        with self._lock:
-            spec = self._spec(name)
-            if self._settings.correction.clip is not None:
-                raise InvalidInputError("accumulate with clip: a part has no norm; add the parts up, and push the sum")
-            if name in self._open.pushed:
-                raise InvalidInputError(f"{self._who()}{name!r} was pushed in step {self.step} already")
-            self._prepare()
-            self._open.take(spec, spec.tensor(gradient, f"{self._who()}{name}"), last=False)
-
-    def parts(self, name: str) -> int:
-        """Return how many parts of a tensor's gradient this step has taken; the last one, or the whole, counts as one.
-
-        An exception of a signal handler in `push` or `accumulate` may come before they take the gradient, or
-        afterwards: this tells.
-
-        Raises:
-            InvalidInputError: there is no such tensor.
-        """
-        with self._lock:
-            now, name = self._open, self._spec(name).name
-            return now.parts.get(name, 0) + (name in now.pushed)
-
-    def wait(self, accept: Accept | None = None) -> Step:
-        """Wait until the sums of all tensors are there, and end the step.
-
-        This rank has no gradient for tensors that were not pushed.
-
-        Args:
-            accept: for optimizers, with ``skip_nonfinite``: a function of the sums that would be `Step.left`, and of
-                the largest magnitude in all sums. It is called if all sums are finite. If it returns False, the step is
-                not usable, and all gradients wait in the residuals. It must return the same on all ranks, and may be
-                called again.
-
-        Raises:
-            SparseCommError: a call failed, as `sparse_allreduce` raises it. Its gradients are in the residuals; sums
-                of other calls have been written, and count, unless ``skip_nonfinite`` has the whole step count or not:
-                see `unsummed`. The next step may be begun.
-        """
-        with self._lock:
-            self._prepare()
-            group, start, now = self._group, time.perf_counter(), self._open
-            now.take_rest()
-            now.start_ready()
-            error, done = now.settle(accept)
-            after = self._begin(now.number + 1, None if now.unsummed else done, now.unsummed)
-            asks = self._settings.reorder and group.now.order is None and not now.unsummed
-            ordering = group.order_call(now.ready) if asks else None
-            self.counters.waited += time.perf_counter() - start
-            self.counters.skipped += not done.usable
-            self.counters.steps += 1
-            self._open = after
-            if ordering is not None:
-                group.ordering = ordering
-                group.queue.enqueue(ordering[0])
-                error = error or self._finish_ordering()
-            self.count_setup()
-            if error is not None:
-                raise error
-            if self._on_step is not None:
-                numbers = self.counters.since(self._logged)
-                self._logged = self.counters.copy()
-                self._on_step(done.number, numbers)
-            return done
-
-    def reduce(self, gradients: Mapping[str, object]) -> Step:
-        """Push all these gradients, and wait: see `push` and `wait`, also for errors."""
-        if not isinstance(gradients, Mapping):
-            raise InvalidInputError(f"gradients: got {type(gradients).__name__}; expected gradients by name")
-        for name, gradient in gradients.items():
-            self.push(name, gradient)
-        return self.wait()
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
     def rebuild(self, comm: transport.Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
+        """Continue with the ranks of another communicator, for example from `shrink` or `grow`. Collective over them.
 
-        This rank keeps its residuals and velocities, order, settings and counters. A step that has begun is left: what
-        its calls have not summed yet goes to the residuals. All ranks then have the same next step, and the same
-        buckets. Means are of the new number of ranks. If it fails, because one more rank died, shrink, and call it
-        again.
+        This rank keeps its residuals, velocities, settings and counters. A step that has begun is abandoned: the
+        gradients that were not summed go to the residuals. Afterwards all ranks have the same next step and the same
+        buckets, and means are over the new ranks. If this fails because another rank died, shrink and call it again.
 
         Args:
-            comm: as of the constructor.
-            joining: this rank is new: its residuals are zeros, and it takes the rest from the others. One rank at
-                least must not be. Weights and the optimizer's state are yours to broadcast.
+            comm: as in the constructor.
+            joining: this rank is new: its residuals are zeros, and it takes the step from the other ranks. At least
+                one rank must not join. You must broadcast weights and the optimizer's state.
 
         Returns:
-            Who was lost and who joined, and what is gone with the lost. It is logged, too, and counted.
+            The ranks that were lost or joined. It is also logged and counted.
 
         Raises:
-            InvalidInputError: all ranks join, or ``comm`` cannot be used.
+            InvalidInputError: all ranks join, or ``comm`` is not supported.
             CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
         """
         with self._lock:
             now = self._open
-            if now.begun:
+            if now.pushed:
                 now.abandon()
                 after = self._begin(now.number + 1, None, now.unsummed)
                 self.counters.steps += 1
                 self._open = after
             if joining:
                 self._open = self._begin(0)
-            rebuilt = self._group.move(comm, self.step, joining=joining)
+            rebuilt = self._connection.move(comm, self.step, joining=joining)
             self._open = self._begin(rebuilt.step, self.last, self.unsummed)
             self.counters.ranks_lost += len(rebuilt.ranks_lost)
             self.counters.elements_lost += rebuilt.elements_lost
@@ -457,38 +368,37 @@ class Reducer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return what this rank needs to go on as if it had not stopped: NumPy arrays, numbers, lists and texts.
+        """Return this rank's state: NumPy arrays, numbers, lists and strings.
 
-        Every rank has its own. It records the number of ranks; `reshard` makes states for another one. What "split"
-        keeps from step to step is forgotten here, on all ranks that save: the next step then rounds as that of a run
-        which resumes, and takes two trips more. Links that were measured are in the state, so that "auto" chooses
-        alike then; without ``state["costs"]`` they are measured again.
+        Each rank saves its own. The state contains the world size; `reshard` makes states for another one. It also
+        contains the measured links, so that "auto" chooses the same after a resume; remove ``state["costs"]`` to
+        measure them again. What algorithms keep from step to step is dropped here, so that a resumed run computes the
+        same as this one; the next step takes two more round trips.
 
         Raises:
-            InvalidInputError: in the middle of a step.
+            InvalidInputError: a step has begun.
         """
         with self._lock:
-            transport = self._idle("state_dict")
-            now = self._group.now
-            residuals, velocities = now.to_host()
-            now.forget_calls()
+            transport, buckets = self._idle("state_dict"), self._connection.buckets
+            residuals, velocities = buckets.to_host()
+            buckets.forget_calls()
             return REDUCER.state(
                 transport,
                 {
                     "residuals": residuals,
                     "velocities": velocities,
                     "step": self.step,
-                    "order": now.order,
-                    "bucket_bytes": now.bucket_bytes,
-                    "costs": costs_dict(self._group.queue.measured),
+                    "order": None,
+                    "bucket_bytes": buckets.bucket_bytes,
+                    "costs": costs_dict(self._connection.queue.measured),
                 },
             )
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
+        """Load a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
 
         Collective: all ranks load, or none. The states must be of one step. Any exception while a state is read, on any
-        rank, counts as a state that does not fit; an interrupt (Ctrl-C) is raised as it is.
+        rank, is treated as a state that does not fit, but an interrupt (Ctrl-C) is raised unchanged.
 
         Raises:
             InvalidInputError: the state does not fit on some rank. The message names the rank, the key, the value and
@@ -499,37 +409,38 @@ class Reducer:
         self.load_with(lambda undo: self.prepare_state(state))
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
-        """Load a state that extends a reducer's, on all ranks or on none. Collective.
+        """Load a state that extends a reducer's state, on all ranks or on none. Collective.
 
         Args:
             prepare: see `sparsecomm.states.loading.load`; it calls `prepare_state`.
-            keys: of what it compares besides.
+            keys: keys that it adds to the comparison.
         """
         with self._lock:
-            load(self._idle("load_state_dict"), f"Reducer {self._group.number}", [*REDUCER.keys, *keys], prepare)
+            transport = self._idle("load_state_dict")
+            load(transport, f"Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
 
     def prepare_state(self, state: State, schema: Schema = REDUCER) -> Prepared:
-        """Convert and check a state, for `load_with`. Nothing is sent, and nothing changes.
+        """Convert and check a state for `load_with`. Nothing is sent, and nothing changes.
 
         Args:
             state: see `load_state_dict`.
-            schema: of the state: `REDUCER`, or an extension of it.
+            schema: `REDUCER`, or an extension of it.
 
         Raises:
             InvalidInputError: the state does not fit.
         """
         with self._lock:
             read = schema.read_own(state, self._idle("load_state_dict"))
-            found = fit(read, self._specs, bool(self._settings.correction.momentum))
-            made = self._group.arranged(found["order"], found["bucket_bytes"])
-            made.fill(found["residuals"], found["velocities"])
+            found = fit(read, self._specs, bool(self._settings.momentum))
+            buckets = self._connection.new_buckets(found["bucket_bytes"])
+            buckets.fill(found["residuals"], found["velocities"])
 
         costs = None if found["costs"] is None else measured_costs(found["costs"])
 
         def commit() -> None:
-            self._group.now = made
+            self._connection.buckets = buckets
             if costs is not None:
-                self._group.queue.use_measured(costs)
+                self._connection.queue.use_measured(costs)
             self._open = self._begin(found["step"])
 
         return Prepared({key: found[key] for key in REDUCER.keys}, commit, found)
@@ -543,80 +454,79 @@ class Reducer:
         with self._lock:
             spec = self._spec(name)
             self._connect()
-            bucket = self._group.now.by_name[name]
-            with bucket.on_stream(None):  # on which the view will be used
+            bucket = self._connection.buckets.by_name[name]
+            with bucket.on_stream(None):  # the caller uses the view on the current stream
                 return bucket.residuals[name].reshape(spec.shape)
 
     def scale(self, factor: float) -> None:
-        """Multiply residuals and velocities by a factor: gradients of the next steps are scaled by so much more.
+        """Multiply residuals and velocities by a factor, because the gradients of the next steps are scaled by it.
 
         Raises:
-            InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
+            InvalidInputError: a step has begun, or ``factor`` is not positive.
         """
         if not 0 < (times := to_float(factor)) < math.inf:
-            raise InvalidInputError(f"factor={quote(factor)}: expected a number above 0")
+            raise InvalidInputError(f"factor={quote(factor)}: must be a positive number")
         with self._lock:
             self._idle("scale")
-            now = self._group.now
-            with now.on_current_stream():
-                for bucket in now.buckets:
+            with self._connection.buckets.on_current_stream():
+                for bucket in self._connection.buckets.all:
                     bucket.scale(times)
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Set residuals and velocities to zero: gradients that were not applied yet are dropped.
+        """Set residuals and velocities to zero, which drops gradients that were not applied yet.
 
-        Call it on all ranks: each has a residual of its own, and with some algorithms ("double") a rank also keeps sums
-        of what other ranks have sent.
+        Call it on all ranks: each has its own residuals, and with some algorithms ("double") also stores sums of what
+        other ranks have sent.
 
         Args:
-            names: of the tensors; ``None``: all of them.
+            names: of the tensors; ``None``: all.
 
         Raises:
-            InvalidInputError: in the middle of a step, or there is no tensor of such a name. Nothing has changed.
+            InvalidInputError: a step has begun, or there is no tensor of such a name. Nothing has changed.
         """
         with self._lock:
-            given = self._specs if names is None else [names] if isinstance(names, str) else names
-            wanted = [self._spec(name).name for name in given]
+            selected = self._specs if names is None else [names] if isinstance(names, str) else names
+            selected = [self._spec(name).name for name in selected]
             self._idle("discard")
-            now = self._group.now
-            with now.on_current_stream():
-                for name in wanted:
-                    now.by_name[name].discard(name)
+            with self._connection.buckets.on_current_stream():
+                for name in selected:
+                    self._connection.buckets.by_name[name].discard(name)
+
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a small table, of this rank.
+        """Return a table for this rank.
 
-        - What this rank did per step on average, and what dense sums would have sent.
-        - "set-up": the bytes that it sent in all to measure links and to agree with other ranks. They are not in
-          the bytes per step.
-        - Which algorithm and wire format its calls take, and by which costs; these are of the beginning.
-        - With each peer, the bytes and the rate that was reached, where the transport knows them: of all calls on the
-          communicator so far, set-up included. Over MPI the rate is bytes sent, for the seconds in which messages to or
-          from the peer were waited for: it is at least that.
+        - Means per step, and the bytes of dense sums.
+        - "set-up": all bytes sent to measure links and to agree with other ranks. The bytes per step exclude them.
+        - The algorithms and wire formats of the calls, and the costs by which they were chosen.
+        - The bytes and the rate per peer, if the transport knows them, of all calls on the communicator. Over MPI the
+          rate is a lower bound: bytes sent, divided by the time in which messages of the peer were waited for.
         """
         with self._lock:
             self.count_setup()
             return "\n".join([str(self.counters), *self.report_lines()])
 
     def count_setup(self) -> None:
-        """Add what has been sent and received on the communicator outside of sums since the last time."""
-        if self._group.transport is None:
+        """Add the bytes sent and received on the communicator outside of sums since the last time."""
+        if self._connection.transport is None:
             return
-        traffic = self._group.transport.counters
+        traffic = self._connection.transport.counters
         sent, received = self._setup if self._traffic is traffic else (0, 0)
         self._traffic, self._setup = traffic, traffic.setup
         self.counters.setup_sent += self._setup[0] - sent
         self.counters.setup_received += self._setup[1] - received
 
     def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
-        """Return the lines of the report below the counters, of this reducer and of others on the communicator."""
+        """Return the lines of the report below the counters, for this reducer and others on the communicator."""
         with self._lock:
-            groups = [reducer._group for reducer in (self, *others)]
-            buckets = [bucket for group in groups if group.transport is not None for bucket in group.now.buckets]
-            return choice_lines(buckets) + ([] if self._group.transport is None else peer_lines(self._group.transport))
+            connected = [r._connection for r in (self, *others) if r._connection.transport is not None]
+            transport = self._connection.transport
+            lines = plan_lines(bucket.latest for connection in connected for bucket in connection.buckets.all)
+            return lines + ([] if transport is None else peer_lines(transport))
 
     def __repr__(self) -> str:
-        transport, elements = self._group.transport, sum(spec.size for spec in self._specs.values())
+        transport, elements = self._connection.transport, sum(spec.size for spec in self._specs.values())
         where = "not connected yet" if transport is None else f"rank {transport.rank} of {transport.size}"
         s = self._settings
         o = s.options
@@ -628,22 +538,22 @@ class Reducer:
 
     @property
     def step(self) -> int:
-        """The number of the step that begins, or has begun."""
+        """The number of the current step."""
         return self._open.number
 
     @property
     def last(self) -> Step | None:
-        """The outcome of the step that ended last; ``None``: it failed, or there was none."""
+        """The outcome of the previous step; ``None``: it failed, or there was none."""
         return self._open.before
 
     @property
     def unsummed(self) -> tuple[str, ...]:
-        """Names of tensors of which the last step made no sum, because it failed, or was left."""
+        """Names of tensors that the previous step did not sum, because it failed or was abandoned."""
         return self._open.unsummed_before
 
     @property
     def density(self) -> float:
-        """The density of the step that begins, or has begun."""
+        """The density of the current step."""
         schedule = self._settings.density
         return density_at(schedule, self.step) if callable(schedule) else schedule
 
@@ -656,54 +566,34 @@ class Reducer:
     def groups(self) -> list[list[str]]:
         """The names in each bucket, in the order of calls."""
         self._connect()
-        return [[spec.name for spec in bucket.tensors] for bucket in self._group.now.buckets]
+        return [[spec.name for spec in bucket.tensors] for bucket in self._connection.buckets.all]
 
     @property
     def pending(self) -> bool:
-        """Whether a step has begun that `wait` has not ended."""
+        """Whether gradients were pushed since the last `wait`."""
         return bool(self._open.pushed)
 
-    # -- inside a step ------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        """Return a new step: what became of the one before is part of it."""
-        return OpenStep(self._group, self.counters, number, before, unsummed_before)
+        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
 
     def _prepare(self) -> None:
-        """Have the density of the step, for if the schedule fails, nothing has changed; the ranks, with buckets; and
-        the costs by which the algorithm is chosen, which may take a call.
-        """
-        begins = not self._open.pushed
-        if begins:
+        """Prepare the first gradient of a step. The density comes first: if the schedule fails, nothing has changed."""
+        first = not self._open.pushed
+        if first:
             self._open.density, self._open.label = self.density, self.label
         self._connect()
-        if begins:
-            self._group.have_costs(self._open.density)
+        if first:
+            self._connection.measure_costs(self._open.density)
 
     def _connect(self) -> transport.Transport:
-        """Return the transport, from the first call on with buckets, and when no order is waited for."""
-        if self._group.ordering is not None:
-            error = self._finish_ordering()
-            if error is not None and not isinstance(error, Exception):
-                raise error
-        return self._group.transport or self._group.connect()
+        """Return the transport. There are buckets then."""
+        return self._connection.transport or self._connection.connect()
 
-    def _finish_ordering(self) -> BaseException | None:
-        """Wait for the order, and fill buckets in it. An interrupt of the wait is raised.
-
-        Returns:
-            The error of the call, if it failed: the order is found after the next step then.
-        """
-        assert self._group.ordering is not None
-        handle, told = self._group.ordering
-        error = error_of(handle)
-        self._group.reorder(told.words if error is None else None)
-        return error
-
-    # -- checks -------------------------------------------------------------------------------------------------------
-
+    @property
     def _who(self) -> str:
-        return "" if self._group.transport is None else f"rank {self._group.transport.rank}: "
+        return "" if self._connection.transport is None else f"rank {self._connection.transport.rank}: "
 
     def _begin_push(self, name: str) -> TensorSpec:
         """Check that a tensor may be pushed now."""
@@ -711,23 +601,23 @@ class Reducer:
         self._prepare()
         if name in self._open.pushed:
             raise InvalidInputError(
-                f"{self._who()}{name!r} was pushed in step {self.step} already; call wait() after the last tensor "
-                "of a step, or accumulate() for all but the last part of a gradient"
+                f"{self._who}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
+                "step, and add up the parts of a gradient before you push it"
             )
         return spec
 
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:
             raise InvalidInputError(
-                f"{self._who()}{quote(name)} is no name of this Reducer's {len(self._specs)} tensors, "
+                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
                 f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
             )
         return self._specs[name]
 
-    def _idle(self, doing: str) -> transport.Transport:
-        if self._open.begun:
+    def _idle(self, method: str) -> transport.Transport:
+        """Return the transport, and check that no step has begun."""
+        if self._open.pushed:
             raise InvalidInputError(
-                f"{self._who()}{doing} in the middle of step {self.step}: gradients were pushed, and wait() was not "
-                "called; call it first"
+                f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
             )
         return self._connect()

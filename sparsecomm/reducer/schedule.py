@@ -21,19 +21,20 @@ Schedule = float | Callable[[int], float]
 class Warmup:
     """A density that falls in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
 
-    In the beginning gradients change fast, and entries that wait grow stale. The paper's stages, an epoch each, have
-    densities 0.25, 0.0625, 0.015625, 0.004, and 0.001 from then on: ``Warmup(0.001, 4 * steps_per_epoch)``. In a short
-    training they send most of its bytes: 2 % of the steps were better than 10 % in docs/reports/convergence.md.
+    Gradients change fast at the beginning of a training, and entries that wait in residuals grow stale. The paper's
+    stages of one epoch have densities 0.25, 0.0625, 0.015625 and 0.004, and 0.001 follows:
+    ``Warmup(0.001, 4 * steps_per_epoch)``. In a short training these stages send most of the bytes; a warm-up of 2 % of
+    the steps was better than one of 10 % in docs/reports/convergence.md.
 
     Attributes:
-        density: the final one, from step ``dense_steps + steps`` on.
-        steps: number of steps of all stages together.
-        start: density of the first stage; 1.0 is a dense sum.
-        stages: how many; the density falls by the same factor from stage to stage, and to the final one.
-        dense_steps: number of steps with a dense sum before the first stage.
+        density: the final density, from step ``dense_steps + steps`` on.
+        steps: the number of steps of all stages together.
+        start: the density of the first stage; 1.0 is a dense sum.
+        stages: the number of stages. The density falls by the same factor after each.
+        dense_steps: the number of steps with a dense sum before the first stage.
 
     Raises:
-        InvalidInputError: one of them cannot be used.
+        InvalidInputError: an argument is out of range.
     """
 
     density: float
@@ -43,16 +44,10 @@ class Warmup:
     dense_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("density", self.density), ("start", self.start)):
-            object.__setattr__(self, name, density_at(value, name=name))
-        for name, value, minimum in (
-            ("steps", self.steps, 0),
-            ("stages", self.stages, 1),
-            ("dense_steps", self.dense_steps, 0),
-        ):
-            if (count := to_int(value, minimum)) is None:
-                raise InvalidInputError(f"{name}={quote(value)}: expected a whole number from {minimum} on")
-            object.__setattr__(self, name, count)
+        for name in ("density", "start"):
+            object.__setattr__(self, name, density_at(getattr(self, name), name=name))
+        for name, minimum in {"steps": 0, "stages": 1, "dense_steps": 0}.items():
+            object.__setattr__(self, name, _count(name, getattr(self, name), minimum))
 
     def __call__(self, step: int) -> float:
         """Return the density of step number ``step``, counted from 0."""
@@ -67,12 +62,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class DenseStart:
-    """A schedule that begins with dense steps: see `with_dense_steps`.
-
-    Attributes:
-        density: the density or schedule that follows. A schedule counts its steps from the end of the dense ones.
-        dense_steps: number of dense steps.
-    """
+    """A schedule that begins with dense steps: see `with_dense_steps`."""
 
     density: Schedule
     dense_steps: int
@@ -83,43 +73,48 @@ class DenseStart:
 
 
 def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
-    """Return a schedule that begins with dense steps, and then follows ``density``, which counts steps from there.
+    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there.
 
     Raises:
-        InvalidInputError: ``dense_steps`` is not a whole number of at least 0, or ``density`` is not a density.
+        InvalidInputError: an argument is out of range.
     """
-    if (count := to_int(dense_steps, 0)) is None:
-        raise InvalidInputError(f"dense_steps={quote(dense_steps)}: expected a whole number, at least 0")
+    count = _count("dense_steps", dense_steps, 0)
     if not callable(density):
         density = density_at(density)
     return DenseStart(density, count) if count else density
 
 
-def final_density(schedule: Any, otherwise: float) -> float:
-    """Return the density at which a schedule ends, or ``otherwise`` for a function that does not say."""
+def final_density(schedule: Any, default: float) -> float:
+    """Return the density at which a schedule ends, or ``default`` for a function without an attribute ``density``."""
     while callable(schedule):
-        schedule = getattr(schedule, "density", otherwise)
+        schedule = getattr(schedule, "density", default)
     return float(schedule)
 
 
 def density_at(schedule: Any, step: int | None = None, *, name: str = "density") -> float:
-    """Return the density of a step; ``None``: of all steps, which no function gives.
+    """Return the density of a step. Without a step, ``schedule`` must be a number.
 
-    A density is no number of entries, so unlike k it is never an int. What a function returns may also be the int 1, or
-    an array of one element.
+    An int is refused, since it could be meant as a number of entries, like ``k``. A function may also return the int 1,
+    or an array of one element.
 
     Raises:
-        InvalidInputError: the schedule is, or gives, no number in (0, 1].
+        InvalidInputError: the density is not a number in (0, 1].
     """
-    value, density, said = schedule, math.nan, f"{name}={quote(schedule)}: expected"
+    density, got = math.nan, f"{name}={quote(schedule)}"
     if step is not None and callable(schedule):
         value = schedule(step)
-        said = f"{name}: the function returned {quote(value)} for step {step}; expected"
+        got = f"{name}: the function returned {quote(value)} for step {step}"
         if not isinstance(value, (bool, str, bytes)):
             with suppress(*FAULTS):
                 density = float(value)
-    elif not isinstance(value, numbers.Integral):
-        density = to_float(value)
+    elif not isinstance(schedule, numbers.Integral):
+        density = to_float(schedule)
     if not 0 < density <= 1:
-        raise InvalidInputError(f"{said} a float in (0, 1]: the part of the elements; 1.0 is a dense sum")
+        raise InvalidInputError(f"{got}: must be a float in (0, 1], the share of the elements; 1.0 is a dense sum")
     return density
+
+
+def _count(name: str, value: Any, minimum: int) -> int:
+    if (count := to_int(value, minimum)) is None:
+        raise InvalidInputError(f"{name}={quote(value)}: must be a whole number, at least {minimum}")
+    return count

@@ -1,4 +1,4 @@
-"""A step of a reducer: gradients come in, calls begin as buckets are complete, sums come out."""
+"""One step of a reducer: gradients come in, calls of complete buckets begin, and sums come out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.primitives.gather import gather_words
 from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
+from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.group import Group
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
 __all__ = ["Accept", "OpenStep", "Step", "error_of"]
 
-# Whether a step counts, by its sums by name and the largest magnitude in them.
+# Decides whether a step counts, from its sums by name and the largest magnitude in them.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
-_ABSENCE = 1 << 19  # the round in which ranks tell each other what they lack: algorithms have used none so high
+_ABSENCE = 1 << 19  # the round number of the exchange of absent gradients; the rounds of algorithms have lower ones
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,14 @@ class Step:
 
     Attributes:
         number: of the step, from 0.
-        density: the one that was asked for.
-        usable: false if a gradient was not finite on some rank (with ``skip_nonfinite``), or the step would make a sum,
-            a parameter or the optimizer's state infinite: apply nothing.
-        left: results of tensors for which this rank had no gradient and gave no ``out``, and another rank had one: the
-            other ranks apply them.
-        without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Nothing of them was
-            exchanged: leave their parameters, and the optimizer's state, as they are.
-        nonfinite: a sum of few entries has a NaN or an infinity (without ``skip_nonfinite``), the same on all ranks.
-            NaN and infinities that were left in residuals and velocities are zeros now: they do not come back.
+        density: the density of the step.
+        usable: if False, apply nothing: a gradient was not finite on some rank (with ``skip_nonfinite``), or the step
+            would make a sum, a parameter or the optimizer's state infinite.
+        left: sums without an ``out``: of tensors for which another rank had a gradient and this rank had none.
+        without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Leave their
+            parameters, and the optimizer's state, as they are.
+        nonfinite: a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks. Such
+            entries of residuals and velocities were set to zero.
     """
 
     number: int
@@ -53,55 +52,54 @@ class Step:
 
 
 class OpenStep:
-    """A step that has not ended, and what became of the one before it: all that changes when a step ends.
+    """A step that has not ended, and the outcome of the previous step.
 
-    So one assignment ends a step and begins the next. Where an exception has interrupted a method, call it again.
+    A reducer ends a step and begins the next one by assigning a new object. All methods may be called again after an
+    exception has interrupted them.
 
     Attributes:
         number: of the step.
-        before: the outcome of the step before; ``None``: it failed, or there was none.
-        unsummed_before: names of tensors of which the step before made no sum.
-        density, label: of the step, and what the ranks must have in common besides: set before anything is pushed.
-        pushed: gradients by name; ``None`` where there is none.
-        parts: by name, how many parts of a gradient have come that were not the last.
-        ready: names in the order in which their gradients came.
-        unsummed: after `settle`: names of tensors of which the step made no sum.
+        before: the outcome of the previous step; ``None``: it failed, or there was none.
+        unsummed_before: names of tensors that the previous step has not summed.
+        density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
+        pushed: gradients by name; ``None`` for an absent gradient.
+        unsummed: after `settle`: names of tensors that this step has not summed.
     """
 
     density: float
     label: str
 
     def __init__(
-        self, group: Group, counters: Counters, number: int, before: Step | None, unsummed_before: tuple[str, ...]
+        self,
+        connection: Connection,
+        counters: Counters,
+        number: int,
+        before: Step | None,
+        unsummed_before: tuple[str, ...],
     ) -> None:
-        """Begin a step of a group; ``counters``: where time and traffic are added up."""
+        """Begin a step. It adds its time and traffic to ``counters``."""
         self.number, self.before, self.unsummed_before = number, before, unsummed_before
-        self._group, self._settings, self._counters = group, group.settings, counters
-        self._clips = group.settings.correction.clip is not None
+        self._connection, self._settings, self._counters = connection, connection.settings, counters
+        self._clips = connection.settings.clip is not None
         self.pushed: dict[str, Tensor | None] = {}
-        self.parts: dict[str, int] = {}
-        self.ready: list[str] = []
         self.unsummed: tuple[str, ...] = ()
         self._calls: list[tuple[Handle, _BucketCall]] = []
         self._opening: dict[str, tuple[Handle, Task]] = {}
-        if group.transport is not None:
-            for bucket in group.now.buckets:
-                bucket.begin()
+        for bucket in self._buckets:
+            bucket.begin()
 
     @property
-    def begun(self) -> bool:
-        """Whether anything has been pushed, or accumulated."""
-        return bool(self.pushed or self.parts)
+    def _buckets(self) -> list[Bucket]:
+        return [] if self._connection.transport is None else self._connection.buckets.all
 
     # -- before the first gradient ------------------------------------------------------------------------------------
 
     def opening_call(self, name: str, make: Callable[[], Task]) -> tuple[Task, SparseVector]:
         """Make a call once: see `Reducer.opening_call`."""
-        made = self._opening.get(name)
-        if made is None:
+        if name not in self._opening:
             task = make()
-            made = self._opening[name] = self._group.queue.submit(task), task
-        handle, task = made
+            self._opening[name] = self._connection.queue.submit(task), task
+        handle, task = self._opening[name]
         try:
             return task, handle.wait()
         except BaseException:
@@ -113,148 +111,135 @@ class OpenStep:
         """Forget the opening calls."""
         self._opening.clear()
 
-    # -- gradients in -------------------------------------------------------------------------------------------------
+    # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take(
-        self,
-        spec: TensorSpec,
-        t: Tensor | None,
-        out: Tensor | None = None,
-        *,
-        add: Add | None = None,
-        last: bool = True,
-    ) -> None:
-        """Take a gradient, whose sum goes to ``out``, or a part of it.
+    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
+        """Take a gradient: see `Bucket.take`. With clipping, it is added when all gradients are there.
 
-        With clipping it is added when the norm of all is known. With ``add``, without clipping and momentum, that adds
-        what it makes of ``t``.
+        ``out``: the output for the sum.
         """
-        name, bucket, start = spec.name, self._group.now.by_name[spec.name], time.perf_counter()
+        name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
             if not self._clips:
-                bucket.take(spec, t, add=add, last=last)
-            if last:
-                self.pushed[name] = t
-                if out is not None:
-                    bucket.outs[name] = out
-                if t is not None:
-                    self.ready.append(name)
-            else:
-                self.parts[name] = self.parts.get(name, 0) + 1
+                bucket.take(spec, t, add=add)
+            self.pushed[name] = t
+            if out is not None:
+                bucket.outs[name] = out
         self._counters.accumulate += time.perf_counter() - start
 
     def take_rest(self) -> None:
-        """Note that this rank has no gradient for what was not pushed."""
-        for name, spec in self._group.specs.items():
+        """Record that this rank has no gradient for the tensors that were not pushed."""
+        for name, spec in self._connection.specs.items():
             if name not in self.pushed:
                 self.take(spec, None)
 
     def _add_clipped(self) -> None:
-        """Clip all gradients of this step, and add those that have not been added."""
-        group, s, start = self._group, self._settings, time.perf_counter()
-        squares = 0.0
+        """Clip all gradients of this step, and add those that were not added yet."""
+        connection, s, start = self._connection, self._settings, time.perf_counter()
+        by_name, squares = connection.buckets.by_name, 0.0
         for name, t in self.pushed.items():
             if t is not None and t.size:
-                bucket = group.now.by_name[name]
-                with bucket.on_stream(t):
-                    squares += bucket.sum_of_squares(t)
-        assert group.transport is not None
-        factor = s.correction.clip_factor(squares, group.transport.size, s.options.op)
+                with by_name[name].on_stream(t):
+                    squares += by_name[name].sum_of_squares(t)
+        assert connection.transport is not None
+        assert s.clip is not None
+        P, norm, factor = connection.transport.size, math.sqrt(squares), 1.0
+        max_norm = s.clip * (1 / math.sqrt(P) if s.options.op == "sum" else math.sqrt(P))
+        if max_norm < norm < math.inf:
+            factor = max_norm / norm
         for name, t in self.pushed.items():
-            bucket = group.now.by_name[name]
-            if name in bucket.missing:
-                with bucket.on_stream(t):
-                    bucket.take(group.specs[name], t, scale=factor)
+            if name in by_name[name].missing:
+                with by_name[name].on_stream(t):
+                    by_name[name].take(connection.specs[name], t, scale=factor)
         self._counters.accumulate += time.perf_counter() - start
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def start_ready(self) -> None:
-        """Start the calls of the buckets that are complete, in their order: none before those in front of it.
+        """Start the calls of complete buckets in their order.
 
-        An interrupt may come before a call, for plans are made in bytecode. Then this is to be called again.
+        Plans are made in bytecode, so an interrupt may come before a call. Then call this again.
         """
-        group, buckets = self._group, self._group.now.buckets
-        if self._clips and len(self.pushed) == len(self._group.specs) and len(self._calls) < len(buckets):
+        connection, buckets = self._connection, self._buckets
+        if self._clips and len(self.pushed) == len(connection.specs) and len(self._calls) < len(buckets):
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
-            place = len(self._calls)
-            text = f"{place} {self.number} {self.label}"
-            label = zlib.crc32(text.encode(), group.now.label) or 1
-            call = _BucketCall(group, buckets[place], self.density, label, self._counters)
-            self._calls.append((group.queue.submit(call), call))
+            position = len(self._calls)
+            text = f"{position} {self.number} {self.label}"
+            label = zlib.crc32(text.encode(), connection.buckets.label) or 1
+            call = _BucketCall(connection, buckets[position], self.density, label, self._counters)
+            self._calls.append((connection.queue.submit(call), call))
 
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
-        """Wait for the step's calls. An interrupt of the wait is raised: call it again.
+        """Wait for the step's calls. An interrupt ends the wait: call this again.
 
         Args:
-            accept: as of `Reducer.wait`.
+            accept: as in `Reducer.wait`.
 
         Returns:
-            What to raise, if anything, and the outcome, which counts if nothing is `unsummed`.
+            The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
         """
         outcomes = [(error_of(handle), call) for handle, call in self._calls]
         errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
-        self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size and name not in summed)
+        names = tuple(name for name, spec in self._connection.specs.items() if spec.size)
+        self.unsummed = tuple(name for name in names if name not in summed)
         finite, skips = all(call.finite for _, call in self._calls), self._settings.skip_nonfinite
         usable = finite or not skips
         if self.unsummed and skips:  # no call has changed a residual yet, so none counts
-            self.unsummed = tuple(name for name, spec in self._group.specs.items() if spec.size)
+            self.unsummed = names
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
         if usable and skips and accept is not None and not self.unsummed:
             usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
         for _, call in self._calls:
             call.settle(usable=usable and not self.unsummed)
-        if not usable and not self.unsummed:
-            assert self._group.transport is not None
-            for bucket in self._group.now.buckets:
-                with bucket.on_stream(None):
-                    bucket.drop_overflows(self._group.transport.size)
-        if not finite and not skips:
-            for bucket in self._group.now.buckets:
-                with bucket.on_stream(None):
+        for bucket in self._buckets:
+            with bucket.on_stream(None):
+                if not usable and not self.unsummed:
+                    assert self._connection.transport is not None
+                    bucket.drop_overflows(self._connection.transport.size)
+                if not finite and not skips:
                     bucket.drop_nonfinite()
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
         step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
         return errors[0][0] if errors else None, step
 
     def abandon(self) -> None:
-        """Leave the step as if its calls that were not made had failed."""
+        """End the step as if all calls that were not made had failed."""
         self.take_rest()
         if self._clips:
             self._add_clipped()
         self.settle()
-        for bucket in self._group.now.buckets[len(self._calls) :]:
-            bucket.keep_gradients()
+        for bucket in self._buckets[len(self._calls) :]:
+            with bucket.backend.on_stream(bucket.last):
+                bucket.add_deferred()
 
 
 class _BucketCall(SumCall):
-    """The sum of a bucket over all ranks, as the call queue makes it.
+    """The call that sums a bucket.
+
+    A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
+    mark when the algorithm returns, and then exchange which gradients are absent, in one more round trip.
 
     Attributes:
         names: of the bucket's tensors.
-        largest: the largest magnitude of the result, where it is looked at.
-        finite: whether the result is finite; the same on all ranks, since the result is. Of a whole sum that is not
-            looked at unless such steps are skipped, since nothing of it stays in the residual. If they are skipped, the
-            call leaves the gradient as it is, for `settle`.
-        left: results of tensors that have no ``out``, by name.
+        largest: the largest magnitude of the result, if it was computed.
+        finite: whether the result is finite, the same on all ranks. It stays True for dense sums without
+            ``skip_nonfinite``, of which nothing remains in residuals. With ``skip_nonfinite``, `settle` updates the
+            residual.
+        left: results of tensors without an output, by name.
         without_gradient: names for which no rank has a gradient.
-
-    A rank that has no gradient for a tensor contributes zeros to it, and marks its messages as incomplete. Then all
-    ranks know, when the algorithm has returned, that one of them lacks something, and tell each other what: one trip
-    more.
     """
 
-    def __init__(self, group: Group, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
-        """Prepare the call of a bucket whose gradients of this step are complete; the rest is as in `OpenStep`."""
-        assert group.transport is not None
-        plan, within = bucket.plan(group.transport, group.queue, density), None
+    def __init__(self, connection: Connection, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
+        """Prepare the call of a bucket whose gradients are complete."""
+        assert connection.transport is not None
+        plan, within = bucket.plan(connection.transport, connection.queue, density), None
         with bucket.on_stream(bucket.last):
             contribution = bucket.contribution(plan)
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
-        skip = group.settings.skip_nonfinite
+        skip = connection.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, deferred=skip, keeps=True)
         self.finite, self.largest = True, 0.0
         self.left: dict[str, SparseVector] = {}
@@ -286,24 +271,20 @@ class _BucketCall(SumCall):
     def _exchange(self) -> SparseVector:
         result = super()._exchange()
         if self.plan.comm.incomplete:
-            self.without_gradient = self._absent_everywhere()
+            self.without_gradient = self._gather_absent()
         return result
 
-    def _absent_everywhere(self) -> frozenset[str]:
+    def _gather_absent(self) -> frozenset[str]:
         """Return the names for which no rank has a gradient. All ranks call it."""
         bits = [name in self._absent for name in self.names]
-        words = [
-            sum(bit << place for place, bit in enumerate(bits[begin : begin + 64])) for begin in range(0, len(bits), 64)
-        ]
+        words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
         common = [-1] * len(words)
         for theirs in gather_words(self.plan.comm, words, _ABSENCE):
             common = [a & b for a, b in zip(common, theirs, strict=True)]
         return frozenset(name for i, name in enumerate(self.names) if common[i // 64] >> i % 64 & 1)
 
     def settle(self, *, usable: bool) -> None:
-        """End a call that leaves its gradient for this, and went well; otherwise there is nothing to do.
-
-        The program calls it when it has waited for the call.
+        """Update the residual after a successful call with ``skip_nonfinite``. Other calls have done so.
 
         Args:
             usable: the result is applied, on all ranks.
@@ -320,12 +301,8 @@ class _BucketCall(SumCall):
                 self._result = None
         self._counters.exchange += time.perf_counter() - start
 
-    def _finish(self, result: SparseVector) -> None:  # a bound method as ``write`` would be a reference to itself
+    def _finish(self, result: SparseVector) -> None:
         super()._finish(result)
-        self._write_sums(result)
-
-    def _write_sums(self, result: SparseVector) -> None:
-        """Write the result to where the tensors' sums go."""
         start, bucket, backend = time.perf_counter(), self._bucket, self.contribution.backend
         if self._skip or self.plan.algorithm is not ALGORITHMS["dense"]:
             values = result.dense if isinstance(result, DenseSum) else result.values
@@ -342,12 +319,12 @@ class _BucketCall(SumCall):
         self._writing = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
-        if self.plan.algorithm is not ALGORITHMS["dense"]:  # of which nothing waits, and momentum goes on
+        if self.plan.algorithm is not ALGORITHMS["dense"]:  # after a dense sum momentum continues
             self._bucket.mask_velocity(self.contribution, result)
 
 
 def error_of(handle: Handle) -> BaseException | None:
-    """Wait for a call, and return its error if it failed. An interrupt of the wait is raised."""
+    """Wait for a call, and return its error, or ``None``. An interrupt of the wait is raised."""
     try:
         handle.wait()
     except BaseException as error:

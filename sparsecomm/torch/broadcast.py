@@ -1,4 +1,4 @@
-"""The same weights on all ranks, to begin with."""
+"""`broadcast_parameters`, which gives all ranks the same weights at the beginning."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ __all__ = ["broadcast_parameters"]
 def broadcast_parameters(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
 ) -> None:
-    """Give all ranks the tensors of rank ``root``, bit for bit. Collective.
+    """Copy the tensors of rank ``root`` to all ranks, bit for bit. Collective.
 
-    The ranks compare what they would broadcast, and then each tensor is one broadcast: of MPI, or over the connections
-    of the process group's transport. A tensor on a GPU goes over the group itself, if that has a backend for it.
+    The ranks first compare names, dtypes and shapes. Each tensor is one broadcast, by MPI, or over the connections of
+    the process group's transport. A tensor on a GPU uses the group itself, if that has a backend for it.
 
     Args:
-        tensors: ``model.state_dict()``, or ``model.named_parameters()``, of any types and strides; written in place.
-            Of a DTensor it is this rank's shard. What is no tensor is left out.
-        root: whose; its number in ``comm``.
+        tensors: ``model.state_dict()``, or ``model.named_parameters()``, of any dtypes and strides; written in place.
+            Of a DTensor it is this rank's shard. Other objects are ignored.
+        root: a rank of ``comm``.
         comm: as in `DistributedOptimizer`.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
-        CollectiveMismatchError: the ranks' tensors differ in number, names, types or shapes, or ``root`` does. Nothing
-            was written.
-        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Tensors before the first that
-            has not come may have been written, that one in part.
+        InvalidInputError: an argument is not supported.
+        CollectiveMismatchError: the ranks' tensors differ in number, names, dtypes or shapes, or ``root`` differs.
+            Nothing was written.
+        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Some tensors may have been
+            written, and one in part.
     """
     named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     check_replicated(dict(named), comm, summed=False)
     transport = transport_of(comm)
     if not isinstance(root, int) or not 0 <= root < transport.size:
-        raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {transport.size - 1}")
+        raise InvalidInputError(f"root={root!r}: must be a rank from 0 to {transport.size - 1}")
     described_all = [described(name, t) for name, t in named]
     compare(
         transport,

@@ -1,66 +1,183 @@
-"""The exchange of gradients as backward passes make them, by hooks of the parameters."""
+"""The exchange of the gradients of named parameters, by hooks during backward passes or by calls."""
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sparsecomm import transport
+from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Rebuilt, Step
+from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.states.loading import Prepared
-from sparsecomm.states.schema import State
-from sparsecomm.torch.parameters import NamedParameters, Parameters, is_zero, queue_callback
+from sparsecomm.reducer.state import REDUCER
+from sparsecomm.states.loading import Prepared, Undo
+from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
+from sparsecomm.tensors import interop
+from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
+from sparsecomm.torch.optimizer_state import mapped
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters
 from sparsecomm.torch.shards import gradient_of, local
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Unpack
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_zero", "queue_callback"]
+
+
+def _is_scale(value: object, _: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
+
+
+SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
 
 # The exchange of each parameter that has, or had, one.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
-class Exchange(Parameters):
-    """Parameters whose gradients are exchanged between backward passes and steps, from `begin` on.
+class Scaler(Protocol):
+    """The part of `torch.amp.GradScaler` that is used."""
 
-    It ends with `remove`, or when the last object that has it is gone. This module is compiled, as `Parameters`.
+    def get_scale(self) -> float:
+        """Return the scale of the loss."""
+
+
+class ExchangeOptions(ReducerOptions, total=False):
+    """Keyword arguments that functions pass on to `Exchange`; `SparseState` documents them."""
+
+    comm: Comm
+    scaler: Scaler | None
+    check_weights_every: int | None
+
+
+class Exchange(TrainedParameters):
+    """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
+
+    The reducer lays out its buckets at the first use: frameworks may move parameters to another device before. After
+    `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
+
+    This module is compiled, so that no signal handler runs between the end of the reducer's step and what follows it.
 
     Attributes:
-        attached: from `begin` to `remove`.
-        exchanging: false within `no_sync`.
-        exchanged: gradients are means, and no step has used them.
-        divided: a step has raised while it used means: weights may have changed in part.
+        attached: True from `begin` to `remove`.
+        exchanging: False within `no_sync`.
+        exchanged: gradients are means, and no optimizer step has used them.
+        divided: an optimizer step has raised while it used means: weights may have changed in part.
     """
 
-    def __init__(self, named: NamedParameters, density: Schedule, *, passes: int = 1, **settings: Any) -> None:
+    always_skips_nonfinite = False  # also without a scaler
+
+    @with_options(ReducerOptions, Reducer.__init__)
+    def __init__(
+        self,
+        named: NamedParameters,
+        density: Schedule,
+        *,
+        comm: Comm = None,
+        scaler: Scaler | None = None,
+        check_weights_every: int | None = 0,
+        passes: int = 1,
+        **options: Unpack[ReducerOptions],
+    ) -> None:
         """Check the arguments.
 
         Args:
-            named, density, settings: as in `Parameters`.
-            passes: backward passes that add up before.
+            named: names and parameters; frozen ones are not exchanged. Of DTensors the local shards are summed.
+            density, options: as in `Reducer`.
+            comm, scaler, check_weights_every: as in `sparsecomm.torch.SparseState`.
+            passes: number of backward passes whose gradients add up before an exchange.
+
+        Raises:
+            InvalidInputError: an argument is not supported.
         """
-        super().__init__(named, density, **settings)
+        for name in ("tensors", "skip_nonfinite"):
+            if name in options:
+                raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
+        self._check_every = check_every(check_weights_every)
+        self._checked: int | None = None  # the step in which weights were compared last, since they were made or loaded
+        super().__init__(named, comm, options.get("clip"))
+        self._names = {id(parameter): name for name, parameter in self.named.items()}
+        self._scaler = scaler
+        self._scale: float | None = None  # loss scale of residuals and velocities
+        skips = scaler is not None or self.always_skips_nonfinite
+        self._reducer = Reducer(_host_specs(self.named), density, skip_nonfinite=skips, **options)
+        self.used, self._warned = False, False
+        self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # outputs for means, and contiguous memory
+        self._new: dict[str, torch.Tensor] = {}  # outputs for parameters without a gradient on this rank
         self._passes = passes
         self._hooks: list[RemovableHandle] = []
         self._passed = 0  # backward passes since the last exchange
-        self._pass: int | None = None  # the backward pass that has begun, as autograd numbers them
-        self._made: dict[str, torch.Tensor] = {}  # memory for means of parameters without a gradient on this rank
+        self._pass: int | None = None  # autograd's number of the backward pass that has begun
         self.attached, self.exchanging = False, True
         self.exchanged = self.divided = False
 
-    def begin(self, *, by_hooks: bool = True) -> None:
-        """Begin it.
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer. Its first use is collective."""
+        if not self.used:
+            if not self.named:
+                raise InvalidInputError(
+                    "this SparseState was unpickled and has no parameters yet; call "
+                    "state.bind(model.named_parameters())"
+                )
+            tensors = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
+            self._reducer.place(tensors, self.connect())
+            self.used = True
+        return self._reducer
 
-        Args:
-            by_hooks: gradients are pushed as backward passes make them; otherwise `synchronize` does all.
+    def __repr__(self) -> str:
+        return repr(self._reducer)
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of all parameters, also of frozen ones, by ``id(parameter)``."""
+        return self._names | {id(parameter): name for name, parameter in self._frozen.items()}
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter.
+
+        Raises:
+            InvalidInputError: the parameter is unknown.
+        """
+        found = self._names.get(id(parameter))
+        if found is None:
+            raise InvalidInputError(
+                f"a gradient came for a parameter of shape {tuple(parameter.shape)} that is none of the "
+                f"{len(self._names)} that were named; expected those of model.named_parameters(), of this very model"
+            )
+        return found
+
+    def check_frozen(self) -> None:
+        """Check that parameters that were frozen at the beginning still are; otherwise ranks would drift apart.
+
+        Raises:
+            InvalidInputError: one of them requires a gradient now.
+        """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidInputError(
+                    f"{name} was frozen when the optimizer or the model was wrapped, so its gradient is not exchanged, "
+                    "but it requires a gradient now; wrap again after unfreezing (call remove() of the old wrapper), "
+                    "or wrap before you freeze"
+                )
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def begin(self, *, by_hooks: bool = True) -> None:
+        """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does.
 
         Raises:
             InvalidInputError: the gradient of a parameter is exchanged already.
@@ -86,48 +203,134 @@ class Exchange(Parameters):
         self.attached = True
 
     def remove(self) -> None:
-        """End it."""
+        """End the exchange."""
         self.attached = False
         _remove(self._hooks)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes within it only add to this rank's gradients: on all ranks, for the same passes."""
+        """Let backward passes only add to this rank's gradients: on all ranks, for the same passes."""
         before, self.exchanging = self.exchanging, False
         try:
             yield
         finally:
             self.exchanging = before
 
-    def synchronize(self) -> Step:
-        """Replace all gradients by means. Collective; raises what `Reducer.wait` does.
+    def _ready(self, parameter: torch.Tensor) -> None:
+        """Push a gradient that a backward pass has made, if no further pass adds to it."""
+        if not self.exchanging:
+            return
+        self.check_consistent()
+        this = torch._C._current_graph_task_id()
+        if self._pass is None:
+            queue_callback(self._end_pass)
+            self._pass, self.exchanged = this, False
+        elif self._pass != this:
+            raise InvalidInputError(
+                "a backward pass has begun before the one before it ended. Either that one failed: call "
+                "synchronize(), which exchanges the gradients it has made, before you continue. Or this one is within "
+                "it, as in reentrant activation checkpointing: use use_reentrant=False"
+            )
+        if self._passed + 1 == self._passes:
+            gradient = gradient_of(parameter)
+            assert gradient is not None
+            self.push(self.name_of(parameter), gradient)
 
-        A parameter that is frozen, or has no gradient on this rank, gets the mean if another rank has a gradient for
-        it; otherwise ``p.grad`` stays as it is.
+    def _end_pass(self) -> None:
+        if self._passed + 1 == self._passes:
+            self.synchronize()
+        else:
+            self._pass, self._passed = None, self._passed + 1
 
-        After an interrupt it may be called again, and goes on.
+    def check_consistent(self) -> None:
+        """Check that no optimizer step was interrupted.
+
+        Raises:
+            InvalidInputError: one was.
         """
-        self.check_whole()
+        if self.divided:
+            raise InvalidInputError(
+                "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
+                "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
+            )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
+        """Push the gradient of a parameter, which the mean will replace: see `Reducer.push`.
+
+        Args:
+            name: of the parameter.
+            gradient: of the parameter's shape, with any strides; a DTensor if the parameter is one.
+            absent: this rank has no gradient. The mean replaces ``gradient`` if another rank has one.
+
+        Raises:
+            InvalidInputError: the gradient is a sparse tensor, or was pushed already, or a parameter that was frozen
+                at the beginning requires a gradient now.
+            WeightMismatchError: weights are checked in this step, and differ.
+        """
+        target, reducer = self._dense(name, gradient), self.reducer
+        if not reducer.pending:
+            self.check_frozen()
+            if check_due(self._check_every, reducer.step, self._checked):
+                self.check_weights(self.named, reducer)
+                self._checked = reducer.step
+                reducer.end_opening()
+            self._follow_scale()
+            self._outs = {}
+        mean = target.contiguous()  # the same tensor, if it is contiguous
+        if not reducer.pushed(name):  # otherwise the push is refused
+            self._outs[name] = target, mean
+        reducer.push(name, None if absent else mean, mean)
+
+    def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a gradient.
+
+        Raises:
+            InvalidInputError: it is a sparse tensor.
+        """
+        if gradient.layout is not torch.strided:
+            raise InvalidInputError(
+                f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; make the layer with "
+                "sparse=False (zeros cost nothing here)"
+            )
+        return local(gradient) if self._sharded else gradient.detach()
+
+    def _follow_scale(self) -> None:
+        """Convert residuals to the present loss scale."""
+        if self._scaler is not None:
+            scale = float(self._scaler.get_scale())
+            if self._scale is not None and scale != self._scale:
+                self.reducer.scale(scale / self._scale)
+            self._scale = scale
+
+    def synchronize(self) -> Step:
+        """Replace all gradients by means. Collective; raises the errors of `Reducer.wait`.
+
+        A parameter that is frozen, or has no gradient on this rank, gets the mean if another rank has a gradient;
+        otherwise ``p.grad`` stays as it is. After an interrupt, call it again to continue.
+        """
+        self.check_consistent()
         seen: set[int] = set()
         for name, parameter in self.named.items():
-            if not self.reducer.parts(name):
+            if not self.reducer.pushed(name):
                 gradient = self._own_memory(parameter, seen) if parameter.requires_grad else None
                 if gradient is None:
-                    self._made[name] = made = torch.empty_like(parameter)
-                    self.push_nothing(name, made)
-                elif gradient.layout is torch.strided and is_zero(local(gradient)):
-                    self.push_nothing(name, gradient)
+                    self._new[name] = new = torch.empty_like(parameter)
+                    self.push(name, new, absent=True)
                 else:
-                    self.push(name, gradient)
+                    absent = gradient.layout is torch.strided and is_zero(local(gradient))
+                    self.push(name, gradient, absent=absent)
         return self.wait()
 
     def _own_memory(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
-        """Return the gradient of a parameter, which is replaced by a copy if the mean cannot be written to it.
+        """Return a parameter's gradient, replaced by a copy if the mean cannot be written to it.
 
-        Programs set gradients whose elements share memory (`torch.autograd.grad` of a sum returns such), or give two
-        parameters the same one.
+        `torch.autograd.grad` of a sum returns gradients whose elements share memory, and programs may assign one
+        gradient to two parameters.
 
         Args:
+            parameter: with or without a gradient.
             seen: addresses of gradients, to which this one is added.
         """
         gradient = gradient_of(parameter)
@@ -142,81 +345,147 @@ class Exchange(Parameters):
         seen.add(local(gradient).data_ptr())
         return gradient
 
-    def check_whole(self) -> None:
-        """Check that no step was divided.
+    def wait(self) -> Step:
+        """Wait until means have replaced the gradients, and end the step; raises the errors of `Reducer.wait`.
 
-        Raises:
-            InvalidInputError: one was.
+        If an interrupt comes before the step has ended, call this again.
         """
-        if self.divided:
-            raise InvalidInputError(
-                "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
-                "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
+        done = self.ending_step(self.reducer.wait)
+        if done.nonfinite and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"gradients of step {done.number} were not finite on some rank; such entries were dropped from the "
+                "residuals. If you use a torch.amp.GradScaler, pass it as scaler=: residuals then follow the loss "
+                "scale, and no gradient of a skipped step is lost",
+                stacklevel=2,
             )
+        return done
 
-    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with other ranks, in the next backward pass. What the last step had of means counts as exchanged."""
-        rebuilt = super().rebuild(comm, joining=joining)
-        self._pass, self._passed, self._made = None, 0, {}
-        self.exchanged = self.exchanged or bool(self.reducer.unsummed)
-        return rebuilt
-
-    def prepare_state(self, state: State) -> Prepared:
-        """Convert and check a state: see `Parameters.prepare_state`. Weights are whole then, and no pass under way."""
-        prepared = super().prepare_state(state)
-
-        def commit() -> None:
-            prepared.commit()
-            self._pass, self._passed, self.exchanged, self.divided = None, 0, False, False
-
-        return Prepared(prepared.common, commit)
-
-    def adopt(self) -> None:
-        """Go on with a state of the optimizer that was loaded without this. Weights have been loaded as well."""
-        self._checked = None
-
-    # -- a backward pass ----------------------------------------------------------------------------------------------
-
-    def _ready(self, parameter: torch.Tensor) -> None:
-        """Take note that a backward pass has added to a gradient; exchange it if it is complete."""
-        if self._only_adds(parameter):
-            return
-        self.check_whole()
-        this = torch._C._current_graph_task_id()
-        if self._pass is None:
-            queue_callback(self._end_pass)
-            self._pass, self.exchanged = this, False
-        elif self._pass != this:
-            raise InvalidInputError(
-                "a backward pass has begun before the one before it ended. Either that one failed: call "
-                "synchronize(), which exchanges what there is, before you go on. Or this one is within it, "
-                "as in reentrant activation checkpointing: use use_reentrant=False"
-            )
-        if self._passed + 1 == self._passes:
-            gradient = gradient_of(parameter)
-            assert gradient is not None
-            self.push(self.name_of(parameter), gradient)
-
-    def _only_adds(self, parameter: torch.Tensor) -> bool:
-        """Return whether this pass only adds to the gradient of a parameter."""
-        return not self.exchanging
-
-    def _end_pass(self) -> None:
-        if self._passed + 1 == self._passes:
-            self.synchronize()
-        else:
-            self._pass, self._passed = None, self._passed + 1
+    def ending_step(self, wait: Callable[[], Step]) -> Step:
+        """Call ``wait``. If it ends the reducer's step, with or without an error, end the step here, too."""
+        number = self.reducer.step
+        try:
+            return wait()
+        finally:
+            if self.reducer.step != number:
+                self._end_step(self.reducer.last)
 
     def _end_step(self, last: Step | None) -> None:
-        made, self._made = self._made, {}
-        super()._end_step(last)
+        """Write the means of a step to the gradients; ``None``: the step has failed."""
+        outs, self._outs, new, self._new = self._outs, {}, self._new, {}
+        for name, (target, mean) in outs.items():
+            if last is not None and name in last.without_gradient:
+                continue
+            if last is not None and not last.usable:  # a scaler may serve several optimizers: each must see a NaN
+                mean.view(-1)[:1] = torch.nan
+            if mean is not target:
+                target.copy_(mean)
         skipped = self.reducer.unsummed if last is None else last.without_gradient
-        for name, gradient in made.items():
+        for name, gradient in new.items():
             if name not in skipped and local(gradient).numel():
                 self.named[name].grad = gradient
         self._pass, self._passed, self.exchanged = None, 0, last is not None
+
+    def discard(self, names: Iterable[str] | None = None) -> None:
+        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps.
+
+        Args:
+            names: of the parameters; ``None``: all.
+
+        Raises:
+            InvalidInputError: a step has begun, or there is no parameter of such a name.
+        """
+        if self.used or not self.named:
+            self.reducer.discard(names)
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Continue with other ranks, in the next backward pass: see `Reducer.rebuild`.
+
+        Gradients that the last step has not summed are set to zero. Its means count as exchanged.
+        """
+        self.check_comm(comm)
+        ranks, self.comm = transport.transport_of(comm), comm
+        if self.used:
+            self.connect()
+        self._checked = None  # on all ranks, because joining ranks compare weights
+        rebuilt = self.reducer.rebuild(ranks, joining=joining)
+        for name in self.reducer.unsummed:
+            if self.named[name].requires_grad:
+                self.named[name].grad = torch.zeros_like(self.named[name])
+        self._reset(exchanged=self.exchanged or bool(self.reducer.unsummed))
+        return rebuilt
+
+    def _reset(self, *, exchanged: bool) -> None:
+        self._outs, self._new = {}, {}
+        self._pass, self._passed, self.exchanged = None, 0, exchanged
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the reducer, with tensors in host memory, and the loss scale."""
+        state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
+        return {**state, "format": SCHEMA.format, "loss_scale": self._scale}
+
+    def load_state_dict(self, state: State) -> None:
+        """Load a state that `state_dict` returned: see `Reducer.load_state_dict`. Collective."""
+        self.load_with(lambda undo: self.prepare_state(state))
+
+    def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
+        """Load a state with the additions of an integration: see `Reducer.load_with`. Collective."""
+        self.reducer.load_with(prepare, ["loss_scale", *keys])
+
+    def prepare_state(self, state: State) -> Prepared:
+        """Convert and check a state for `load_with`. Nothing is sent, and nothing changes."""
+        prepared = self.reducer.prepare_state(state, SCHEMA)
+        scale = None if prepared.fields["loss_scale"] is None else float(prepared.fields["loss_scale"])
+
+        def commit() -> None:
+            prepared.commit()
+            self._scale, self.divided = scale, False
+            self._reset(exchanged=False)
+            self.adopt()
+
+        return Prepared({**prepared.common, "loss_scale": scale or 0.0}, commit)
+
+    def adopt(self) -> None:
+        """Note that weights and the optimizer's state were loaded."""
+        self._checked = None
+
+
+def _host_specs(named: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """Return specs for a check of options. The parameters may not be on their device yet."""
+    dtypes = {name: FLOAT64 if p.dtype is torch.float64 else FLOAT32 for name, p in named.items()}
+    return {name: TensorSpec(name, tuple(p.shape), dtypes[name], interop.CPU) for name, p in named.items()}
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Return whether all elements are zero. It usually reads few elements of other gradients.
+
+    On a GPU it waits for the gradient.
+    """
+    if not gradient.is_cpu or not gradient.is_contiguous():
+        return not gradient.any()
+    flat = gradient.view(-1)
+    begin, length = 0, 16
+    while begin < flat.numel():
+        if flat[begin : begin + length].any():
+            return False
+        begin, length = begin + length, 8 * length
+    return True
+
+
+def in_backward_pass() -> bool:
+    """Return whether this thread is in a backward pass, so that callbacks can be queued."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the present backward pass, after callbacks queued earlier."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,30 +1,22 @@
 """The communication hook of DistributedDataParallel."""
 
-# Without `from __future__ import annotations`: DDP reads the annotations of hooks, and wants types.
+# Without `from __future__ import annotations`: DDP reads the annotations of hooks, and requires types.
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is there, and listed nowhere
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.parameters import (
-    ExchangeOptions,
-    NamedParameters,
-    Parameters,
-    Scaler,
-    in_backward_pass,
-    is_zero,
-    queue_callback,
-)
+from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
+from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -33,150 +25,122 @@ if TYPE_CHECKING:
 __all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
 
 
-class SparseState:
+class SparseState(Exchange):
     """The state of `sparse_hook`: residuals by parameter, options, counters.
 
         state = SparseState(model.named_parameters())
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
 
-    A gradient that is all zeros on a rank counts as none: DDP gives the hook zeros for parameters that the rank did not
-    use. What waits in its residual stays there. A parameter that only some ranks used gets the mean, with zeros from
-    the others; one that no rank used, or that is frozen, does not move.
+    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use: the
+    residual is kept. A parameter that only some ranks used gets the mean, to which the others contribute zeros. A
+    parameter that no rank used, or that is frozen, does not change.
 
     Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
     passes under ``ddp.no_sync()``, or call `discard` afterwards.
 
-    DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and the others divide by the
-    number of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
+    DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and means divide by the number
+    of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
 
     Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does.
 
-    This state has buckets of its own, which it fills in the reverse order of the parameters. So DDP may rebuild its
-    buckets, as it does after the first iteration, and a run that goes on from a checkpoint does what it would have
-    done. No iterations have to pass before sparsity begins. To begin with dense iterations, pass ``dense_steps``, or a
-    schedule as ``density``: ``sparsecomm.Warmup(0.018, steps)``.
+    The state has its own buckets, in the reverse order of the parameters, so DDP may rebuild its buckets after the
+    first iteration. To begin with dense iterations, pass ``dense_steps``, or a schedule as ``density``:
+    ``sparsecomm.Warmup(0.018, steps)``.
 
     ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
-    number of ranks). Pickling keeps the same; `bind` the parameters afterwards.
+    world size). A pickled state contains the same; `bind` the parameters afterwards.
 
     Args:
         named_parameters: of the model, before or after DDP wraps it. They may be moved to another device later.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        scaler: the `torch.amp.GradScaler` in use. What is kept is then rescaled when the loss scale changes, and an
-            overflow on one rank is seen by all.
-        check_weights_every: `sparsecomm.check_weights` of the parameters, also of frozen ones, before the first call of
-            the first step, and of every step whose number it divides. 0: of the first step only, as also after
-            `load_state_dict`. ``None``: never. The same on all ranks.
-        options: those of `sparsecomm.Reducer`, with ``reorder=False`` by default, but not ``op="sum"``: DDP averages.
+        scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
+            which one rank's gradient overflows.
+        check_weights_every: call `sparsecomm.check_weights` for the parameters, also frozen ones, before each step
+            whose number is a multiple of this; 0: before the first step, and the first one after `load_state_dict`,
+            only; ``None``: never. It must be the same on all ranks.
+        options: those of `sparsecomm.Reducer` except ``op="sum"``: DDP averages.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
+        InvalidInputError: an argument is not supported.
     """
 
-    @with_options(ExchangeOptions, Parameters.__init__, reorder=False)
+    @with_options(ExchangeOptions, Exchange.__init__)
     def __init__(
         self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
     ) -> None:
         if options.get("op") == "sum":
             raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
-        comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # which are not pickled
-        self._settings: dict[str, Any] = {"reorder": False, **options, "density": density}
-        self._parameters: Parameters | None = None
+        comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled
+        self._settings: dict[str, Any] = {**options, "density": density}
         self._saved: State | None = None
         self.bind(named_parameters, comm=comm, scaler=scaler)
-        self._begin()
+        self._forget_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Give an unpickled state its parameters. Collective, if it had made a step.
+        """Set the parameters of an unpickled state. Collective if it had made a step.
 
         Args:
-            named_parameters, comm, scaler: as before it was pickled.
+            named_parameters, comm, scaler: as before the pickling.
 
         Raises:
-            InvalidInputError: they are not those of the state.
+            InvalidInputError: the parameters do not fit the state.
         """
-        self._parameters = Parameters(named_parameters, comm=comm, scaler=scaler, **self._settings)
+        super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
         if self._saved is not None:
-            self._parameters.load_state_dict(self._saved)
+            super().load_state_dict(self._saved)
         self._saved = None
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Go on with the ranks of another communicator, when some were lost or are new. Collective over them.
+        """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
 
-        A DDP model that saw a rank die is of no use any more: drop it, wrap the module in a new one, on a process group
-        of the ranks that go on, and register this state with it. Residuals and velocities of this rank stay. After a
-        backward pass that failed, ``p.grad`` is the mean where the ranks had one, and zero otherwise: go on with the
-        optimizer's ``step()``.
+        A DDP model that has seen a rank die cannot be used any more: wrap the module in a new one, on a process group
+        of the remaining ranks, and register this state with it. Residuals and velocities of this rank stay. After a
+        backward pass that failed, ``p.grad`` is the mean if the ranks had agreed on it, and zero otherwise: continue
+        with the optimizer's ``step()``.
 
         Args:
-            comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
-            joining: this rank is new; weights come by DDP's own broadcast, when it wraps the module.
+            comm: the new process group, or the result of `sparsecomm.shrink` or `sparsecomm.grow`.
+            joining: this rank is new. DDP broadcasts the weights when it wraps the module.
 
         Raises:
             SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
         means = dict(self._means)
-        rebuilt = self._bound.rebuild(comm, joining=joining)
+        rebuilt = super().rebuild(comm, joining=joining)
         if unsummed := self.reducer.unsummed:
-            for name, parameter in self._bound.named.items():
+            for name, parameter in self.named.items():
                 if name not in unsummed:
                     parameter.grad = means[parameter].clone() if parameter in means else torch.zeros_like(parameter)
-        self._begin()
+        self._forget_pass()
         return rebuilt
 
-    def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop gradients that wait in residuals and were not applied yet. Call it on all ranks, between steps.
-
-        Args:
-            names: of the parameters; ``None``: all.
-
-        Raises:
-            InvalidInputError: a step is under way, or there is no parameter of such a name.
-        """
-        self._bound.discard(names)
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer, with its counters, buckets and residuals."""
-        return self._bound.reducer
-
-    def state_dict(self) -> StateDict:
-        """Return what `sparsecomm.Reducer.state_dict` does; arrays are tensors in host memory."""
-        return self._bound.state_dict()
-
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
-        self._bound.load_state_dict(state)
-        self._begin()
-
-    @property
-    def _bound(self) -> Parameters:
-        if self._parameters is None:
-            raise InvalidInputError(
-                "this SparseState was unpickled and has no parameters yet; call state.bind(model.named_parameters())"
-            )
-        return self._parameters
+        """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
+        super().load_state_dict(state)
+        self._forget_pass()
 
     def __repr__(self) -> str:
-        return f"SparseState({'unpickled, without parameters' if self._parameters is None else self._parameters})"
+        return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
 
     def __getstate__(self) -> StateDict:
-        saved = self._saved if self._parameters is None or not self._parameters.used else self.state_dict()
-        return {"options": self._settings, "saved": saved}
+        return {"options": self._settings, "saved": self.state_dict() if self.named and self.used else self._saved}
 
     def __setstate__(self, state: StateDict) -> None:
-        self._settings, self._saved, self._parameters = state["options"], state["saved"], None
-        self._begin()
+        self._settings, self._saved = state["options"], state["saved"]
+        self.named, self.used = {}, False
+        self._forget_pass()
 
-    def _begin(self) -> None:
+    # -- a backward pass ----------------------------------------------------------------------------------------------
+
+    def _forget_pass(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and where their means will be
-        self._in_pass = False  # a backward pass has begun, and the gradients do not stand where they belong yet
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and outputs for their means
+        self._in_pass = False  # a backward pass has begun, and DDP has not written all gradients yet
 
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        parameters = self._bound
+    def run_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Push the gradients of a bucket of DDP. With the last one, wait for the means."""
         if bucket.index() == 0:
             self._means = []
             if self._in_pass:
@@ -189,52 +153,51 @@ class SparseState:
         self._futures.append((future, bucket.buffer()))
         try:
             gradients = bucket.gradients()
-            absent = _zeros_among(gradients)
-            for parameter, gradient, none in zip(bucket.parameters(), gradients, absent, strict=True):
+            zeros = _zeros_among(gradients)
+            for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
                 gradient = _as_laid_out(gradient, parameter)
-                push = parameters.push_nothing if none or not parameter.requires_grad else parameters.push
-                push(parameters.name_of(parameter), gradient)
+                self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
                 self._means.append((parameter, gradient))
             if bucket.is_last():
-                parameters.wait()
+                self.wait()
         except BaseException as error:
-            self._end(error)
+            self._complete_futures(error)
             raise
         if not bucket.is_last():
             return future
-        self._end(None)
-        if not in_backward_pass():  # DDP's join() calls this on a rank that has no more batches, with zeros
+        self._complete_futures(None)
+        if not in_backward_pass():  # DDP's join() calls the hook with zeros on a rank that has no more batches
             self._means, self._in_pass = [], False
             return future
-        # DDP queues a callback when this returns, and writes gradients in it: those that it leaves out come after that.
+        # DDP queues a callback that writes gradients when this returns. Gradients that it leaves out come after that.
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
-        queue_callback(partial(queue_callback, partial(self._end_pass, before)))
+        queue_callback(partial(queue_callback, partial(self._write_unused, before)))
         return future
 
-    def _end_pass(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Write the means that DDP leaves out: of parameters that no rank used in this pass, but in one before it.
+    def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
+        """Write means that DDP leaves out: of parameters that no rank used in this pass, but in a pass before it.
 
-        Their gradients were still there, so they were exchanged again, and part of them now waits in residuals.
+        Their gradients were still there, so they were exchanged again, and part of them is now in residuals.
 
         Args:
-            before: the gradients before DDP wrote to those of the others, with their versions.
+            before: the gradients before DDP wrote others, with their versions.
         """
         means, self._means, self._in_pass = self._means, [], False
-        last, name_of = self.reducer.last, self._bound.name_of
+        last = self.reducer.last
         for (parameter, mean), (gradient, version) in zip(means, before, strict=True):
-            if last is None or name_of(parameter) in last.without_gradient or not parameter.requires_grad:
+            if last is None or self.name_of(parameter) in last.without_gradient or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _complete_futures(self, error: BaseException | None) -> None:
         """Complete the futures of all buckets of this backward pass."""
         futures, self._futures = self._futures, []
         for future, buffer in futures:
             if isinstance(error, Exception):
-                future.set_exception(error)  # type: ignore[arg-type] # so it is declared
+                future.set_exception(error)  # type: ignore[arg-type] # torch declares only its own errors
             else:
                 future.set_result(buffer)
 
@@ -247,14 +210,14 @@ def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
 
 
 def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future for a bucket's values: who waits for it waits for their stream, too."""
+    """Return a future for a bucket's values, which synchronizes with their stream."""
     return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of a gradient with its parameter's strides.
 
-    DDP lays gradients out in memory as their parameters are, channels last for example, but shows them as contiguous.
+    DDP gives gradients the memory layout of their parameters, for example channels last, but passes contiguous views.
     """
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
@@ -265,9 +228,9 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     """Replace gradients by the mean over all ranks of their largest entries.
 
     For `DistributedDataParallel.register_comm_hook`. The exchange begins when a bucket of ``state`` is complete, and
-    goes on during the backward pass; the hook of DDP's last bucket waits for it.
+    overlaps with the backward pass; the hook of DDP's last bucket waits for it.
     """
-    return state._reduce(bucket)
+    return state.run_hook(bucket)
 
 
 def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -282,31 +245,30 @@ def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Let DDP leave gradients as each rank has made them, where a framework wraps a model for which it is not needed.
+    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
 
-    For `SparseAdamW` and `DiLoCo`, which exchange what they have to. Not for `DistributedOptimizer`: after each
-    backward pass DDP writes to ``p.grad``, where that has its means; `register` does what it does. DDP's ``join()`` is
-    not supported.
+    For `SparseAdamW` and `DiLoCo`, which exchange gradients themselves. It does not work with `DistributedOptimizer`,
+    whose means in ``p.grad`` DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
 
     Args:
-        ddp: before its first backward pass.
+        ddp: a DDP model before its first backward pass.
 
     Raises:
-        InvalidInputError: it is no DDP model, or has a hook already.
+        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already.
     """
     _check_free(ddp)
     ddp.register_comm_hook(None, _local_hook)
 
 
 def _check_free(ddp: DistributedDataParallel) -> None:
-    """Check that it is a model that DDP wraps, without a hook."""
+    """Check that ``ddp`` is a DDP model without a hook."""
     model: object = ddp
     if not isinstance(model, DistributedDataParallel):
-        what = type(ddp).__name__
-        sharded = what.startswith(("FSDP", "FullySharded"))
-        hint = "; for replicas of a model that FSDP2 shards there is register_fsdp" if sharded else ""
-        raise InvalidInputError(f"ddp: got {what}; expected torch.nn.parallel.DistributedDataParallel{hint}")
-    if getattr(ddp, "_comm_hooks", ()):  # torch keeps them to itself; without, its own error says less
+        kind = type(ddp).__name__
+        sharded = kind.startswith(("FSDP", "FullySharded"))
+        hint = "; use register_fsdp for replicas of a model that FSDP2 shards" if sharded else ""
+        raise InvalidInputError(f"ddp: got {kind}; expected torch.nn.parallel.DistributedDataParallel{hint}")
+    if getattr(ddp, "_comm_hooks", ()):  # private to torch, whose own error says less
         raise InvalidInputError(
             "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
             "that the first register returned, or wrap the module in a new DistributedDataParallel"
@@ -314,38 +276,38 @@ def _check_free(ddp: DistributedDataParallel) -> None:
 
 
 def _reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the names and parameters of a model, without those that DDP was told to ignore."""
+    """Return the names and parameters of a model, without the parameters that DDP ignores."""
     ignored = ddp.parameters_to_ignore
-    # DDP looks for ".weight" where a parameter is the model's own.
+    # DDP prefixes a "." to the names of the model's own parameters.
     return [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
 
 
-@with_options(ExchangeOptions, Parameters.__init__, reorder=False)
+@with_options(ExchangeOptions, Exchange.__init__)
 def register(
     ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
 ) -> SparseState:
-    """Let a model that is wrapped by DDP exchange its gradients sparsely.
+    """Let a DDP model exchange its gradients sparsely.
 
         state = sparsecomm.torch.register(DistributedDataParallel(model))
 
-    For SGD, with momentum or without. Leave the other arguments at their defaults, which are what our reports recommend
-    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then as without this line. Adam and
-    its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
+    For SGD, with or without momentum. Leave the other arguments at their defaults, which are what our reports recommend
+    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then the same as without this line.
+    Adam and its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
     `SparseAdamW` for these, without DDP.
 
-    Parameters that DDP ignores are left alone. For gradients that are thrown away, and for ``join()``, see
-    `SparseState`.
+    Parameters that DDP ignores are not exchanged. `SparseState` describes gradients that you throw away, and
+    ``join()``.
 
     Args:
-        ddp: before its first backward pass.
+        ddp: a DDP model before its first backward pass.
         comm: ``None``: the process group of ``ddp``.
         density, scaler, check_weights_every, options: as in `SparseState`.
 
     Returns:
-        The state, which is registered already.
+        The state, registered with ``ddp``.
 
     Raises:
-        InvalidInputError: it is no DDP model, has a hook already, or an argument cannot be used.
+        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already, or an argument is not supported.
     """
     _check_free(ddp)
     if options.get("comm") is None:

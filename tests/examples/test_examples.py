@@ -91,8 +91,10 @@ def test_lost_rank() -> None:
     command = [str(MPIRUN), "--with-ft", "ulfm", "-n", "4", sys.executable, str(ROOT / "examples/lost_rank.py")]
     said = run(*command, ends_well=False)
     assert len(re.findall(r"^rank \d: .*rank 1 died", said, re.MULTILINE)) == 3, said
-    assert len(re.findall(r"^now rank [012]: 3 ranks go on with step 71; lost: rank 1", said, re.MULTILINE)) == 3, said
-    assert len(re.findall(r"^rank \d: 4 ranks go on with step 120; new: rank 3", said, re.MULTILINE)) == 4, said
+    assert len(re.findall(r"^now rank [012]: 3 ranks continue with step 71; lost: rank 1", said, re.MULTILINE)) == 3, (
+        said
+    )
+    assert len(re.findall(r"^rank \d: 4 ranks continue with step 120; new: rank 3", said, re.MULTILINE)) == 4, said
     ends = re.findall(r"^rank (\d) of 4: 180 steps, accuracy ([\d.]+)%, weights (\w+)", said, re.MULTILINE)
     assert sorted(rank for rank, _, _ in ends) == ["0", "1", "2", "3"], said
     assert len({weights for _, _, weights in ends}) == 1, said
@@ -132,8 +134,10 @@ def test_local_steps() -> None:
         )
         assert len(gone_on) == 3, said
         assert max(map(float, gone_on)) < 2, said
-        assert len(re.findall(r"^rank [012]: 3 ranks go on with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
-        assert len(re.findall(r"^rank \d: 4 ranks go on with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
+        assert len(re.findall(r"^rank [012]: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, (
+            said
+        )
+        assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
     ends = re.findall(
         r"^rank (\d): of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB",
         said,

@@ -68,7 +68,7 @@ def test_residuals_are_loaded_by_id_only(
     assert not names[0].startswith(attached.run)  # steps may be made again
     attached.prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == names[2:]
-    unknown = "was saved without residuals; training begins with empty ones"
+    unknown = "was saved without residuals"
     for wrong, words in ((names[0], "copy that folder"), (None, unknown), (f"../{tmp_path.name}/{names[2]}", unknown)):
         caplog.clear()
         attached.load(tmp_path, wrong, "b.ckpt")
@@ -86,7 +86,7 @@ def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
 def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
     sgd = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, ddp.module.named_parameters())
-    with pytest.raises(sc.InvalidInputError, match="pass the optimizer that it wraps, and a hook will exchange"):
+    with pytest.raises(sc.InvalidInputError, match="pass a plain optimizer, and a hook will exchange"):
         attach(ddp, [optimizer], 0.01, {})
     optimizer.remove()
 

@@ -356,10 +356,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "empty": (lambda: sj.allreduce_tree({}, 0.1), "grads: got a tree without leaves"),
     "k": (lambda: sj.sparse_allreduce(X, 5), r"k=5: expected an int from 1 to 4"),
     "traced k": (lambda: jax.jit(sj.sparse_allreduce)(X, 1), "k: got a JAX array; .*static"),
-    "density": (lambda: sj.allreduce_tree([X], 1.5), r"density=1\.5: expected a float in \(0, 1\]"),
-    "density of sparsify": (lambda: sj.sparsify(0), r"density=0: expected"),
+    "density": (lambda: sj.allreduce_tree([X], 1.5), r"density=1\.5: must be a float in \(0, 1\]"),
+    "density of sparsify": (lambda: sj.sparsify(0), r"density=0: must be"),
     "scope": (lambda: sj.allreduce_tree([X], 0.1, scope="layer"), "scope='layer': expected one of model, tensor"),
-    "dense_below": (lambda: sj.allreduce_tree([X], 0.1, dense_below=-1), "dense_below=-1: expected"),
+    "dense_below": (lambda: sj.allreduce_tree([X], 0.1, dense_below=-1), "dense_below=-1: must be"),
     "algorithm": (lambda: sj.allreduce_tree([X], 0.1, algorithm="best"), "best"),
     "wire": (lambda: jax.jit(lambda x: sj.sparse_allreduce(x, 1, wire="packed_int8"))(np.ones(3)), "x is float64"),
     "structure": (lambda: sj.allreduce_tree([X], 0.1, residuals=[X, X]), "residuals: got a tree of the structure"),
@@ -385,7 +385,7 @@ def test_errors_of_the_exchange_keep_their_text() -> None:
     pytest.importorskip("optax", reason="optax is not installed")
     transform = sj.sparsify(lambda step: 2.0)
     state = transform.init([X])
-    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned 2\.0 for step 0; expected a float"):
+    with pytest.raises(sc.InvalidInputError, match=r"density: the function returned 2\.0 for step 0: must be a float"):
         transform.update([X], state)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"InvalidInputError: .*the function returned 2\.0 for step 0"):
         jax.block_until_ready(jax.jit(transform.update)([X], state))

@@ -21,7 +21,7 @@ TWO = (("f", "a"), ("b", "c", "d", "e"))
     [
         {},
         {"op": "mean_of_contributors", "algorithm": "split", "clip": 5.0, "chunk": 64},
-        {"wire": "packed_int2", "density": sc.Warmup(0.01, 4), "momentum": 0.5, "reorder": True, "scope": "bucket"},
+        {"wire": "packed_int2", "density": sc.Warmup(0.01, 4), "momentum": 0.5, "scope": "bucket"},
     ],
 )
 def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -> None:

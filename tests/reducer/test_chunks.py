@@ -21,12 +21,7 @@ OPTIONS = {
     "bucket_bytes": st.sampled_from([1, 1500, None]),
     "algorithm": st.sampled_from(["allgather", "ssar_split_allgather"]),
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "push": {},
-    "accumulate": {},
-    "clip": {"clip": 1e9},
-    "skip": {"skip_nonfinite": True},
-}
+WAYS: dict[str, dict[str, Any]] = {"push": {}, "clip": {"clip": 1e9}, "skip": {"skip_nonfinite": True}}
 
 
 def by_hand(pushed: list[list[Arrays]], k: int, chunk: int, decay: float) -> tuple[list[Arrays], list[Arrays]]:
@@ -63,10 +58,6 @@ def test_sums_and_residuals_are_those_of_each_tensor(P: int, way: str) -> None:
             found = []
             for given_ in pushed[transport.rank]:
                 mine = copies(given_)
-                if way == "accumulate":
-                    for name in ("c", "a"):
-                        reducer.accumulate(name, mine[name])
-                        mine[name][...] = 0
                 assert reducer.reduce(mine).left == {}
                 found.append(mine)
             return found, residuals(reducer)

@@ -78,13 +78,13 @@ def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
             lambda step: schedule.get(step, 0.05),
             comm=transport,
             dense_steps=2,
-            **{"op": "sum", "reorder": False, **options},
+            **{"op": "sum", **options},
         )
         taken, results = [], []
         for step in range(6):
             pushed = gradients(dtype, transport.rank, step)
             done = reducer.reduce(pushed)
-            (bucket,) = reducer._group.now.buckets
+            (bucket,) = reducer._connection.buckets.all
             assert bucket.latest is not None
             taken.append((done.density, bucket.latest.algorithm.name, bucket.latest.choice.wire.name))
             results.append((pushed, {name: reducer.residual(name).copy() for name in reducer.names}))
@@ -136,7 +136,7 @@ def test_dense_steps_come_before_a_schedule() -> None:
         then = [density(step) if callable(density) else density for step in range(5)]
         assert [schedule(step) for step in range(8)] == [1.0, 1.0, 1.0, *then]
     for wrong in (-1, 1.5, True, "two", None):
-        with pytest.raises(sc.InvalidInputError, match=r"dense_steps=.*: expected a whole number, at least 0"):
+        with pytest.raises(sc.InvalidInputError, match=r"dense_steps=.*: must be a whole number, at least 0"):
             sc.Reducer({"x": np.zeros(3, np.float32)}, dense_steps=wrong)  # type: ignore[arg-type]
     with pytest.raises(sc.InvalidInputError, match="density=2"):
         with_dense_steps(2.0, 3)

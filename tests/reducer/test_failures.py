@@ -21,9 +21,7 @@ every_scope = pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
 
 REFUSED: dict[str, tuple[Callable[[sc.Reducer, Arrays], Any], str]] = {
     "pushed twice": (lambda r, g: r.push("a", g["a"]), "'a' was pushed in step 0 already"),
-    "a part after the last": (lambda r, g: r.accumulate("a", g["a"]), "'a' was pushed in step 0 already"),
-    "unknown": (lambda r, g: r.push("aa", g["a"]), "'aa' is no name .* did you mean 'a'"),
-    "unknown part": (lambda r, g: r.accumulate("cc", g["c"]), "did you mean 'c'"),
+    "unknown": (lambda r, g: r.push("aa", g["a"]), "'aa' is not the name .* did you mean 'a'"),
     "unknown residual": (lambda r, g: r.residual("cc"), "did you mean 'c'"),
     "shape": (lambda r, g: r.push("c", g["a"]), r"c: got shape \(20, 30\).*expected shape \(500,\)"),
     "type": (lambda r, g: r.push("c", g["c"].astype(np.float64)), "c: got .*float64.*expected .*float32"),
@@ -33,7 +31,7 @@ REFUSED: dict[str, tuple[Callable[[sc.Reducer, Arrays], Any], str]] = {
     "state": (lambda r, g: r.state_dict(), "state_dict in the middle of step 0"),
     "load": (lambda r, g: r.load_state_dict({}), "load_state_dict in the middle of step 0"),
     "scale": (lambda r, g: r.scale(2.0), "scale in the middle of step 0"),
-    "no scale": (lambda r, g: r.scale(0.0), "expected a number above 0"),
+    "no scale": (lambda r, g: r.scale(0.0), "must be a positive number"),
     "discard": (lambda r, g: r.discard(["b"]), "discard in the middle of step 0"),
 }
 
@@ -72,7 +70,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "scope": {"scope": "model"},
     "chunk": {"scope": "chunk", "chunk": 64},
     "bucket_bytes": {"bucket_bytes": 10_000},
-    "reorder": {"reorder": False},
     "dense_below": {"dense_below": 300},
     "momentum": {"momentum": 0.5},
     "clip": {"clip": 3.0},
@@ -98,7 +95,7 @@ def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, differe
 def test_a_rank_that_is_a_step_ahead(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         reducer = reducer_of(transport)
-        with pytest.raises(sc.InvalidInputError, match=r"the states of rank 0 and rank 1 differ in step \(5 and 6\)"):
+        with pytest.raises(sc.InvalidInputError, match=r"the state of rank 1 has step 6, but that of rank 0 has 5"):
             reducer.load_state_dict(reducer.state_dict() | {"step": 5 + (transport.rank == 1)})
         assert reducer.step == 0
         reducer._open.number += transport.rank == 1
@@ -298,23 +295,6 @@ def test_a_call_that_fails_beside_one_that_is_not_finite(P: int, masking: bool) 
     run(P, program)
 
 
-def test_finite_parts_of_a_gradient_that_is_not_are_kept() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        for bad in range(3):
-            reducer = reducer_of(transport, skip_nonfinite=True, scope="tensor")
-            parts = [np.full(500, 2.0**i, np.float32) for i in range(3)]
-            parts[bad] = np.full(500, np.nan, np.float32)
-            reducer.accumulate("c", parts[0])
-            with pytest.raises(sc.InvalidInputError, match="in the middle of step 0"):
-                reducer.state_dict()
-            reducer.accumulate("c", parts[1])
-            reducer.push("c", parts[2])
-            assert not reducer.wait().usable
-            np.testing.assert_array_equal(reducer.residual("c"), 7 - 2.0**bad)
-
-    run(1, program)
-
-
 @several
 @every_scope
 def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
@@ -331,12 +311,12 @@ def test_otherwise_nan_reaches_all_ranks(P: int, scope: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "split", "ssar_split_allgather", "dense"])
-@pytest.mark.parametrize("what", ["residual", "parts", "sum"])
+@pytest.mark.parametrize("what", ["residual", "sum"])
 def test_finite_gradients_that_overflow_make_a_step_unusable_once(algorithm: str, what: str) -> None:
     """In a residual of one rank, or only in the sum over the ranks. The step after it counts."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        options = {"skip_nonfinite": True, "dense_below": 0, "reorder": False, "wire": "packed"}
+        options = {"skip_nonfinite": True, "dense_below": 0, "wire": "packed"}
         zeros = {"x": np.zeros(64, np.float32)}
         density = sc.Warmup(0.2, 0)
         reducer = sc.Reducer(zeros, density, comm=transport, op="sum", algorithm=algorithm, **options)
@@ -344,9 +324,7 @@ def test_finite_gradients_that_overflow_make_a_step_unusable_once(algorithm: str
         for step in range(4):
             x, big = np.full(64, 1.0 + transport.rank, np.float32), np.float32(3e38)
             if step == 1 and (what == "sum" or transport.rank == 0):
-                if what == "parts":
-                    reducer.accumulate("x", np.where(np.arange(64) == 9, big, np.float32(0)))
-                elif what == "residual":
+                if what == "residual":
                     reducer.residual("x")[9] = big
                 x[9] = big
             reducer.push("x", x)

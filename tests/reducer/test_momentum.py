@@ -15,12 +15,7 @@ from tests import data, reference
 from tests.reducer.programs import SHAPES, gradients, run, same
 
 CHECK = settings(max_examples=8, phases=[Phase.generate])
-OPTIONS = {
-    "momentum": st.sampled_from([0.0, 0.5]),
-    "nesterov": st.booleans(),
-    "masking": st.booleans(),
-    "decay": st.sampled_from([1.0, 0.5]),
-}
+OPTIONS = {"momentum": st.sampled_from([0.0, 0.5]), "masking": st.booleans(), "decay": st.sampled_from([1.0, 0.5])}
 X = {"x": (200,)}
 X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 
@@ -28,14 +23,14 @@ X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 class Rank:
     """Deep Gradient Compression on one rank, of one tensor: Lin et al., Algorithms 1 and 4."""
 
-    def __init__(self, n: int, m: float, nesterov: bool, masking: bool, decay: float) -> None:
+    def __init__(self, n: int, m: float, masking: bool, decay: float) -> None:
         self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        self.m, self.nesterov, self.masking, self.decay = np.float32(m), nesterov, masking, np.float32(decay)
+        self.m, self.masking, self.decay = np.float32(m), masking, np.float32(decay)
 
     def select(self, g: np.ndarray, k: int | None) -> tuple[np.ndarray, np.ndarray]:
         """What it sends; all without a k."""
         self.u = self.m * self.u + g
-        self.v = self.decay * self.v + (g + self.m * self.u if self.nesterov else self.u)
+        self.v = self.decay * self.v + self.u
         chosen = np.flatnonzero(self.v) if k is None else reference.topk(self.v, k)[0]
         entries = chosen, self.v[chosen]
         self.v[chosen] = 0
@@ -50,10 +45,10 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
     """Momenta and decays of 1/2 and whole numbers: sums are exact, so the order of additions does not matter."""
 
     @CHECK
-    @given(data.seeds, st.sampled_from([1, 8, 200]), st.booleans(), st.fixed_dictionaries(OPTIONS))
-    def check(seed: int, k: int, parts: bool, options: dict[str, Any]) -> None:
+    @given(data.seeds, st.sampled_from([1, 8, 200]), st.fixed_dictionaries(OPTIONS))
+    def check(seed: int, k: int, options: dict[str, Any]) -> None:
         m, decay = options["momentum"], 1.0 if algorithm == "dense" else options["decay"]
-        options |= {"nesterov": options["nesterov"] and m > 0, "decay": decay}
+        options |= {"decay": decay}
 
         def program(transport: simulated.SimulatedTransport) -> Any:
             options_ = {"algorithm": algorithm, "op": "sum", "dense_below": 0, **options}
@@ -61,15 +56,12 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
             found = []
             for step in range(5):
                 mine = gradients(seed + 10 * step + transport.rank, X)
-                if parts:  # which together decay once
-                    reducer.accumulate("x", np.ones(200, np.float32))
-                    mine["x"] -= 1
                 reducer.reduce(mine)
                 found.append(mine["x"])
             state = reducer.state_dict()
             return found, state["residuals"]["x"], state["velocities"].get("x")
 
-        each = [Rank(200, m, options["nesterov"], options["masking"] and m > 0, decay) for _ in range(P)]
+        each = [Rank(200, m, options["masking"] and m > 0, decay) for _ in range(P)]
         expected, whole = [], algorithm == "dense" or k == 200
         for step in range(5):
             given_ = [gradients(seed + 10 * step + r, X)["x"] for r in range(P)]
@@ -88,8 +80,7 @@ def test_sums_are_those_of_deep_gradient_compression(P: int, algorithm: str) -> 
             np.testing.assert_array_equal(steps, expected)
             np.testing.assert_array_equal(residual, rank.v)
             if m:
-                ahead = m if options["nesterov"] else 1  # it keeps what the next step needs
-                np.testing.assert_array_equal(velocity, ahead * rank.u)
+                np.testing.assert_array_equal(velocity, rank.u)
 
     check()
 
@@ -124,20 +115,19 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
 
 
 @pytest.mark.parametrize("P", [1, 3])
-@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
-def test_a_density_of_1_with_momentum_is_dense_sgd(P: int, nesterov: bool, scope: str) -> None:
+def test_a_density_of_1_with_momentum_is_dense_sgd(P: int, scope: str) -> None:
     torch = pytest.importorskip("torch")
     steps = 6
     weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    optimizer = torch.optim.SGD(list(weights.values()), lr=1.0, momentum=0.9, nesterov=nesterov)
+    optimizer = torch.optim.SGD(list(weights.values()), lr=1.0, momentum=0.9)
     for step in range(steps):
         for name, weight in weights.items():
             weight.grad = torch.tensor(sum(gradients(10 * step + r)[name] for r in range(P)) / P)
         optimizer.step()
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer(gradients(0), 1.0, comm=transport, momentum=0.9, nesterov=nesterov, scope=scope)
+        reducer = sc.Reducer(gradients(0), 1.0, comm=transport, momentum=0.9, scope=scope)
         mine = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for step in range(steps):
             update = gradients(10 * step + transport.rank)
@@ -161,8 +151,6 @@ def test_clipping(P: int, op: str, size: float, clip: float) -> None:
         mine = {name: np.asarray(size * a, np.float32) for name, a in gradients(transport.rank).items()}
         before = {name: a.astype(np.float64) for name, a in mine.items()}
         reducer = sc.Reducer(mine, 1.0, comm=transport, op=op, clip=clip)
-        with pytest.raises(sc.InvalidInputError, match="accumulate with clip"):
-            reducer.accumulate("a", mine["a"])
         reducer.reduce(mine)
         return mine, before
 

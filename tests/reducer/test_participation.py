@@ -94,9 +94,6 @@ def trained(
         before, groups = reducer.state_dict(), reducer.groups
         for name, what in how.items():
             gradient = given_[name].copy() if what in PRESENT else None
-            if what == "parts":
-                reducer.accumulate(name, given_[name])
-                given_[name] = given_[name] * 2  # of both parts
             if what != "nothing":
                 outs |= {name: np.full(SHAPES[name], 7, np.float32)} if what != "None" else {}
                 reducer.push(name, gradient, out=outs.get(name))
@@ -191,7 +188,7 @@ def test_a_step_that_is_not_finite_changes_nothing_of_what_has_no_gradient(P: in
     """And all ranks see that it is not, whatever lies in front of the tensor that is not finite."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        options = {"scope": scope, "momentum": momentum, "skip_nonfinite": True, "reorder": False, "algorithm": "split"}
+        options = {"scope": scope, "momentum": momentum, "skip_nonfinite": True, "algorithm": "split"}
         reducer = reducer_of(transport, **options)
         reducer.reduce(gradients(transport.rank))
         before, mine = reducer.state_dict(), gradients(10 + transport.rank)
@@ -251,7 +248,7 @@ def test_a_step_that_is_left_keeps_what_was_set_aside(options: dict[str, Any]) -
     """Some of its calls have been made when ranks are found to be lost, and others have not."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(transport, scope="tensor", reorder=False, **options)
+        reducer = reducer_of(transport, scope="tensor", **options)
         reducer.reduce(gradients(transport.rank))
         before, pushed = residuals(reducer), gradients(10)["a"]
         reducer.push("f", None)
@@ -270,7 +267,7 @@ def test_discard_drops_what_waits_for_some_names_or_all() -> None:
         for names in (["a", "c"], "f", None):
             reducer.reduce(gradients(transport.rank))
             before = reducer.state_dict()
-            with pytest.raises(sc.InvalidInputError, match="'x' is no name of this Reducer"):
+            with pytest.raises(sc.InvalidInputError, match="'x' is not the name of one of this Reducer"):
                 reducer.discard(["a", "x"])
             assert bits(reducer.state_dict()["residuals"]) == bits(before["residuals"])
             reducer.discard(names)

@@ -38,9 +38,8 @@ def trained(P: int, steps: int, **options: Any) -> list[sc.Reducer]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("reorder", [False, True])
-def test_survivors_go_on_with_what_they_have(momentum: float, reorder: bool, caplog: pytest.LogCaptureFixture) -> None:
-    reducers = trained(4, 3, momentum=momentum, reorder=reorder)
+def test_survivors_go_on_with_what_they_have(momentum: float, caplog: pytest.LogCaptureFixture) -> None:
+    reducers = trained(4, 3, momentum=momentum)
     old = [reducer.state_dict() for reducer in reducers]
     stay = [reducers[rank] for rank in (0, 2, 3)]
     caplog.set_level(logging.WARNING, "sparsecomm")
@@ -52,7 +51,7 @@ def test_survivors_go_on_with_what_they_have(momentum: float, reorder: bool, cap
         now = reducer.state_dict()
         for kind in ("residuals", "velocities"):
             assert bits(now[kind]) == bits(mine[kind])
-        assert (now["order"], now["bucket_bytes"], now["world_size"]) == (mine["order"], mine["bucket_bytes"], 3)
+        assert (now["bucket_bytes"], now["world_size"]) == (mine["bucket_bytes"], 3)
         assert (reducer.counters.ranks_lost, reducer.counters.elements_lost) == (1, ELEMENTS)
         return rebuilt, step(reducer, 7 + transport.rank)
 
@@ -67,7 +66,7 @@ def test_survivors_go_on_with_what_they_have(momentum: float, reorder: bool, cap
         same(total([results[0][1], *(residuals(reducer) for reducer in stay)]), total(before + added))
 
 
-def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
+def test_a_new_rank_gets_step_and_buckets_and_begins_with_zeros() -> None:
     reducers = trained(3, 2)
     before = total(residuals(reducer) for reducer in reducers)
 
@@ -83,7 +82,7 @@ def test_a_new_rank_gets_step_order_and_buckets_and_begins_with_zeros() -> None:
     assert {rebuilt for _, rebuilt, _ in results} == {sc.Rebuilt(4, (), 0, (1,), 2)}
     states = [reducer.state_dict() for reducer, _, _ in results]
     for state in states:
-        assert [state[key] for key in ("step", "order", "bucket_bytes")] == [3, states[0]["order"], 1500]
+        assert [state[key] for key in ("step", "bucket_bytes")] == [3, 1500]
     assert len({repr(reducer.groups) for reducer, _, _ in results}) == 1
     added = total(gradients(50 + rank) for rank in range(4))
     same(total([results[0][2], *(state["residuals"] for state in states)]), total([before, added]))
@@ -140,7 +139,7 @@ def test_what_cannot_be_rebuilt() -> None:
 def test_the_report_says_what_is_lost() -> None:
     text = str(sc.Rebuilt(3, (1, 4), 2000, (2,), 17, 1))
     assert text == (
-        "3 ranks go on with step 17; lost: ranks 1, 4, with residuals and velocities of 2,000 elements, and with "
+        "3 ranks continue with step 17; lost: ranks 1, 4, with residuals and velocities of 2,000 elements, and with "
         "gradients of steps that did not count; new: rank 2, with residuals of zeros; ranks differed by 1 in their "
         "steps: broadcast the weights"
     )

@@ -33,7 +33,7 @@ SUMS = st.sampled_from(
         {"op": "mean_of_contributors", "algorithm": "split:2", "wire": "packed_int2"},
     ]
 )
-MOMENTA = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}]
+MOMENTA = [{}, {"momentum": 0.9}]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])
@@ -150,7 +150,7 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         logged: list[tuple[int, dict[str, float]]] = []
-        options = {"scope": "tensor", "reorder": False, "algorithm": algorithm, "wire": "plain"}
+        options = {"scope": "tensor", "algorithm": algorithm, "wire": "plain"}
         reducer = reducer_of(transport, on_step=lambda step, numbers: logged.append((step, numbers)), **options)
         applied, size = 0, sum(int(np.prod(shape)) for shape in SHAPES.values())
         for step in range(3):

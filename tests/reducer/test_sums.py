@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -49,6 +50,10 @@ CHECK = settings(max_examples=5, phases=[Phase.generate])  # shrinking takes lon
 
 every_size = pytest.mark.parametrize("P", RANKS)
 every_scope = pytest.mark.parametrize("scope", SCOPES)
+
+
+def add_difference(minuend: np.ndarray, backend: Any, x: Any, *rest: Any) -> bool:
+    return bool(backend.add_difference(minuend, x, *rest))
 
 
 def train(
@@ -150,51 +155,6 @@ def test_a_mean_of_contributors_is_the_sum_divided_by_their_number(
             np.testing.assert_array_equal(mean != 0, total_ != 0)
 
 
-@pytest.mark.covering(1)
-@every_size
-@every_scope
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_parts_of_a_gradient_are_as_good_as_their_sum(P: int, scope: str, momentum: float) -> None:
-    @CHECK
-    @given(data.seeds, st.integers(1, 4), st.booleans(), st.sampled_from(["float32", "float16"]))
-    def check(seed: int, parts: int, nesterov: bool, dtype: str) -> None:
-        def program(transport: simulated.SimulatedTransport, accumulate: bool) -> Any:
-            dtypes = dict.fromkeys(SHAPES, dtype)
-            options = {"scope": scope, "momentum": momentum, "nesterov": bool(momentum) and nesterov}
-            reducer = sc.Reducer(gradients(0, dtypes=dtypes), 0.1, comm=transport, dense_below=10, **options)
-            found = []
-            for step in range(3):
-                each = [
-                    gradients(seed + 100 * step + 10 * part + transport.rank, dtypes=dtypes) for part in range(parts)
-                ]
-                whole = {name: np.asarray(sum((p[name] for p in each[1:]), each[0][name].copy())) for name in SHAPES}
-                outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-                if accumulate:
-                    for part in each[:-1]:
-                        for name, gradient in part.items():
-                            reducer.accumulate(name, gradient)
-                            gradient[...] = 99  # it may change
-                for name in SHAPES:
-                    reducer.push(name, each[-1][name] if accumulate else whole[name], out=outs[name])
-                reducer.wait()
-                found.append(bits(outs))
-            state = reducer.state_dict()
-            return found, bits(state["residuals"]), bits(state["velocities"])
-
-        assert run(P, lambda r: program(r, True)) == run(P, lambda r: program(r, False))
-
-    check()
-
-
-def test_a_tensor_of_which_parts_came_but_not_the_last_takes_part() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = sc.Reducer({"x": np.zeros(50, np.float32)}, 1.0, comm=transport, op="sum")
-        reducer.accumulate("x", np.arange(50, dtype=np.float32))
-        assert reducer.wait().left["x"].to_dense().tolist() == [3 * i for i in range(50)]
-
-    run(3, program)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,9 +178,10 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
             pushed = {name: np.asarray(before[name] - after[name]) for name in after}
             wanted = whole.reduce(pushed)
             for name, its in after.items():
-                parted.push_difference(name, before[name].reshape(-1), its)
+                add = functools.partial(add_difference, before[name].reshape(-1))
+                parted.push_with(name, its, add)
                 with pytest.raises(sc.InvalidInputError, match="was pushed in step"):
-                    parted.push_difference(name, before[name].reshape(-1), its)
+                    parted.push_with(name, its, add)
                 its[...] = before[name][...] = 7
             done = parted.wait()
             assert (done.usable, done.left.keys()) == (wanted.usable, {n for n in after if after[n].size})
@@ -237,40 +198,12 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
 @every_size
 @every_scope
 def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -> None:
-    """But buckets, after the first; so they are filled once and for all here."""
-    options = {"density": 0.05, "scope": scope, "bucket_bytes": 1500, "reorder": False}
+    options = {"density": 0.05, "scope": scope, "bucket_bytes": 1500}
     shuffled = run(P, lambda transport: train(transport, options, shuffle=True))
     straight = run(P, lambda transport: train(transport, options))
     for ours, theirs in zip(shuffled, straight, strict=True):
         assert ours[3] == theirs[3]
         assert bits(ours[2]) == bits(theirs[2])
-
-
-@every_size
-def test_buckets_are_filled_in_the_order_of_rank_0(P: int) -> None:
-    first = ["c", "f", "b", "a", "e"]  # d has no elements
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[list[list[str]], Any]:
-        reducer = sc.Reducer(gradients(0), 0.1, comm=transport, bucket_bytes=1500, dense_below=0)
-        before, kept = reducer.groups, {}
-        for step in range(3):
-            names = list(first) if step == 0 and transport.rank == 0 else random.Random(transport.rank).sample(first, 5)
-            if step == 0 and transport.rank == 0:
-                names.remove("e")  # what has none comes last
-            given_ = gradients(transport.rank + 10 * step)
-            for name in names:
-                reducer.push(name, given_[name])
-            reducer.wait()
-            kept[step] = reducer.groups
-        return before, kept, reducer.state_dict()["order"]
-
-    for before, kept, order in run(P, program):
-        assert [name for bucket in before for name in bucket] == ["f", "e", "c", "b", "a"]
-        assert [name for name in order if name != "d"] == first
-        assert kept[0] == kept[1] == kept[2]
-        flat = [name for bucket in kept[0] for name in bucket]
-        assert sorted(flat) == sorted(first)
-        assert flat.index("c") < flat.index("f") < flat.index("a")
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])

@@ -128,7 +128,7 @@ def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
 
     class Scaler:
         def step(self) -> None:
-            made._bound._scale = 2.0 * (made._bound._scale or 1.0)
+            made._scale = 2.0 * (made._scale or 1.0)
 
     return made, Scaler()
 

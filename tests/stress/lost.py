@@ -83,7 +83,7 @@ class Steps:
         self._seed, self.done = seed, 0
         shapes = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         self._reducer = sc.Reducer(
-            shapes, 0.05, comm=comm, algorithm=algorithm, op="sum", scope="tensor", dense_below=100, reorder=True
+            shapes, 0.05, comm=comm, algorithm=algorithm, op="sum", scope="tensor", dense_below=100
         )
         self.applied = np.zeros(ELEMENTS, np.float32)
 

@@ -106,7 +106,7 @@ def _first_call(ranks: SideChannel, within: Within) -> Any:
 
 
 def _reducer_step(number: int, **options: Any) -> Scene:
-    """Steps of a reducer, one of which is interrupted; the program asks `parts` and `step` how to go on."""
+    """Steps of a reducer, one of which is interrupted; `pushed` and `step` show where to continue."""
 
     def scene(ranks: SideChannel, within: Within) -> Any:
         reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER, **options)
@@ -122,11 +122,8 @@ def _reducer_step(number: int, **options: Any) -> Scene:
                     continue
 
         def step(given: Arrays, number: int) -> None:
-            parts = 1 if "clip" in options else 2
-            for name, part in given.items():
-                if parts == 2:
-                    until(lambda n=name: reducer.parts(n) == 1, lambda n=name, p=part: reducer.accumulate(n, p))
-                until(lambda n=name: reducer.parts(n) == parts, lambda n=name, p=part: reducer.push(n, p, out=outs[n]))
+            for name, gradient in given.items():
+                until(lambda n=name: reducer.pushed(n), lambda n=name, g=gradient: reducer.push(n, g, out=outs[n]))
             until(lambda: reducer.step > number, lambda: reducer.wait())
 
         for i in range(3):
@@ -283,10 +280,10 @@ SCENES: dict[str, Scene] = {
     "first-call": _first_call,
     "reducer-first": _reducer_step(0),
     "reducer": _reducer_step(1, scope="tensor"),
-    "reducer-momentum": _reducer_step(1, momentum=0.5, reorder=False),
-    "reducer-clip": _reducer_step(1, clip=5.0, reorder=False),
-    "reducer-nonfinite": _reducer_step(1, skip_nonfinite=True, reorder=False),
-    "reducer-chunks": _reducer_step(1, scope="chunk", chunk=10, decay=0.5, reorder=False),
+    "reducer-momentum": _reducer_step(1, momentum=0.5),
+    "reducer-clip": _reducer_step(1, clip=5.0),
+    "reducer-nonfinite": _reducer_step(1, skip_nonfinite=True),
+    "reducer-chunks": _reducer_step(1, scope="chunk", chunk=10, decay=0.5),
     "adamw-first": _adamw_step(0),
     "adamw": _adamw_step(2),
     "local-first": _local_step(1),

@@ -74,7 +74,6 @@ class _Reducer(Subject):
             dense_below=int(rng.choice([0, 10])),
             momentum=float(rng.choice([0, 0.5])),
             skip_nonfinite=bool(rng.integers(2)),
-            reorder=bool(rng.integers(2)),
         )
 
     def step(self) -> Any:
@@ -178,13 +177,13 @@ class _SparseState(_Torch):
 
         momentum = float(rng.choice([0, 0.5]))
         self.it = SparseState(self.named.items(), 0.3, comm=comm, dense_below=0, momentum=momentum)
-        self.it._bound._scale = 8.0 if rng.integers(2) else None
+        self.it._scale = 8.0 if rng.integers(2) else None
 
     def step(self) -> Any:
         sums = self._tensors(self.moves)
         for name, gradient in sums.items():
-            self.it._bound.push(name, gradient)
-        self.it._bound.wait()
+            self.it.push(name, gradient)
+        self.it.wait()
         return sums
 
 

@@ -64,7 +64,7 @@ class _Training:
     def go_on(self, step: int) -> None:
         """Go on as if nothing had been, after an interrupt: an error says what to do, unless all is as it was."""
         hook = self.kind == "hook"
-        if not (self.holder._bound if hook else self.holder._exchange).used:
+        if not (self.holder if hook else self.holder._exchange).used:
             return
         if hook and step == 0:  # in which DDP itself would wait for the others
             return

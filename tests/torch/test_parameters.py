@@ -13,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState, broadcast_parameters  # noqa: E402
-from sparsecomm.torch.parameters import is_zero, unwrapped_names  # noqa: E402
+from sparsecomm.torch.exchange import is_zero  # noqa: E402
+from sparsecomm.torch.parameters import unwrapped_names  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.reducer.programs import run  # noqa: E402
 

@@ -80,7 +80,7 @@ def a_model_with_buffers() -> None:
 def wrong_arguments() -> None:
     model = nn.Linear(2, 2)
     for given, options, match in (
-        (model.named_parameters(), {"root": P}, f"root={P}: expected a rank from 0 to {P - 1}"),
+        (model.named_parameters(), {"root": P}, f"root={P}: must be a rank from 0 to {P - 1}"),
         (model.named_parameters(), {"root": -1}, "root=-1"),
         (model.named_parameters(), {"root": 0.0}, r"root=0\.0"),
         (model.parameters(), {}, "Parameter in it; expected names and tensors"),

@@ -125,7 +125,7 @@ def what_is_no_ddp_model() -> None:
     sharded = fully_shard(nn.Linear(8 * P, 4), mesh=mesh)
     for model, match in (
         (nn.Linear(2, 2), "got Linear; expected torch.nn.parallel"),
-        (sharded, "there is register_fsdp"),
+        (sharded, "use register_fsdp"),
         (3, "got int"),
     ):
         with pytest.raises(sc.InvalidInputError, match=match):

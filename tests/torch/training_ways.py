@@ -62,8 +62,8 @@ def weights_are_the_oracles() -> None:
         training, buckets = Training(way, make=make, ddp=ddp, algorithm=algorithm), [0]
         if way != "optimizer":
             state: Any = training.exchange
-            reduce = state._reduce
-            state._reduce = lambda bucket, to=buckets, go=reduce: to.append(bucket.index()) or go(bucket)
+            reduce = state.run_hook
+            state.run_hook = lambda bucket, to=buckets, go=reduce: to.append(bucket.index()) or go(bucket)
         for step in range(4):
             training.follow(gradients_by_rank(step), none)
         assert (max(buckets) > 0) == (way != "optimizer" and ddp is not large)
@@ -359,9 +359,9 @@ def arguments_that_cannot_be_used() -> None:
             (named, {"tensors": {}}, "tensors is not an option"),
             (named, {"skip_nonfinite": True}, "skip_nonfinite is not an option"),
             (named, {"nonsense": 1}, "nonsense"),
-            ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' is there twice"),
-            ([("a", nn.Parameter(torch.ones(3), requires_grad=False))], {}, "none requires a gradient"),
-            ([], {}, "none requires a gradient"),
+            ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' appears twice"),
+            ([("a", nn.Parameter(torch.ones(3), requires_grad=False))], {}, "at least one parameter must require"),
+            ([], {}, "at least one parameter must require"),
             ([("a", 3)], {}, "a is of type int"),
             ([p for _, p in named], {}, "Parameter in it; expected names and tensors"),
         ],

@@ -1,0 +1,181 @@
+"""A reducer's connection to the ranks of a communicator, and the buckets that these ranks have in common."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+from sparsecomm import transport
+from sparsecomm.backends import Backends
+from sparsecomm.calls.measurement import costs_for_steps, costs_matter
+from sparsecomm.calls.options import Options
+from sparsecomm.calls.queue import CallQueue, queue_of
+from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
+from sparsecomm.reducer.layout import layout
+from sparsecomm.reducer.options import DENSITY, FILLED, Settings
+from sparsecomm.reducer.rebuild import Members, Rebuilt
+from sparsecomm.reducer.schedule import final_density
+from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tuning import choice, profile
+
+__all__ = ["Connection"]
+
+
+class Buckets:
+    """The buckets of a reducer. When tensors are assigned anew, one assignment replaces this object.
+
+    Attributes:
+        bucket_bytes: the size at which a bucket is complete.
+        all: the buckets in the order of their calls.
+        by_name: the bucket of each tensor, also of tensors without elements, which are never sent.
+        label: a checksum of everything that must be equal on the ranks.
+    """
+
+    def __init__(
+        self, specs: dict[str, TensorSpec], settings: Settings, backends: Backends, number: int, bucket_bytes: int
+    ) -> None:
+        """Make buckets with residuals of zeros.
+
+        Args:
+            specs, settings: of the reducer.
+            backends: for all work outside calls.
+            number: of the reducer, see `Connection`.
+            bucket_bytes: see above.
+        """
+        s, self.bucket_bytes, self._specs = settings, bucket_bytes, specs
+        sent = [spec for spec in reversed(specs.values()) if spec.size]
+        self.all = [
+            Bucket([sent[i] for i in positions], dense, s, backends)
+            for positions, dense in layout(sent, s.scope, s.dense_below, bucket_bytes)
+        ]
+        empty = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
+        self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
+        momentum = s.momentum, s.masking, s.clip, s.decay
+        common = number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, *momentum
+        tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
+        self.label = zlib.crc32(repr((*common, tensors)).encode())
+
+    def on_current_stream(self) -> Streams:
+        """Return a context for work with the memory of all buckets on the current stream."""
+        return Streams(bucket.on_stream(None) for bucket in self.all)
+
+    def forget_calls(self) -> None:
+        """Remove what algorithms keep from call to call."""
+        for bucket in self.all:
+            if bucket.latest is not None:
+                bucket.latest.comm.kept.clear()
+
+    def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return flat views of residuals and velocities by name. There are no velocities without momentum."""
+        buckets = [(name, self.by_name[name]) for name in self._specs]
+        return (
+            {name: bucket.residuals[name] for name, bucket in buckets},
+            {name: bucket.velocities[name] for name, bucket in buckets if bucket.velocities},
+        )
+
+    def fill(self, *arrays: Mapping[str, Array]) -> None:
+        """Set residuals and velocities to flat arrays by name, in host memory or on the tensors' devices."""
+        with self.on_current_stream():
+            for ours, theirs in zip(self.arrays(), arrays, strict=True):
+                for name, view in ours.items():
+                    view[:] = from_host(theirs[name], view)
+
+    def to_host(self) -> list[dict[str, Array]]:
+        """Return copies of residuals and velocities by name, in host memory and in the shapes of the tensors."""
+        with self.on_current_stream():
+            return [
+                {name: to_host(array).reshape(self._specs[name].shape) for name, array in arrays.items()}
+                for arrays in self.arrays()
+            ]
+
+
+class Connection:
+    """A reducer's connection to the ranks of a communicator. It is made when the reducer first needs the ranks.
+
+    Attributes:
+        specs, settings: of the reducer.
+        transport: ``None`` before the connection is made; the attributes below do not exist then.
+        queue: makes the reducer's calls.
+        number: of this reducer among the reducers that use the queue.
+        buckets: the buckets.
+    """
+
+    queue: CallQueue
+    number: int
+    buckets: Buckets
+
+    def __init__(self, comm: transport.Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
+        self.specs, self.settings, self._comm = specs, settings, comm
+        self.transport: transport.Transport | None = None
+        self._backends = Backends()  # for all work outside calls
+
+    def connect(self) -> transport.Transport:
+        """Make the connection and the buckets, and return the transport."""
+        ranks = transport.transport_of(self._comm)
+        self._attach(self._comm, ranks, self._bucket_bytes_on(ranks), keep=False)
+        return ranks
+
+    def measure_costs(self, density: float) -> None:
+        """Measure the costs by which plans choose an algorithm, if steps of this density need them. Collective."""
+        ranks = self.transport
+        if ranks is None or all(bucket.planned(self.queue, density) for bucket in self.buckets.all):
+            return
+        if any(costs_matter(ranks, self.settings.call_options(b.accumulator.name)) for b in self.buckets.all):
+            costs_for_steps(ranks)
+
+    def new_buckets(self, bucket_bytes: int) -> Buckets:
+        """Return new buckets of zeros, to replace `buckets`."""
+        return Buckets(self.specs, self.settings, self._backends, self.number, bucket_bytes)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def move(self, comm: transport.Comm, step: int, *, joining: bool) -> Rebuilt:
+        """Continue with the ranks of another communicator: see `sparsecomm.Reducer.rebuild`.
+
+        Args:
+            comm, joining: as there.
+            step: this rank's next step.
+        """
+        ranks, specs = transport.transport_of(comm), self.specs.values()
+        keep = not joining and self.transport is not None
+        words = [0 if self.transport is None else self.buckets.bucket_bytes]
+        number = self._number_on(queue_of(ranks))
+        label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
+        members = Members(ranks, self.transport or self._comm, joining, step, words, label)
+        bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
+        self._attach(comm, ranks, bucket_bytes or self._bucket_bytes_on(ranks), keep=keep)
+        return members.rebuilt(sum(spec.size for spec in specs))
+
+    def _attach(self, comm: transport.Comm, transport: transport.Transport, bucket_bytes: int, *, keep: bool) -> None:
+        """Make calls on the transport of ``comm`` from now on, with new buckets.
+
+        ``keep``: copy residuals and velocities from the present buckets.
+        """
+        queue = queue_of(transport)
+        number = self._number_on(queue)
+        buckets = Buckets(self.specs, self.settings, self._backends, number, bucket_bytes)
+        if keep:
+            with self.buckets.on_current_stream():
+                buckets.fill(*self.buckets.arrays())
+        queue.users = max(queue.users, number + 1)
+        self.queue, self.number, self.buckets = queue, number, buckets
+        self._comm, self.transport = comm, transport
+
+    def _number_on(self, queue: CallQueue) -> int:
+        """Return the number that this reducer has, or would get, on a queue."""
+        return self.number if self.transport is not None and self.queue is queue else queue.users
+
+    def _bucket_bytes_on(self, transport: transport.Transport) -> int:
+        """Return the size of a bucket in bytes, if no rank has buckets yet."""
+        if self.settings.bucket_bytes is not None:
+            return self.settings.bucket_bytes
+        used = costs_for_steps(transport) if self.settings.scope in FILLED else None  # otherwise it does not matter
+        costs = profile.DEFAULT if used is None else used.costs
+        density, options = final_density(self.settings.density, DENSITY.density), Options()
+        if self.settings.options.algorithm == "auto":
+            options = self.settings.call_options("float32")
+        return choice.bucket_bytes(transport.size, transport.num_nodes, density, costs, options.algorithm, options.wire)
+
+
+def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:
+    return spec.name, spec.shape, spec.accumulator.name

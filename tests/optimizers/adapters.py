@@ -1,0 +1,183 @@
+"""`SparseAdamW` for arrays, PyTorch and JAX behind one interface, for the tests of what all three promise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in the order in which a Reducer has them
+Arrays = dict[str, np.ndarray]
+
+
+def gradients(step: int, rank: int) -> Arrays:
+    rng, sizes = np.random.default_rng([step, rank]), {"matrix": 1.0, "bias": 1e-3, "number": 50.0}
+    return {name: np.array(rng.standard_normal(shape) * sizes[name], np.float32) for name, shape in SHAPES.items()}
+
+
+def weights() -> Arrays:
+    rng = np.random.default_rng(7)
+    return {name: np.array(rng.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
+
+
+class OfArrays:
+    """The optimizer of arrays, and the interface of all adapters."""
+
+    saves = lacks = True  # has states and `rebuild`; allows missing gradients
+    exact = True  # the same bits as arrays
+
+    def __init__(self, transport: simulated.SimulatedTransport, **rule: Any) -> None:
+        self.weights = weights()
+        self.it: Any = sc.SparseAdamW(self.weights, comm=transport, **rule)
+
+    def step(self, given: Arrays, lr: float | None = None) -> None:
+        self.it.lr = self.it.lr if lr is None else lr
+        self.it.step(given)
+
+    @property
+    def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """Mean, squares and last step of each weight, by name."""
+        moments = self.it.state_dict()["moments"]
+        return {name: (its["mean"], its["squares"], its["last"]) for name, its in moments.items()}
+
+    @property
+    def residuals(self) -> Arrays:
+        return dict(self.it.state_dict()["residuals"])
+
+    def steps(self) -> int:
+        return max((its["step"] for its in self.it.state_dict()["moments"].values()), default=0)
+
+    def damage(self, what: str) -> None:
+        """Change a weight, or a moment, of this rank only."""
+        (self.weights["bias"] if what == "weights" else self.it._adamw.moments["bias"].mean)[2] += 1
+
+    def saved(self) -> tuple[Arrays, Any]:
+        return copy.deepcopy(self.weights), self.it.state_dict()
+
+    def load(self, saved: tuple[Arrays, Any]) -> None:
+        for name, w in saved[0].items():
+            self.weights[name][...] = w
+        self.it.load_state_dict(saved[1])
+
+    @staticmethod
+    def resharded(saved: list[tuple[Arrays, Any]], rank: int, size: int) -> tuple[Arrays, Any]:
+        return saved[0][0], sc.reshard([state for _, state in saved], rank, size)
+
+
+class OfTorch(OfArrays):
+    """PyTorch's, of which gradients come by a backward pass."""
+
+    overlap = False
+
+    def __init__(self, transport: simulated.SimulatedTransport, weight_decay: Any = 0.01, **rule: Any) -> None:
+        self.torch = torch = pytest.importorskip("torch")
+        self.named = {name: torch.nn.Parameter(torch.from_numpy(w)) for name, w in weights().items()}
+        decay = weight_decay if isinstance(weight_decay, dict) else dict.fromkeys(SHAPES, weight_decay)
+        groups = [{"params": [(n, p)], "weight_decay": decay.get(n, 0.0)} for n, p in self.named.items()]
+        self.it = sc.torch.SparseAdamW(groups, comm=transport, overlap=self.overlap, **rule)
+
+    @property
+    def weights(self) -> Arrays:  # type: ignore[override]
+        return {name: p.detach().numpy() for name, p in self.named.items()}
+
+    def step(self, given: Arrays, lr: float | None = None) -> None:
+        for group in self.it.param_groups if lr is not None else ():
+            group["lr"] = lr
+        self.it.zero_grad()
+        products = [(self.named[name] * self.torch.from_numpy(g)).sum() for name, g in given.items() if g is not None]
+        self.torch.stack(products).sum().backward()
+        self.it.step()
+
+    @property
+    def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
+        state = {name: self.it.state[p] for name, p in self.named.items() if p in self.it.state}
+        fields = ("exp_avg", "exp_avg_sq", "last_step")
+        return {name: tuple(its[field].numpy().copy() for field in fields) for name, its in state.items()}
+
+    @property
+    def residuals(self) -> Arrays:
+        residuals = self.it.state_dict()["sparsecomm"]["residuals"]
+        return {name: residual.numpy() for name, residual in residuals.items()}
+
+    def steps(self) -> int:
+        return max((int(state["step"]) for state in self.it.state.values()), default=0)
+
+    def damage(self, what: str) -> None:
+        bias = self.named["bias"]
+        (bias.data if what == "weights" else self.it.state[bias]["exp_avg"])[2] += 1
+
+    def saved(self) -> tuple[Arrays, Any]:
+        file = io.BytesIO()
+        self.torch.save(self.it.state_dict(), file)
+        file.seek(0)
+        return copy.deepcopy(self.weights), self.torch.load(file, weights_only=False)
+
+    @staticmethod
+    def resharded(saved: list[tuple[Arrays, Any]], rank: int, size: int) -> tuple[Arrays, Any]:
+        states = [state["sparsecomm"] for _, state in saved]
+        return saved[0][0], {**saved[0][1], "sparsecomm": sc.reshard(states, rank, size)}
+
+
+class OfTorchWithOverlap(OfTorch):
+    """On one rank: backward passes of simulated ranks cannot wait for each other."""
+
+    overlap = True
+
+
+class OfJax(OfArrays):
+    saves = lacks = exact = False
+
+    def __init__(
+        self,
+        transport: simulated.SimulatedTransport,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: Any = 0.01,
+        **rule: Any,
+    ) -> None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        self.jax, self.optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+        pytest.importorskip("greenlet")
+        decays = weight_decay if isinstance(weight_decay, dict) else dict.fromkeys(SHAPES, weight_decay)
+        mask, self.lr = {name: bool(decays.get(name)) for name in SHAPES}, lr
+        decay = max(decays.values())
+        rates = lambda step: self.lr  # noqa: E731 # read in each step, without jit
+        self.it = sc.jax.sparse_adamw(rates, *betas, weight_decay=decay, mask=mask, comm=transport, **rule)
+        self.params = self.jax.tree.map(self.jax.numpy.array, weights())
+        self.state = self.it.init(self.params)
+
+    @property
+    def weights(self) -> Arrays:  # type: ignore[override]
+        return {name: np.asarray(p) for name, p in self.params.items()}
+
+    def step(self, given: Arrays, lr: float | None = None) -> None:
+        self.lr = self.lr if lr is None else lr
+        changes, self.state = self.it.update(self.jax.tree.map(self.jax.numpy.array, given), self.state, self.params)
+        self.params = self.optax.apply_updates(self.params, changes)
+
+    @property
+    def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
+        trees = self.state.mu, self.state.nu, self.state.last
+        return {name: tuple(np.asarray(tree[name]) for tree in trees) for name in SHAPES}
+
+    @property
+    def residuals(self) -> Arrays:
+        return {name: np.asarray(residual) for name, residual in self.state.residuals.items()}
+
+    def steps(self) -> int:
+        return int(self.state.step)
+
+    def damage(self, what: str) -> None:
+        tree = dict(self.params if what == "weights" else self.state.mu)
+        tree["bias"] = tree["bias"] + 1
+        if what == "weights":
+            self.params = tree
+        else:
+            self.state = self.state._replace(mu=tree)

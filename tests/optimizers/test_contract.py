@@ -1,0 +1,209 @@
+"""What `SparseAdamW` promises, whether for arrays, for PyTorch or for JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+from tests import data
+from tests.optimizers.adapters import SHAPES, Arrays, OfArrays, OfJax, OfTorch, OfTorchWithOverlap, gradients, weights
+from tests.ranks import errors, run
+
+every_adapter = pytest.mark.parametrize("make", [OfArrays, OfTorch, OfTorchWithOverlap, OfJax])
+with_states = pytest.mark.parametrize("make", [OfArrays, OfTorch])
+RULES = [{}, {"betas": (0.5, 0.6), "maximize": True}, {"betas": (0.0, 0.95), "weight_decay": 0.0}, {"eps": 1e-3}]
+RULE: dict[str, Any] = {"density": 0.2, "lr": 0.01}
+
+
+def ranks_of(make: Any, P: int) -> int:
+    return 1 if make is OfTorchWithOverlap else P
+
+
+def given(step: int, rank: int, P: int, lacks: bool) -> Arrays:
+    """Gradients with missing tensors, if ``lacks``: on all ranks in some steps, on some ranks in others."""
+    found = gradients(step, rank)
+    if lacks and step % 3 == 1 and rank % 2:
+        del found["bias"]
+    if lacks and (4 <= step < 6 or (step == 7 and rank == P - 1)):
+        del found["matrix"]
+    return found
+
+
+def check_equal(optimizers: list[OfArrays]) -> None:
+    """Weights and moments are the same on all ranks, bit for bit."""
+    first, *others = optimizers
+    for other in others:
+        assert all(data.same_bits(other.weights[name], first.weights[name]) for name in SHAPES)
+        for name, its in first.moments.items():
+            assert all(data.same_bits(*pair) for pair in zip(other.moments[name], its, strict=True))
+
+
+@every_adapter
+@pytest.mark.parametrize("P", [1, 2, 5])
+@pytest.mark.parametrize("weight_decay", [0.1, {"matrix": 0.3}], ids=["all", "by name"])
+def test_weights_are_those_of_arrays(make: Any, P: int, weight_decay: Any) -> None:
+    """Also with a schedule of rates, and with tensors without gradients."""
+    P = ranks_of(make, P)
+    rule = {"density": 0.2, "betas": (0.8, 0.95), "weight_decay": weight_decay, "wire": "packed"}
+
+    def program(transport: simulated.SimulatedTransport) -> OfArrays:
+        ours, theirs = make(transport, **rule), OfArrays(transport, **rule)
+        for step in range(9):
+            for each in (ours, theirs):
+                each.step(given(step, transport.rank, P, make.lacks), 0.02 / (1 + step))
+        for name, w in theirs.weights.items():
+            if make.exact:
+                np.testing.assert_array_equal(ours.weights[name], w)
+            np.testing.assert_allclose(ours.weights[name], w, rtol=1e-4, atol=1e-5)
+        return ours
+
+    check_equal(run(P, program))
+
+
+@every_adapter
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_at_density_1_it_is_adamw(make: Any, P: int, rule: dict[str, Any]) -> None:
+    """PyTorch's own, by the mean of all ranks' gradients, also where tensors have none."""
+    torch = pytest.importorskip("torch")
+    if make is OfJax and "maximize" in rule:
+        pytest.skip("optax has no maximize")
+    P, steps = ranks_of(make, P), 300 if make is OfArrays else 40
+    parameters = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in weights().items()}
+    theirs = torch.optim.AdamW(parameters.values(), 0.01, **rule)
+    for step in range(steps):
+        everyones = [given(step, rank, P, make.lacks) for rank in range(P)]
+        for name, p in parameters.items():
+            found = [g[name] for g in everyones if name in g]
+            p.grad = torch.tensor(sum(found[1:], found[0]) / np.float32(P)) if found else None
+        theirs.step()
+
+    def program(transport: simulated.SimulatedTransport) -> OfArrays:
+        optimizer: OfArrays = make(transport, density=1.0, lr=0.01, **rule)
+        for step in range(steps):
+            optimizer.step(given(step, transport.rank, P, make.lacks))
+        return optimizer
+
+    optimizers = run(P, program)
+    check_equal(optimizers)
+    for name, w in optimizers[0].weights.items():
+        np.testing.assert_allclose(w, parameters[name].detach().numpy(), rtol=3e-6, atol=3e-6)
+
+
+@every_adapter
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20, 3e38])
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(make: Any, P: int, bad: float, when: int) -> None:
+    """The other ranks' gradients stay in their residuals."""
+    P = ranks_of(make, P)
+
+    def program(transport: simulated.SimulatedTransport) -> OfArrays:
+        optimizer: OfArrays = make(transport, **RULE)
+        for step in range(6):
+            mine, last = gradients(step, transport.rank), transport.rank == P - 1
+            if step == when and last:
+                mine["matrix"][3, 4] = bad
+            before = {name: w.copy() for name, w in optimizer.weights.items()}, optimizer.moments, optimizer.residuals
+            optimizer.step(mine)
+            same = all(data.same_bits(optimizer.weights[name], w) for name, w in before[0].items())
+            assert same == (step == when)
+            if step == when and when:
+                assert bool(before[1]) == bool(optimizer.moments)
+                for name, its in before[1].items():
+                    assert all(data.same_bits(*pair) for pair in zip(optimizer.moments[name], its, strict=True))
+                    unit = 2.0 ** np.floor(np.log2(np.sqrt(its[1]) + np.float32(1e-8)))
+                    pushed = 0 if last and (name == "matrix" or make is OfJax) else mine[name] / unit
+                    np.testing.assert_allclose(optimizer.residuals[name], before[2][name] + pushed, rtol=1e-5)
+        assert optimizer.steps() == 5
+        return optimizer
+
+    check_equal(run(P, program))
+
+
+@every_adapter
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_weights_and_moments_that_differ_are_found(make: Any, what: str) -> None:
+    if make is OfTorchWithOverlap:
+        pytest.skip("several ranks")
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        optimizer = make(transport, check_weights_every=2, **RULE)
+        optimizer.step(gradients(0, transport.rank))
+        if transport.rank:
+            optimizer.damage(what)
+        for step in (1, 2):
+            optimizer.step(gradients(step, transport.rank))
+
+    raised = errors(2, program)
+    assert {type(error) for error in raised} == {sc.WeightMismatchError}
+    assert make is OfJax or ("bias.mean" if what == "moments" else "bias") in str(raised[0])
+
+
+# -- states and other ranks -------------------------------------------------------------------------------------------
+
+
+def trained(make: Any, transport: Any, steps: range, saved: Any = None) -> Any:
+    optimizer = make(transport, **RULE)
+    if saved is not None:
+        optimizer.load(saved)
+    for step in steps:
+        optimizer.step(gradients(step, transport.rank))
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [OfArrays, OfTorch, OfTorchWithOverlap])
+@pytest.mark.parametrize("P", [1, 3])
+def test_a_state_that_was_saved_continues_as_if_nothing_had_happened(make: Any, P: int) -> None:
+    P = ranks_of(make, P)
+    at_once = run(P, lambda transport: trained(make, transport, range(9)))
+    half = run(P, lambda transport: trained(make, transport, range(5)).saved())
+    rest = run(P, lambda transport: trained(make, transport, range(5, 9), half[transport.rank]))
+    for pair in zip(at_once, rest, strict=True):
+        check_equal(list(pair))
+
+
+@with_states
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5)])
+def test_another_number_of_ranks(make: Any, before: int, after: int) -> None:
+    saved = run(before, lambda transport: trained(make, transport, range(5)).saved())
+    states = [make.resharded(saved, rank, after) for rank in range(after)]
+    check_equal(run(after, lambda transport: trained(make, transport, range(5, 9), states[transport.rank])))
+
+
+@with_states
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("joins", [True, False])
+def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool) -> None:
+    def begin(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
+        optimizer = trained(make, transport, range(steps))
+        assert optimizer.it.reducer.groups
+        return optimizer, {name: w.copy() for name, w in optimizer.weights.items()}
+
+    old = run(2, begin)
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        new = joins and transport.rank == 0
+        optimizer = make(transport, **RULE) if new else old[transport.rank - joins][0]
+        for name, w in old[0][1].items():
+            optimizer.weights[name][...] = w
+        assert optimizer.it.rebuild(transport, joining=new).ranks_joined == ((0,) if joins else ())
+        assert optimizer.steps() == steps
+        for step in range(4, 8):
+            optimizer.step(gradients(step, transport.rank))
+        assert optimizer.steps() == steps + 4
+        return optimizer
+
+    check_equal(run(2 + joins, program))
+
+
+@with_states
+def test_ranks_with_other_settings_raise(make: Any) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        make(transport, density=0.2, lr=0.01 * (1 + transport.rank)).step(gradients(0, transport.rank))
+
+    assert {type(error) for error in errors(2, program)} == {sc.CollectiveMismatchError}
