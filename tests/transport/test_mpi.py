@@ -80,10 +80,10 @@ class TestOf:
 
     def test_not_initialised(self):
         said = python("import mpi4py; mpi4py.rc.initialize = False\nfrom sparsecomm.transport import of\nof(None)")
-        assert "MPI is not initialised" in said
+        assert "MPI is not initialized" in said
         assert "MPI.Init_thread()" in said
 
-    def test_finalised(self):
+    def test_finalized(self):
         said = python(
             "from mpi4py import MPI\n"
             "from sparsecomm.transport import of\n"
@@ -93,7 +93,7 @@ class TestOf:
             "except ValueError as error: print(error)\n"
             "of(None)"
         )
-        assert "MPI is finalised already" in said
+        assert "MPI is already finalized" in said
 
     def test_normal_exit_with_open_transports(self):
         assert python("from sparsecomm.transport import of\nt = of(None)\nprint(t.size)") == "1"

@@ -367,7 +367,7 @@ class TestFailure:
                 t.receive(1 - t.rank)
 
         zero, one = run(2, program, catch=True)
-        said = "rank 0 waited 300 s for rank 1 in call 1; rank 1 last said that it waits in call 2. "
+        said = "rank 0 waited 300 s for rank 1 in call 1; rank 1 last reported that it waits in call 2. "
         assert said in str(zero.error)
         assert isinstance(one.error, TimeoutError)
 

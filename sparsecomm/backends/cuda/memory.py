@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
@@ -47,7 +48,7 @@ class _Chunk(NamedTuple):
     written: Event
 
 
-class StagedMemory:
+class StagedMemory(MessageMemory):
     """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory, for the messages of one call.
 
     It is copied on the current stream, next to which MPI runs.
@@ -120,7 +121,7 @@ class StagedMemory:
         return copied
 
 
-class DeviceMemory:
+class DeviceMemory(MessageMemory):
     """A `sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:

@@ -876,7 +876,7 @@ def test_a_peer_that_does_not_listen_is_named() -> None:
 
 def test_what_cannot_be_an_address_is_refused() -> None:
     rank = Connections(0, 2, 2**22, 1)
-    with pytest.raises(RuntimeError, match="nowhere is no address"):
+    with pytest.raises(RuntimeError, match="nowhere is not an address"):
         rank.listen("nowhere", bytes(16))
     with pytest.raises(RuntimeError, match=r"listen on 192\.0\.2\.1: Cannot assign"):
         rank.listen("192.0.2.1", bytes(16))  # that of no machine
