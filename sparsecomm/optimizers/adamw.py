@@ -43,7 +43,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.sparse import prepare
 from sparsecomm.checks import number, shown
@@ -73,7 +73,7 @@ _MAX_WAIT = 1 << 14  # a weight that waited longer makes this many steps
 def coefficients(
     xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[Any, Any], weight_decay: Any
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return the six coefficients of `sparsecomm.backends.base.adamw_step`.
+    """Return the six coefficients of `sparsecomm.backends.adamw.adamw_step`.
 
     Args:
         xp: the library of arrays: numpy or jax.numpy.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.weights import check_due, check_every
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.hints import listed

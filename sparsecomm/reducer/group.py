@@ -70,7 +70,7 @@ class Arrangement:
         """Have the next calls begin without what algorithms keep from those before."""
         for bucket in self.buckets:
             if bucket.latest is not None:
-                bucket.latest.comm.kept.clear()
+                bucket.latest.comm.cache.clear()
 
     def fill(self, *kept: Mapping[str, Array]) -> None:
         """Set residuals and velocities to flat arrays by name, which are in host memory or on the tensors' devices."""

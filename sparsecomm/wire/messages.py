@@ -14,13 +14,13 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import VectorType, Wire
+from sparsecomm.wire.formats import PLAIN
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, CallSignature
 
 __all__ = ["Messages"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # bytes of a number, as two bits
-_WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
 
 
 class Messages:
@@ -172,29 +172,9 @@ class Messages:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
-    def words(self, words: list[int], round_no: int) -> Bytes:
-        """Return the message, in host memory, of whole numbers from 0 to 2^64 - 1.
-
-        They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
-        """
-        payload: Any = _narrow(words)
-        header = self._header(round_no, len(words), payload.nbytes)
-        return np.frombuffer(bytearray().join((header, payload)), np.uint8)
-
-    def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
-        """Return the ``expected`` numbers in a message in host memory.
-
-        Raises:
-            CollectiveMismatchError: the message is of another call or round, or has more or fewer numbers.
-        """
-        items = self._items(message, source, round_no, HOST)
-        payload = message[HEADER_BYTES:]
-        dtype = _WORD_DTYPES.get(len(payload) // max(1, expected))
-        fits = dtype is not None and len(payload) == dtype.itemsize * expected
-        if items != expected or not fits:
-            raise self.broken(source, f"{items} numbers in {len(message)} bytes instead of {expected} numbers")
-        words: list[int] = payload.view(dtype).tolist()
-        return words
+    def words(self, words: Sequence[int], round_no: int) -> Bytes:
+        """Return the message of integers from 0 to 2^64 - 1: a parcel without vectors."""
+        return self.parcel((), words, PLAIN, round_no)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 

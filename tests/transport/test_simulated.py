@@ -292,7 +292,7 @@ class TestMessages:
                 data[2] = 0
             request.wait()
 
-        with pytest.raises(TransportError, match="rank 1 changed the bytes of a message to rank 0"):
+        with pytest.raises(TransportError, match="rank 1 changed the bytes of a message in flight to rank 0"):
             run(2, in_a_call(body))
 
     def test_a_request_never_waited_for_is_noticed(self):
