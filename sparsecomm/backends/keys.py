@@ -12,6 +12,7 @@ from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
 
+_FLOATS = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 _MAX_PARTITIONS = 8  # positions in an order for which partitioning is faster than sorting
 
 
@@ -44,7 +45,7 @@ def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int
         key: of the magnitude. It is returned unchanged if it is above all keys, or if a sum is zero or not finite.
         before, now: keys of the other magnitudes.
     """
-    values = np.dtype(entries.values.dtype.name)
+    values = _FLOATS[entries.values.itemsize]
     if key >= max_key(entries):
         return key
     magnitude, old, new = (
