@@ -182,19 +182,6 @@ def test_a_wait_that_took_too_long_says_where_the_other_was() -> None:
     assert "for rank 2 in call 2. Rank 2 may" in str(ranks[0]._timed_out(2))
 
 
-def test_nothing_begins_where_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = four()[0]
-    with pytest.raises(sc.InvalidInputError, match="257 bytes"):
-        rank.begin(bytes(257))
-    monkeypatch.setenv("SPARSECOMM_TIMEOUT", "soon")
-    with pytest.raises(sc.InvalidInputError, match="SPARSECOMM_TIMEOUT"):
-        rank.begin(b"call")
-    monkeypatch.undo()
-    rank.abort(KeyError())
-    assert rank.sent_to == []
-    assert rank.begin(bytes(256)) == 1
-
-
 @pytest.mark.parametrize(
     ("number", "kind", "text"),
     [
