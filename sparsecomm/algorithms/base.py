@@ -34,7 +34,7 @@ class Algorithm:
         by_chunk: whether ranks may select by chunk.
         automatic: whether "auto" may choose it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
-        unsupported: ``unsupported(problem)`` returns why a call of these sizes cannot be made, or ""; ``None``: all can.
+        unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.
         contributors_unknown: why it does not support ``op="mean_of_contributors"``; "" if it does, with
             `sparsecomm.primitives.contributors`.
     """

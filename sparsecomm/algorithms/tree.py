@@ -1,7 +1,8 @@
 """gTopKAllReduce along a tree.
 
 Source: Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses entries; this one supports any P.
+networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses
+entries; this one supports any P.
 
 Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecomm.tensors.arrays import Array, library_of
+from sparsecomm.tensors.arrays import Array, ArrayDType, library_of
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
 
-_FLOATS = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
+_FLOATS: dict[int, ArrayDType] = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 _MAX_PARTITIONS = 8  # positions in an order for which partitioning is faster than sorting
 
 
@@ -53,7 +53,7 @@ def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int
     )
     if not (0 < old < np.inf and 0 < new < np.inf and magnitude < np.inf):
         return key
-    scaled = np.array([min(magnitude * (new / old), float(np.finfo(values).max))], np.float64).astype(values)
+    scaled = np.array([min(magnitude * (new / old), float(np.finfo(values.name).max))], np.float64).astype(values)
     return int(scaled.view(f"u{values.itemsize}")[0])
 
 

@@ -93,8 +93,8 @@ class Problem:
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
         """Return the link to the rank at ``distance``; by default, to all ranks at once.
 
-        ``sharing`` ranks of a node use its link at the same time; by default, all of them. ``alpha`` and ``gap`` include
-        the header and the fixed costs of handling a message: merging, and packing and unpacking.
+        ``sharing`` ranks of a node use its link at the same time; by default, all of them. ``alpha`` and ``gap``
+        include the header and the fixed costs of handling a message: merging, and packing and unpacking.
         """
         m, node = self.per_node, costs.node or costs.link
         if m >= self.P or (distance is not None and distance < m):

@@ -26,7 +26,7 @@ class Fold:
         steps: number of steps of recursive doubling, floor(log2 P).
         rem: number of pairs.
         newrank: this rank's number among the 2^steps that take part; -1 for the even rank of a pair.
-        hands_over: whether this rank is the even rank of a pair, which only sends to ``partner`` and receives the result.
+        hands_over: whether this rank is the even one of a pair, which sends to ``partner`` and receives the result.
         partner: the other rank of this rank's pair; -1 if it has none.
         peers: for each step, the rank to exchange with, whose new rank differs in the bit of this step.
     """

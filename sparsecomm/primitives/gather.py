@@ -29,8 +29,11 @@ def gather(
     """
     gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
     senders = None if ranges is None else len(ranges)
-    return [vector for vectors, _ in gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
-            for vector in vectors]
+    return [
+        vector
+        for vectors, _ in gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
+        for vector in vectors
+    ]
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:

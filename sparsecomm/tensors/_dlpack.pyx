@@ -13,50 +13,43 @@ from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 cnp.import_array()
 
-cdef extern from *:
-    """
-    #include <stdint.h>
-    typedef struct { int32_t type, id; } sc_DLDevice;
-    typedef struct { uint8_t code, bits; uint16_t lanes; } sc_DLDataType;
-    typedef struct {
-        void* data; sc_DLDevice device; int32_t ndim; sc_DLDataType dtype; int64_t *shape, *strides;
-        uint64_t byte_offset;
-    } sc_DLTensor;
-    typedef struct sc_DLManaged { sc_DLTensor tensor; void* context; void (*deleter)(struct sc_DLManaged*); } sc_DLManaged;
-    typedef struct sc_DLVersioned {
-        uint32_t major, minor; void* context; void (*deleter)(struct sc_DLVersioned*); uint64_t flags; sc_DLTensor tensor;
-    } sc_DLVersioned;
-    typedef struct {
-        uint32_t major, minor; void* previous; void* allocator; int (*from_object)(void*, sc_DLVersioned**);
-    } sc_DLExchange;  /* the beginning of DLPackExchangeAPI */
-    """
-    ctypedef struct Device "sc_DLDevice":
-        int32_t type
-        int32_t id
-    ctypedef struct DataType "sc_DLDataType":
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-    ctypedef struct DLTensor "sc_DLTensor":
-        void* data
-        Device device
-        int32_t ndim
-        DataType dtype
-        int64_t* shape
-        int64_t* strides
-        uint64_t byte_offset
-    ctypedef struct Managed "sc_DLManaged":
-        DLTensor tensor
-        void (*deleter)(Managed*)
-    ctypedef struct Versioned "sc_DLVersioned":
-        uint32_t major
-        uint32_t minor
-        void (*deleter)(Versioned*)
-        uint64_t flags
-        DLTensor tensor
-    ctypedef struct Exchange "sc_DLExchange":
-        uint32_t major
-        int (*from_object)(void*, Versioned**) noexcept
+cdef struct Device:
+    int32_t type
+    int32_t id
+
+cdef struct DataType:
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+
+cdef struct DLTensor:
+    void* data
+    Device device
+    int32_t ndim
+    DataType dtype
+    int64_t* shape
+    int64_t* strides
+    uint64_t byte_offset
+
+cdef struct Managed:
+    DLTensor tensor
+    void* context
+    void (*deleter)(Managed*) noexcept
+
+cdef struct Versioned:
+    uint32_t major
+    uint32_t minor
+    void* context
+    void (*deleter)(Versioned*) noexcept
+    uint64_t flags
+    DLTensor tensor
+
+cdef struct Exchange:  # the beginning of DLPackExchangeAPI
+    uint32_t major
+    uint32_t minor
+    void* previous
+    void* allocator
+    int (*from_object)(void*, Versioned**) noexcept
 
 cdef uint64_t READ_ONLY = 1, IS_COPIED = 2
 cdef int64_t MAX_SIZE = 2**60 - 1  # elements: their bytes must fit in an int64

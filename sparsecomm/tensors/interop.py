@@ -58,11 +58,6 @@ _WRITABLE = "expected writable memory"
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
 _DTYPE_OF_NUMPY: dict[np.dtype[Any], DType] = {}  # grows on use
 _DTYPES = {(2, 16): FLOAT16, (4, 16): BFLOAT16, (2, 32): FLOAT32, (2, 64): FLOAT64}
-_DTYPE_CODES = {0: "int", 1: "uint", 2: "float", 3: "opaque", 4: "bfloat", 5: "complex", 6: "bool"}
-_NARROW_NAMES = (  # of the codes from 7 on
-    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn"
-)
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3: pinned host memory; 13: managed memory
 _OTHER_DEVICES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 11: "ROCm host", 14: "oneAPI", 15: "WebGPU"}
 
@@ -102,7 +97,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         if writable:
             _refuse(name, f"got a tensor whose negation is pending; {_WRITABLE}; pass x.resolve_neg()")
         obj = obj.resolve_neg()
-    return _checked(_export(obj, name, stream), name, writable, immutable, stream)
+    return _checked(obj, _export(obj, name, stream), name, writable, immutable, stream)
 
 
 def refuse_masked(array: object, name: str) -> None:
@@ -147,13 +142,11 @@ def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
         raise InvalidInputError(f"{seen}; {_EXPECTED}; convert it first") from error
     if found.size and not found.pointer:  # freed by FSDP, or implicit zeros of PyTorch
         advice = "restore its storage, or make the zeros with torch.zeros"
-        _refuse(
-            name, f"got a tensor of shape {found.shape} without memory; expected one with values; {advice}"
-        )
+        _refuse(name, f"got a tensor of shape {found.shape} without memory; expected one with values; {advice}")
     return found
 
 
-def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:
+def _checked(obj: object, t: _dlpack.Import, name: str, writable: bool, immutable: bool, stream: int | None) -> Tensor:
     kind = _DEVICES.get(t.device_type)
     if kind is None:
         seen = _OTHER_DEVICES.get(t.device_type, f"DLPack device type {t.device_type}")
@@ -161,7 +154,7 @@ def _checked(t: _dlpack.Import, name: str, writable: bool, immutable: bool, stre
         _refuse(name, f"got a tensor on {seen}; expected CPU or CUDA memory; {advice}")
     dtype = _DTYPES.get((t.code, t.bits))
     if dtype is None or t.lanes != 1:
-        _refuse_dtype(name, _dtype_name(t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
+        _refuse_dtype(name, _dtype_name(obj, t) + ("" if t.lanes == 1 else f" in vectors of {t.lanes}"))
     device = CPU if kind == "cpu" else Device(kind, t.device_id)
     found = Tensor(t.pointer, t.size, t.shape, dtype, device, t.readonly or immutable, t, stream)
     return _usable(found, name, t.contiguous, writable and (t.readonly or t.copied))
@@ -183,12 +176,11 @@ def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
     return t
 
 
-def _dtype_name(t: _dlpack.Import) -> str:
-    """Return the name of a DLPack dtype, supported or not."""
-    if 0 <= t.code - 7 < len(narrow := _NARROW_NAMES.split()):
-        return narrow[t.code - 7]
-    kind = _DTYPE_CODES.get(t.code)
-    return f"DLPack dtype code {t.code} with {t.bits} bits" if kind is None else f"{kind}{t.bits}"
+def _dtype_name(obj: object, t: _dlpack.Import) -> str:
+    """Return the name of a tensor's dtype, supported or not, as its library prints it."""
+    if (dtype := getattr(obj, "dtype", None)) is not None:
+        return f"{dtype}".removeprefix("torch.")
+    return f"DLPack dtype code {t.code} with {t.bits} bits"
 
 
 def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
@@ -289,9 +281,8 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     if _DEVICES.get(t.device_type) != "cpu" or not t.contiguous:
         seen = "got a tensor that is on a device or not contiguous"
         _refuse(name, f"{seen}; expected contiguous host memory; copy it there first")
-    described = f"{obj.dtype}".removeprefix("torch.") if hasattr(obj, "dtype") else _dtype_name(t)
     nbytes = (t.size * t.bits * t.lanes + 7) // 8
-    return f"{described} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
+    return f"{_dtype_name(obj, t)} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
 
 
 _VIEWS = tuple(np.dtype(d.view) for d in sorted(DTYPES.values(), key=lambda d: d.code))
@@ -309,7 +300,10 @@ def _current_stream(obj: Any) -> int | None:
     if torch is not None and isinstance(obj, torch.Tensor):
         return torch.cuda.current_stream(index).cuda_stream or 1
     if cupy is not None:
-        with suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(index):  # without a driver, a later error says so
+        with (
+            suppress(cupy.cuda.runtime.CUDARuntimeError),
+            cupy.cuda.Device(index),
+        ):  # without a driver, a later error says so
             return cupy.cuda.get_current_stream().ptr or 1
     return 1
 

@@ -142,8 +142,8 @@ class SparseVector:
         """Return the dense tensor: ``out`` if given, else a new array of ``shape`` with the dtype of ``values``.
 
         Args:
-            out: contiguous and writable, with ``size`` elements, on the device of the entries, of any of the four float
-                dtypes; 16-bit dtypes are rounded to nearest even.
+            out: contiguous and writable, with ``size`` elements, on the device of the entries, of any of the four
+                float dtypes; 16-bit dtypes are rounded to nearest even.
 
         Raises:
             InvalidInputError: ``out`` cannot be used. In host memory, also if the arrays of this vector were modified
@@ -160,8 +160,8 @@ class SparseVector:
             )
         if (target.dtype.itemsize == 8) != (self._accumulator.itemsize == 8):
             raise InvalidInputError(
-                f"out: got {target.dtype}; expected a dtype whose accumulator dtype is {self._accumulator}; allocate it "
-                "with that dtype"
+                f"out: got {target.dtype}; expected a dtype whose accumulator dtype is {self._accumulator}; "
+                "allocate it with that dtype"
             )
         backend = backends.of(target.device)
         with backend.on_stream(target):

@@ -45,8 +45,8 @@ ABIS = {
     "mpiabi": Abi("the standard ABI of MPI 5", 8, 32),
 }
 ADVICE = (
-    "Build sparsecomm for your MPI from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall --no-deps .`. Or "
-    "let mpi4py load another MPI: set MPI4PY_LIBMPI to the path of its libmpi.so."
+    "Build sparsecomm for your MPI from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall --no-deps .`. "
+    "Or let mpi4py load another MPI: set MPI4PY_LIBMPI to the path of its libmpi.so."
 )
 
 

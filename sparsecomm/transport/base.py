@@ -151,7 +151,7 @@ class Transport(ABC):
             TransportError: another rank has already left this call. `abort` must follow.
         """
 
-    def conclude(self) -> None:
+    def conclude(self) -> None:  # noqa: B027  # most transports do not vote
         """Vote that this rank has completed the current call. If this returns, the call counts on this rank.
 
         If MPI survives dead ranks, this waits for all votes, and the call counts on all ranks or on none. Otherwise it

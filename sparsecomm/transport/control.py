@@ -5,9 +5,9 @@ Ranks send each other control messages next to the data of calls. Their kinds ar
 - `WAITING`: "I have been waiting for you in call 17, whose description is ...". If the descriptions of call 17 differ,
   the receiver raises and leaves the call. This ends waits in a cycle without a timeout.
 - `LEFT`: "I left call 17 with this error". Ranks that wait in call 17 leave it, too.
-- `OUT_OF_STEP`: "I left call 17 because the ranks' calls are out of step". Ranks in call 17 or a later one leave it.
-- `REALIGN`: "I wait for all ranks in `realign`, and my last call was 17". Ranks in a call leave it. The message contains
-  a round number: after a timeout, a rank begins the next round, which the other ranks join.
+- `OUT_OF_STEP`: "I left call 17 because the ranks' calls are out of step". Ranks in call 17 or later leave it.
+- `REALIGN`: "I wait for all ranks in `realign`, and my last call was 17". Ranks in a call leave it. The message has a
+  round number: after a timeout, a rank begins the next round, which the other ranks join.
 
 Each transport decides how these messages travel and when a rank reads them.
 """
@@ -122,7 +122,7 @@ class FailureDetector(Transport):
         self._round = 0  # the latest round of `realign` in which this rank took part
         self._rounds: dict[int, tuple[int, int]] = {}  # rank -> its latest round of `realign`, and its last call
 
-    # -- for each transport to implement --------------------------------------------------------------------------------
+    # -- for each transport to implement ------------------------------------------------------------------------------
 
     @abstractmethod
     def _send_control(self, to: int, kind: int, text: bytes) -> None:

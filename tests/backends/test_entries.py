@@ -137,7 +137,11 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
             same(largest, v.indices[expected], v.values[expected])
             same(others, v.indices[near & ~expected], v.values[near & ~expected])
             assert selection_keys.keys_of(backend.values_at(there, others)) == its_own[near & ~expected].tolist()
-        assert selection_keys.scaled_key(there, low, [0], keys[:1]) == low == selection_keys.scaled_key(there, low, keys[:1], [0])
+        assert (
+            selection_keys.scaled_key(there, low, [0], keys[:1])
+            == low
+            == selection_keys.scaled_key(there, low, keys[:1], [0])
+        )
         one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
         assert selection_keys.scaled_key(there, one, [one, one], [two, two]) == two
         assert selection_keys.scaled_key(there, two, [two], [one]) == one

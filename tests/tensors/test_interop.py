@@ -290,10 +290,9 @@ def test_byte_offset_and_strides_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"lanes": 4}, r"type float32 in vectors of 4; expected"),
-        ({"code": 9, "bits": 8}, r"type float8_e4m3b11fnuz; expected"),
+        ({"lanes": 4}, r"type DLPack dtype code 2 with 32 bits in vectors of 4; expected"),
         ({"code": 99, "bits": 8}, r"type DLPack dtype code 99 with 8 bits; expected"),
-        ({"bits": 128}, r"type float128; expected"),
+        ({"bits": 128}, r"type DLPack dtype code 2 with 128 bits; expected"),
         ({"strides": (2,), "shape": (4,)}, r"not contiguous"),
         ({"strides": (1, 2), "shape": (2, 4)}, r"not contiguous"),
         ({"strides": (-1,)}, r"not contiguous"),
@@ -302,9 +301,9 @@ def test_byte_offset_and_strides_and_scalars() -> None:
         ({"device_type": 10}, r"on ROCm; expected"),
         ({"device_type": 77}, r"on DLPack device type 77; expected"),
         ({"ndim": -1}, r"-1 dimensions without a shape"),
-        ({"shape": (3, -2)}, r"shape \(3, -2\), which is no shape"),
-        ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\), which is no shape"),
-        ({"shape": (2**60,)}, r"which is no shape"),
+        ({"shape": (3, -2)}, r"shape \(3, -2\) is invalid"),
+        ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\) is invalid"),
+        ({"shape": (2**60,)}, r"is invalid"),
         ({"data": 0, "byte_offset": 4}, r"shape \(8,\) without memory; expected"),
     ],
 )
@@ -332,7 +331,7 @@ def test_flags_that_forbid_writing(flags: int) -> None:
 
 def test_a_future_version_is_left_to_its_exporter() -> None:
     made = HandMade(version=(2, 0))
-    with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0, and only 1\.x is understood"):
+    with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0 is not supported"):
         tensor(made.exporter, "x")
     assert not made.consumed
     assert made.deleted == 0
