@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "strided": (lambda: np.ones(6, np.float32)[::2], r"shape \(3,\) that is not contiguous; .*ascontiguousarray"),
     "Fortran": (lambda: np.ones((2, 3), np.float32, "F"), r"shape \(2, 3\) that is not contiguous"),
     "misaligned": (lambda: torch_view(1), r"float32 at address 0x[0-9a-f]+; expected a multiple of 4 bytes; pass"),
-    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool8; expected"),
+    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool; expected"),
     "torch float8": (lambda: torch().ones(3).to(torch().float8_e4m3fn), r"got elements of type float8_e4m3fn;"),
     "torch transposed": (lambda: torch().ones(2, 3).t(), r"shape \(3, 2\) that is not contiguous; .*x\.contiguous"),
     "torch grad": (lambda: torch().ones(3, requires_grad=True), r"requires grad; expected .*x\.detach\(\), or p\.grad"),
