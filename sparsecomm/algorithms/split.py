@@ -41,7 +41,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.backends.keys import keys_of, largest_keys, max_key, nth_keys, scaled_key, split_by_key
+from sparsecomm.backends.keys import keys_of, largest_keys, max_key, scaled_key
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
@@ -137,7 +137,7 @@ def _top_sums(
     for round_no in count(_GATHER):
         dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)
         if bounds is None:
-            own: Parcel = (), (0, sums.nnz, *nth_keys(sums, _quantile_numbers(sums.nnz, kept, comm.size)))
+            own: Parcel = (), (0, sums.nnz, *comm.backend.nth_keys(sums, _quantile_numbers(sums.nnz, kept, comm.size)))
         else:
             own = _candidates(comm, dropped, sums, counts, bounds, own_mark, load)
         parcels = exchange_with_all(
@@ -181,7 +181,7 @@ def _candidates(
     If the values in messages do not show which sums are the largest, the sums that are sure to win are a vector of
     their own. The keys of the others follow, and how many sums of each vector rounding has made zero.
     """
-    sure, near = split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
+    sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
     words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.shows_sums:
         return (near,), words
@@ -217,7 +217,7 @@ def _winners(
         sums = backend.merge_topk(near, backend.empty_like(near), kept)[0]
         above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
         numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
-        found = dict(zip((above, 0, -below), nth_keys(near, numbers), strict=False))
+        found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
         return Winners(sums, found, near.nnz <= kept and not others)
     sure = backend.concatenate_entries([vectors[0] for vectors, _ in parcels])
     num_sure = sure.nnz + sum(words[3] for _, words in parcels)

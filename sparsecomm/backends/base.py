@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from sparsecomm.backends import keys
 from sparsecomm.backends.adamw import Moments, adamw_step, unit
 from sparsecomm.tensors.arrays import library_of
 from sparsecomm.tensors.interop import Tensor
@@ -434,6 +435,14 @@ class Backend:
     def entries_at(self, entries: SparseVector, positions: Sequence[int] | Array) -> SparseVector:
         """Return the entries at ascending positions from 0 to nnz - 1."""
         return entries.at(library_of(entries.indices).asarray(np.array(positions, np.int64)))
+
+    def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
+        """Call `sparsecomm.backends.keys.nth_keys`."""
+        return keys.nth_keys(entries, numbers)
+
+    def split_by_key(self, entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
+        """Call `sparsecomm.backends.keys.split_by_key`."""
+        return keys.split_by_key(entries, low, high)
 
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 

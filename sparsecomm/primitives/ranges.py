@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from sparsecomm.backends.keys import max_key, nth_keys
+from sparsecomm.backends.keys import max_key
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.costs import Costs, Problem
@@ -100,7 +100,7 @@ def scatter(
         if ranges is None:
             parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples)))
         else:
-            (level,) = nth_keys(own, [min(number, own.nnz)]) if number and own.nnz else (0,)
+            (level,) = comm.backend.nth_keys(own, [min(number, own.nnz)]) if number and own.nnz else (0,)
             words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
             own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
             expected_ranges = partial(_ranges_if_equal, own_range, words[0])
