@@ -104,7 +104,7 @@ def main() -> None:
     link = os.environ.get("SLOW_NETWORK_LINK", "of this machine")
     lines = [
         *report.head(run),
-        f"# {transport.of(None).num_nodes} machine(s); link {link}",
+        f"# {transport.transport_of(None).num_nodes} machine(s); link {link}",
         *(f"# {line}" for line in str(sc.explain(1_000_000, 0.001)).splitlines()[1:3]),
         f"# auto / fastest: {max(ratios):.2f} at most, {np.median(ratios):.2f} in the median",
     ]

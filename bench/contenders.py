@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sparsecomm.tracing.observers import observed
 
 import sparsecomm as sc
 from bench.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
@@ -20,7 +21,6 @@ from bench.replay import Recorder, Replay
 from sparsecomm import transport
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.calls.observers import observed
 from sparsecomm.cli.bench import runners
 from sparsecomm.cli.bench.clocks import Clock
 from sparsecomm.cli.bench.measure import Check

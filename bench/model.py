@@ -39,8 +39,7 @@ from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.plots import log_axis, pyplot, size_axis, style
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 from sparsecomm.tuning import choice

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
+from sparsecomm.tracing.observers import Forwarding
 
-from sparsecomm.calls.observers import Forwarding
 from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 

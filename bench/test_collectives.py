@@ -58,7 +58,7 @@ def test_sparse_allreduce(benchmark: Any, n: int, density: float, contender: Con
     k = max(1, round(n * density))
     vectors = Vectors(COMM, np.random.default_rng(COMM.rank).standard_normal(n, dtype=np.float32))
     runner = contender.make(vectors, k, "auto")
-    counters = transport.of(COMM).counters
+    counters = transport.transport_of(COMM).counters
     sent, messages = runner.traffic()[0], counters.messages_sent
     runner.step()
     sent, messages = runner.traffic()[0] - sent, counters.messages_sent - messages

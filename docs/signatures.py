@@ -1,7 +1,7 @@
 """What the reference adds to signatures: the values of defaults, and the options that functions hand on.
 
 Pages are made of sources alone, in which a default may be the name of a constant, and options are
-``**options: Unpack[...]``. The decorator `sparsecomm.signatures.with_options` says which options these are, and which
+``**options: Unpack[...]``. The decorator `sparsecomm.checks.with_options` says which options these are, and which
 function declares and documents them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import griffe
 
-WITH_OPTIONS = "sparsecomm.signatures.with_options"
+WITH_OPTIONS = "sparsecomm.checks.with_options"
 ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?|\n(?= {4}))*)", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*|\n(?= {5}))*)$", re.MULTILINE)
 

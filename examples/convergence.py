@@ -228,7 +228,7 @@ def over_mpi(todo: list[Setting], comm: object, advance: Advance) -> Done:
 
     assert isinstance(comm, MPI.Intracomm)
     for setting in todo:
-        curves = comm.allgather(train(setting, transport.of(comm), lambda: advance(1)))
+        curves = comm.allgather(train(setting, transport.transport_of(comm), lambda: advance(1)))
         yield setting, combined(setting, curves)
 
 

@@ -127,7 +127,7 @@ def train(algorithm: str, epochs: int, progress: Progress, label: str) -> Run:
     network, run = Network(), Run()
     weights, gradient = network.weights, network.gradient
     residual, velocity = np.zeros_like(weights), np.zeros_like(weights)
-    counters = transport.of(comm).counters
+    counters = transport.transport_of(comm).counters
     sent_before = counters.bytes_sent
     own = max(1, BATCH // ranks)  # samples of each batch on each rank
     batches = max(1, len(x) // (own * ranks))

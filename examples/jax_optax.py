@@ -89,7 +89,7 @@ def main() -> None:
     if rank == 0:
         accuracy = float((scores(params, x[test]).argmax(1) == labels[test]).mean())
         steps, size = int(state[0].step), len(everyone[0]) // 4
-        sent = transport.of(comm).counters.bytes_sent / steps / 1e3
+        sent = transport.transport_of(comm).counters.bytes_sent / steps / 1e3
         dense = 2 * (ranks - 1) / ranks * size * 4 / 1e3
         print(f"{ranks} rank(s), {steps} steps, {size:,} weights: test accuracy {accuracy:.1%}")
         print(f"sent per step: {sent:.1f} kB; a dense allreduce would send {dense:.1f} kB")

@@ -13,9 +13,9 @@ from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
-from sparsecomm.calls.weights import check_weights
-from sparsecomm.checks import check_choice, number, shown, whole
+from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
@@ -88,9 +88,9 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     """
     t = interop.tensor(x, "x")
     r = None if residual is None else interop.as_residual(residual, t)
-    min_magnitude = number(tau)
+    min_magnitude = to_float(tau)
     if not min_magnitude >= 0:  # NaN is not
-        raise InvalidInputError(f"tau={shown(tau)}: expected a number that is at least 0")
+        raise InvalidInputError(f"tau={quote(tau)}: expected a number that is at least 0")
     backend = backends.of(t.device)
     with backend.on_stream(t):
         return backend.threshold(t, min_magnitude, r)
@@ -152,12 +152,12 @@ def explain(
         InvalidInputError: an argument cannot be used.
         SparseCommError: costs could not be measured; as `sparse_allreduce` raises it.
     """
-    if (size := whole(n, 1)) is None:
-        raise InvalidInputError(f"n={shown(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
+    if (size := to_int(n, 1)) is None:
+        raise InvalidInputError(f"n={quote(n)}: expected the number of elements, an int from 1 to 2^63 - 1")
     check_choice("dtype", dtype, DTYPES)
     options = Options.of(algorithm, op, wire)
     options.check(dtype)
-    ranks = transport.of(comm)
+    ranks = transport.transport_of(comm)
     costs = costs_of(ranks)
     query = options.query(ranks, size, count_of(k, size), DTYPES[dtype].accumulator.itemsize)
     return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
@@ -180,7 +180,7 @@ def realign(comm: Comm = None) -> None:
         TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. It may be called again.
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
-    ranks = transport.of(comm)
+    ranks = transport.transport_of(comm)
     queue = queue_of(ranks)
     queue.call(Realignment(ranks))
     queue.forget_measured()
@@ -222,5 +222,5 @@ def last_call(comm: Comm = None) -> LastCall:
     Raises:
         InvalidInputError: not a communicator, or one that cannot be used.
     """
-    ranks = transport.existing(comm)
+    ranks = transport.existing_transport(comm)
     return LastCall(0, False) if ranks is None else LastCall(ranks.number, ranks.counted == ranks.number)

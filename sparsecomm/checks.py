@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
+from sparsecomm.errors import InvalidInputError, did_you_mean
 
-__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "flag", "is_real", "number", "shown", "whole"]
+__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int"]
 
 # What an object raises that is asked for what it has not. Others may be of a signal handler, and are let through.
 FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
@@ -22,7 +21,7 @@ MAX_SIZE = 2**63 - 1  # elements, of which indices are int64
 _MAX_SHOWN = 100
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return the text of an object for a message: on one line, and cut if it is long."""
     try:
         text = " ".join(repr(value).split())
@@ -36,7 +35,7 @@ def is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a real number as a float; NaN for what is none, and for what is larger than every float."""
     if type(value) is float:  # the common case, before what takes longer
         return value
@@ -46,7 +45,7 @@ def number(value: Any) -> float:
     return math.nan
 
 
-def whole(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
+def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | None:
     """Return a whole number, of Python or of NumPy; ``None`` for what is none, for a bool, and out of range."""
     if type(value) is int:
         return value if min_value <= value <= max_value else None
@@ -57,7 +56,7 @@ def whole(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | No
     return None
 
 
-def flag(name: str, value: object) -> bool:
+def to_bool(name: str, value: object) -> bool:
     """Return the truth of an argument.
 
     Raises:
@@ -68,7 +67,7 @@ def flag(name: str, value: object) -> bool:
     try:
         return bool(value)
     except FAULTS as error:
-        raise InvalidInputError(f"{name}={shown(value)}: expected True or False") from error
+        raise InvalidInputError(f"{name}={quote(value)}: expected True or False") from error
 
 
 def check_choice(name: str, value: object, known: Collection[str]) -> None:
@@ -79,5 +78,5 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
     """
     if not isinstance(value, str) or value not in known:
         raise InvalidInputError(
-            f"{name}={shown(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
+            f"{name}={quote(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
         )

@@ -15,7 +15,7 @@ from sparsecomm.primitives.costs import Link
 
 def measured_link(comm: MPI.Intracomm, seconds: float = 2.0) -> Link:
     """Return the slowest link between ranks, as messages of the library find it in so many seconds. Collective."""
-    return Link(0.0, 0.0) if comm.size == 1 else measured_links(transport.of(comm), seconds).slowest
+    return Link(0.0, 0.0) if comm.size == 1 else measured_links(transport.transport_of(comm), seconds).slowest
 
 
 def given_link() -> Link | None:

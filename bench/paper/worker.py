@@ -104,12 +104,12 @@ def calibrated(options: argparse.Namespace) -> Costs:
     They become the profile that "auto" goes by. A rank of the emulated cluster has its turn on a core once in ranks /
     cores, so that the work in the profile is as many times as long.
     """
-    link = measured_links(transport.of(COMM), 1.0).slowest
+    link = measured_links(transport.transport_of(COMM), 1.0).slowest
     turns = max(1.0, COMM.size / (os.cpu_count() or 1))
     alone = {name: COMM.bcast(seconds) for name, seconds in _works().items()}
     shared = Costs(link, **{name: turns * seconds for name, seconds in alone.items()})
     file = options.file.with_suffix(f".{COMM.size}.profile.json")
-    library = transport.of(COMM).library
+    library = transport.transport_of(COMM).library
     if COMM.rank == 0:
         file.write_text(Profile(library, COMM.size, COMM.size, shared).as_json())
     wait_all()

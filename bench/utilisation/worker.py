@@ -269,7 +269,7 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
         group = dist.new_group(backend="gloo") if method is None else None
         training.flat -= 1e-3 * training.change
         begin = begin_together(plan["ahead"])
-        before = transport.of(group).counters.bytes_sent if method is not None else 0
+        before = transport.transport_of(group).counters.bytes_sent if method is not None else 0
         if method is None:
             sc.sparse_allreduce(training.change, cell["density"], comm=group)
         else:
@@ -277,7 +277,7 @@ def timed(plan: dict[str, Any], cell: Cell) -> Cell:
         end = torch.tensor([time.monotonic()], dtype=torch.float64)
         dist.all_reduce(end, dist.ReduceOp.MAX)
         every_time.append(float(end) - begin)
-        sent = transport.of(group).counters.bytes_sent - before
+        sent = transport.transport_of(group).counters.bytes_sent - before
     return {"seconds": every_time, "sent": sent}
 
 

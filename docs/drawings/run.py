@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sparsecomm.tracing.events import Call, clock_offsets, messages, read
+
 from docs.drawings.svg import Canvas
-from sparsecomm.cli.trace.events import Call, read
-from sparsecomm.cli.trace.messages import clock_offsets, messages
 
 __all__ = ["draw"]
 

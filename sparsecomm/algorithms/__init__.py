@@ -13,9 +13,8 @@ from typing import Literal, TypeAlias, cast, get_args
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import hierarchical
 from sparsecomm.algorithms.split import with_larger_result
-from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean
+from sparsecomm.checks import quote
+from sparsecomm.errors import InvalidInputError, did_you_mean
 
 __all__ = [
     "ALGORITHMS",
@@ -141,7 +140,7 @@ def find(name: str) -> Algorithm | None:
     known = [*_CHOOSING, *ALGORITHMS]
     near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
-        f"algorithm={shown(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where X is one of "
+        f"algorithm={quote(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where X is one of "
         f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999; or several of these separated by |, of "
         f"which the fastest is chosen (X*1.5 counts 1.5 times its cost){near}"
     )

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from sparsecomm import transport
-from sparsecomm.checks import MAX_SIZE, number, shown, whole
+from sparsecomm.checks import MAX_SIZE, quote, to_float, to_int
 from sparsecomm.contribution import Chunks
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Comm, job
@@ -42,12 +42,12 @@ def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
     if type(k) is int and 0 < k <= size:  # the common case, before what takes longer
         return k
     if isinstance(k, numbers.Integral):
-        if (count := whole(k, 1, size or MAX_SIZE)) is not None:
+        if (count := to_int(k, 1, size or MAX_SIZE)) is not None:
             return min(count, size)
-    elif 0 < (density := number(k)) <= 1:  # NaN is not
+    elif 0 < (density := to_float(k)) <= 1:  # NaN is not
         return min(size, max(1, round(density * size)))
     raise InvalidInputError(
-        f"k={shown(k)}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)"
+        f"k={quote(k)}: expected an int from 1 to {size} ({what}) or a float in (0, 1] (the density)"
     )
 
 
@@ -57,8 +57,8 @@ def chunk_of(chunk: Any) -> int:
     Raises:
         InvalidInputError: it is no number of elements.
     """
-    if (count := whole(chunk, 1)) is None:
-        raise InvalidInputError(f"chunk={shown(chunk)}: expected a number of elements, an int from 1 on")
+    if (count := to_int(chunk, 1)) is None:
+        raise InvalidInputError(f"chunk={quote(chunk)}: expected a number of elements, an int from 1 on")
     return count
 
 
@@ -78,9 +78,9 @@ def decay_of(decay: object, residual: object, algorithm: object) -> float:
     Raises:
         InvalidInputError: it is no such number, or there is nothing that it would multiply.
     """
-    part = number(decay)
+    part = to_float(decay)
     if not 0 < part <= 1:  # NaN is not
-        raise InvalidInputError(f"decay={shown(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
+        raise InvalidInputError(f"decay={quote(decay)}: expected a number in (0, 1]; 1 keeps the residual whole")
     if part < 1 and residual is None:
         raise InvalidInputError(f"decay={part!r} without a residual, which it would make smaller; pass one")
     name = getattr(algorithm, "name", algorithm) if part < 1 else None  # it may not have been checked
@@ -96,11 +96,11 @@ def label_checksum(label: object) -> int:
         InvalidInputError: it is no text.
     """
     if not isinstance(label, str):
-        raise InvalidInputError(f"label={shown(label)}: expected a text")
+        raise InvalidInputError(f"label={quote(label)}: expected a text")
     try:
         return zlib.crc32(label.encode()) or 1 if label else 0
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"label={shown(label)}: expected characters that UTF-8 has") from error
+        raise InvalidInputError(f"label={quote(label)}: expected characters that UTF-8 has") from error
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -128,7 +128,7 @@ def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
 def note_skipped(comm: Comm, error: BaseException) -> None:
     """Note that ``error`` has kept this rank from beginning a call on ``comm``."""
     try:
-        ranks = transport.existing(comm)
+        ranks = transport.existing_transport(comm)
         if ranks is not None:
             ranks.skipped = type(error).__name__
     except BaseException:

@@ -17,7 +17,7 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.links import Links, Probe
-from sparsecomm.tuning.profile import Used
+from sparsecomm.tuning.profile import KnownCosts
 
 __all__ = [
     "LinkMeasurement",
@@ -32,7 +32,7 @@ __all__ = [
 _NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
 
-def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> Used:
+def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
     """Return the costs by which calls are planned, the same on all ranks.
 
     They are measured if there is no profile for these ranks, and they have not been measured. Then this is a call,
@@ -56,7 +56,7 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
     return used
 
 
-def costs_for_steps(transport: Transport) -> Used:
+def costs_for_steps(transport: Transport) -> KnownCosts:
     """Like `costs_of`, but where a thread makes calls an interrupt ends only the wait. The next call resumes it."""
     queue = queue_of(transport)
     handle = queue.measuring
@@ -80,7 +80,7 @@ def costs_matter(transport: Transport, options: Options) -> bool:
     return transport.num_nodes > 1 or options.chooses_algorithm
 
 
-def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> Used | None:
+def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
     """Return the costs by which a plan chooses; ``None``: its options leave nothing to choose, on one node.
 
     For a wire format alone nothing is measured; without a profile, what has been measured or is assumed will do.
@@ -136,8 +136,8 @@ def measured_links(transport: Transport, seconds: float) -> Links:
     return measurement.links
 
 
-def _known(transport: Transport) -> Used | None:
-    return profile.used(transport.library, transport.size, transport.num_nodes) or queue_of(transport).measured
+def _known(transport: Transport) -> KnownCosts | None:
+    return profile.costs_for(transport.library, transport.size, transport.num_nodes) or queue_of(transport).measured
 
 
 class LinkMeasurement(Call):
@@ -153,7 +153,7 @@ class LinkMeasurement(Call):
         """Prepare it; ``seconds``: as of `sparsecomm.tuning.links.Probe.measure`."""
         super().__init__(transport)
         self.links: Links | None = None
-        self.found: Used | None = None
+        self.found: KnownCosts | None = None
         self._probe, self._queue, self._seconds = Probe(transport), queue_of(transport), seconds
         self._counted = transport.counted
         self.must_keep = False

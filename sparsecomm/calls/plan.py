@@ -15,7 +15,7 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import decide
-from sparsecomm.tuning.profile import Used
+from sparsecomm.tuning.profile import KnownCosts
 from sparsecomm.wire import OPS, CallSignature, Messages, shape_checksum
 
 __all__ = ["Plan"]
@@ -47,7 +47,7 @@ class Plan:
         size: int,
         k: int,
         options: Options,
-        costs: Used | None,
+        costs: KnownCosts | None,
         chunks: Chunks | None = None,
         given: tuple[bool, bool] | None = None,
     ) -> None:

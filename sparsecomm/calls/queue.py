@@ -25,10 +25,9 @@ from weakref import ref
 from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
-from sparsecomm.calls.observers import ObservedBackends, Observer, observe
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.tracing import observers_of
-from sparsecomm.checks import FAULTS, number, shown
+from sparsecomm.checks import FAULTS, quote, to_float
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -38,9 +37,10 @@ from sparsecomm.errors import (
     text_of,
 )
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tracing.observers import ObservedBackends, Observer, observe
 from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
-from sparsecomm.tuning.profile import Used
+from sparsecomm.tuning.profile import KnownCosts
 
 __all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
 
@@ -86,8 +86,8 @@ class Handle:
             TimeoutError: the call is not done yet. It goes on: wait again.
             SparseCommError: what the call raised, as `sparse_allreduce` does.
         """
-        if timeout is not None and math.isnan(number(timeout)):
-            raise InvalidInputError(f"timeout={shown(timeout)}: expected a number of seconds, or None")
+        if timeout is not None and math.isnan(to_float(timeout)):
+            raise InvalidInputError(f"timeout={quote(timeout)}: expected a number of seconds, or None")
         try:
             done = self._queue.run_or_wait(self, timeout)
         except KeyboardInterrupt as interrupt:
@@ -215,7 +215,7 @@ class CallQueue:
     def __init__(self, transport: Transport) -> None:
         self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
         self.observers: list[Observer] = []
-        self.measured: Used | None = None
+        self.measured: KnownCosts | None = None
         self.measuring: Handle | None = None
         self._threaded = transport.threaded
         self._process = os.getpid()
@@ -302,7 +302,7 @@ class CallQueue:
         if self.measured is not None:
             self.use_measured(None)
 
-    def use_measured(self, costs: Used | None) -> None:
+    def use_measured(self, costs: KnownCosts | None) -> None:
         """Have calls choose by costs that ranks have measured, the same on all; ``None``: they are to be measured."""
         self.measured = costs
         self.plans.clear()

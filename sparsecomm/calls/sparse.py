@@ -150,7 +150,7 @@ def prepare(
 
     Raises:
         InvalidInputError: one of them cannot be used.
-        TransportError: see `sparsecomm.transport.of`. The residual is as after a call that failed.
+        TransportError: see `sparsecomm.transport.transport_of`. The residual is as after a call that failed.
         CollectiveMismatchError: so is it here.
         BaseException: anything else, such as an interrupt. Nothing has changed, unless it came in the call that
             measures costs, or after that: then it is as after a call that failed.
@@ -164,7 +164,7 @@ def prepare(
         word = 0 if type(label) is str and not label else label_checksum(label)
         given = r is not None, o is not None
         key = (k, type(k), t.shape, t.dtype.code, t.device, given, algorithm, op, wire, chunk, type(chunk))
-        ranks = transport.existing(comm)
+        ranks = transport.existing_transport(comm)
         queue = None if ranks is None else queue_of(ranks)
         plan = None if queue is None else queue.plans.find(key)
         if queue is None or plan is None:
@@ -173,7 +173,7 @@ def prepare(
             count = count_of(k, t.size) if chunks is None else chunks.total(t.size)
             options.check(t.dtype.name, by_chunk=chunks is not None)
             try:
-                ranks = transport.of(comm)
+                ranks = transport.transport_of(comm)
             except TransportError:
                 _keep(t, r, part)
                 raise

@@ -26,8 +26,8 @@ from typing import Any
 from weakref import ref
 
 from sparsecomm import config
-from sparsecomm.calls.observers import EXCHANGE, Observer
 from sparsecomm.errors import InvalidInputError, describe
+from sparsecomm.tracing.observers import EXCHANGE, Observer
 from sparsecomm.transport import Transport, job
 from sparsecomm.wire import CallSignature
 

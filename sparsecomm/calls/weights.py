@@ -10,7 +10,7 @@ from sparsecomm import transport
 from sparsecomm.calls.agreement import WordsComparison
 from sparsecomm.calls.arguments import Comm, naming_rank
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
@@ -43,7 +43,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
     """
 
     def call(make: Callable[[Transport], WeightComparison]) -> WeightComparison:
-        ranks = transport.of(comm)
+        ranks = transport.transport_of(comm)
         comparison = make(ranks)
         if ranks.size > 1:
             queue_of(ranks).call(comparison)
@@ -111,10 +111,10 @@ def check_every(every: object) -> int | None:
     Raises:
         InvalidInputError: it is neither a number of steps nor None.
     """
-    if every is None or (steps := whole(every)) is not None:
+    if every is None or (steps := to_int(every)) is not None:
         return None if every is None else steps
     raise InvalidInputError(
-        f"check_weights_every={shown(every)}: expected a number of steps, 0 for the first step only, or None"
+        f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
     )
 
 

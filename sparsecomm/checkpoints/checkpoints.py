@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from sparsecomm.checkpoints.claims import claim, job_of
 from sparsecomm.checkpoints.formats import Contents, Folder, Format
 from sparsecomm.checkpoints.names import PART, SUFFIXES, Saved, find, remove, sync
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Prepared, Undo
-from sparsecomm.transport import Comm, Transport, of
+from sparsecomm.transport import Comm, Transport, transport_of
 
 __all__ = ["Checkpoint", "Files", "load", "save"]
 
@@ -121,13 +121,13 @@ class Files:
         try:
             self._folder = Path(folder)
         except TypeError:
-            raise InvalidInputError(f"folder={shown(folder)}: expected a path") from None
+            raise InvalidInputError(f"folder={quote(folder)}: expected a path") from None
         self._form, self._comm, self._exclusive = form, comm, exclusive
 
     def save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
         """See `save`."""
         number, older, named = _number("step", step, 0), _number("keep", keep, 1), _named(objects)
-        form, folder, transport = self._form, self._folder, of(self._comm)
+        form, folder, transport = self._form, self._folder, transport_of(self._comm)
         rank = transport.rank
         survey = self._survey(transport, "save")
         saved = Saved(max(1, survey.last.run + (number <= survey.last.step)), number, transport.size)
@@ -164,7 +164,7 @@ class Files:
     def load(self, objects: Mapping[str, object], step: int | None) -> Checkpoint | None:
         """See `load`."""
         wanted, named = None if step is None else _number("step", step, 0), _named(objects)
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         survey = self._survey(transport, "load the newest" if wanted is None else f"load {wanted}")
         interrupt, refused = survey.interrupt, None
         for saved in survey.whole:
@@ -196,7 +196,7 @@ class Files:
 
     def any_on_all(self) -> bool:
         """Return whether all ranks see a checkpoint whose files are all there. Collective."""
-        survey = self._survey(of(self._comm), "look")
+        survey = self._survey(transport_of(self._comm), "look")
         _raise_first([survey.interrupt])
         return bool(survey.whole)
 
@@ -382,13 +382,13 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _number(name: str, value: int, lowest: int) -> int:
-    number = whole(value, lowest, 10**18 - 1)
+    number = to_int(value, lowest, 10**18 - 1)
     if number is None:
-        raise InvalidInputError(f"{name}={shown(value)}: must be an integer from {lowest} to 10^18 - 1")
+        raise InvalidInputError(f"{name}={quote(value)}: must be an integer from {lowest} to 10^18 - 1")
     return number
 
 
 def _named(objects: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
-        raise InvalidInputError(f"objects: got {shown(objects)}; expected objects by name")
+        raise InvalidInputError(f"objects: got {quote(objects)}; expected objects by name")
     return dict(objects)

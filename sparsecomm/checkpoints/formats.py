@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from sparsecomm.checkpoints.names import Saved
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states import values
 from sparsecomm.states.schema import check, is_state, reshard
@@ -134,7 +134,7 @@ class Format:
         for key, expected in _identity(saved, rank).items():
             if identity.get(key) != expected:
                 raise InvalidInputError(
-                    f"it contains {key.replace('_', ' ')} {shown(identity.get(key))}, but its name says {expected}: "
+                    f"it contains {key.replace('_', ' ')} {quote(identity.get(key))}, but its name says {expected}: "
                     "the file was renamed, or copied over another"
                 )
         names, attempt = identity.get("names"), identity.get("attempt")

@@ -7,8 +7,7 @@ import argparse
 import numpy as np
 
 from sparsecomm import config
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.arrays import Array
 
 __all__ = ["DEVICES", "DeviceMemory", "add_argument", "check"]

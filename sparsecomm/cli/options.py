@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from sparsecomm.algorithms import ALGORITHMS, find
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES

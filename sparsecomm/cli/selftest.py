@@ -124,7 +124,7 @@ def _check(found: Findings, case: Case) -> int:
     memory, rank, checksum = found.memory, found.rank, 0
     gradients, residuals = case.data(found.size)
     whole = gradients.astype(case.accumulator) + residuals if case.residual else gradients.astype(case.accumulator)
-    total = oracle(found.algorithm)(list(whole), case.k, transport.of(comm_of(found.comm)).node_of_rank)
+    total = oracle(found.algorithm)(list(whole), case.k, transport.transport_of(comm_of(found.comm)).node_of_rank)
     indices = np.flatnonzero(total)
     expected: dict[Op, Vector] = {"sum": total}
     if case.residual and case.content not in EXACT:

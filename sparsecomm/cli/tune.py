@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A rank that does not answer should be reported in seconds, but may time messages for as long as was asked for.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    ranks = transport.of(comm_of(comm))
+    ranks = transport.transport_of(comm_of(comm))
     shown = ranks.rank == 0
     file: Path = (arguments.output or profile.path()).absolute()
 

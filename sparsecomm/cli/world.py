@@ -35,7 +35,7 @@ def world() -> World:
     """
     if [launch.launcher for launch in job.launches()] == ["torchrun"] and "MASTER_ADDR" in os.environ:
         return ProcessGroupWorld()
-    transport.of(None)  # raises what is wrong with MPI, if it is
+    transport.transport_of(None)  # raises what is wrong with MPI, if it is
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()

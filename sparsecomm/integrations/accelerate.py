@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 
 try:
     from accelerate import Accelerator

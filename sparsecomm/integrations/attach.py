@@ -19,7 +19,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters, keep_local, register
 from sparsecomm.torch.checkpoints import TorchFormat
-from sparsecomm.transport import of
+from sparsecomm.transport import transport_of
 
 __all__ = ["FOLDER", "KEY", "Attached", "attach", "ddp_of", "ddps_in"]
 
@@ -102,7 +102,7 @@ class Attached:
             return
         for reducer in self.reducers:
             reducer.discard()
-        if of(None).rank:
+        if transport_of(None).rank:
             return
         if known:
             _log.warning(
@@ -120,7 +120,7 @@ class Attached:
 
     def prune(self, folder: Path, keep: int) -> None:
         """Remove this rank's residuals of all but the newest ``keep`` checkpoints that were saved in ``folder``."""
-        transport = of(None)
+        transport = transport_of(None)
         files: dict[Path, list[Path]] = {}
         for path in folder.glob("*/step*-rank*-of*.pt"):
             rank = re.match(r"step\d+-rank(\d+)-", path.name)

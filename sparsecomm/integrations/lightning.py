@@ -11,8 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 
 try:
     import lightning

@@ -6,8 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments

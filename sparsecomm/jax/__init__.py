@@ -47,7 +47,7 @@ saves and loads its own, by `sparsecomm.save` for example.
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
-    from sparsecomm.hints import pip_install
+    from sparsecomm.errors import pip_install
 
     raise ImportError(f"sparsecomm.jax needs JAX ({error}): {pip_install('jax')}") from error
 

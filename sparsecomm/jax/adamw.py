@@ -11,13 +11,12 @@ import numpy as np
 
 from sparsecomm.backends.adamw import adamw_step, unit
 from sparsecomm.calls.options import Options
-from sparsecomm.calls.weights import check_every
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype, schedule_of
 from sparsecomm.jax.transform import check_parameters, check_wire
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
+from sparsecomm.states.weights import check_every
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ import numpy as np
 from sparsecomm import api
 from sparsecomm.backends import default_float_mode
 from sparsecomm.calls import arguments
-from sparsecomm.calls.arguments import Comm
 from sparsecomm.calls.options import Options
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
 from sparsecomm.reducer import schedule
 from sparsecomm.reducer.options import training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

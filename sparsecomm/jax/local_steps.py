@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm import local_steps as core
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
@@ -17,7 +18,6 @@ from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.signatures import with_options
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 

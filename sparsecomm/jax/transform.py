@@ -9,14 +9,13 @@ import jax.numpy as jnp
 
 from sparsecomm import api
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.calls.weights import check_every
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.checks import with_options
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
 from sparsecomm.jax.exchange import Comm, Density, schedule_of
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY
-from sparsecomm.signatures import with_options
+from sparsecomm.states.weights import check_every
 from sparsecomm.tensors.sparse import Array
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import numpy as np
 from sparsecomm import api
 from sparsecomm.calls import arguments
 from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype, density_of
 from sparsecomm.jax.staged import ONE_DEVICE
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import check_layout, layout
-from sparsecomm.signatures import with_options
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsecomm.checks import is_real, shown, whole
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.checks import is_real, quote, to_int
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
 __all__ = ["SyncSchedule", "split_by_size", "split_names"]
 
@@ -36,11 +35,11 @@ class SyncSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        if (sync_every := whole(self.sync_every, 1)) is None:
-            raise InvalidInputError(f"sync_every={shown(self.sync_every)}: expected a number of local steps, from 1 on")
-        if (delay := whole(self.delay, 0, sync_every - 1)) is None:
+        if (sync_every := to_int(self.sync_every, 1)) is None:
+            raise InvalidInputError(f"sync_every={quote(self.sync_every)}: expected a number of local steps, from 1 on")
+        if (delay := to_int(self.delay, 0, sync_every - 1)) is None:
             raise InvalidInputError(
-                f"fragment_sync_delay={shown(self.delay)} with sync_every={sync_every}: expected a number of local "
+                f"fragment_sync_delay={quote(self.delay)} with sync_every={sync_every}: expected a number of local "
                 "steps from 0 to below sync_every, so that an exchange ends before the fragment's next one begins"
             )
         object.__setattr__(self, "sync_every", sync_every)
@@ -95,21 +94,21 @@ def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str,
         InvalidInputError: there are more than tensors, or their names are not each of the tensors', once.
     """
     if is_real(fragments):
-        if (count := whole(fragments, 1, len(sizes))) is None:
+        if (count := to_int(fragments, 1, len(sizes))) is None:
             raise InvalidInputError(
-                f"fragments={shown(fragments)}: expected a number from 1 to {len(sizes)}, which is that of the tensors"
+                f"fragments={quote(fragments)}: expected a number from 1 to {len(sizes)}, which is that of the tensors"
             )
         return split_by_size(sizes, count)
     if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
-        raise InvalidInputError(f"fragments={shown(fragments)}: expected a number, or the names of each fragment")
+        raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or the names of each fragment")
     seen: set[str] = set()
     for number, names in enumerate(fragments):
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-            raise InvalidInputError(f"fragments[{number}]={shown(names)}: expected a list of names, of one at least")
+            raise InvalidInputError(f"fragments[{number}]={quote(names)}: expected a list of names, of one at least")
         for name in names:
             if not isinstance(name, str) or name not in sizes:
                 raise InvalidInputError(
-                    f"fragments[{number}]: {shown(name)} is no name of the {len(sizes)} tensors, {listed(sizes)}"
+                    f"fragments[{number}]: {quote(name)} is no name of the {len(sizes)} tensors, {listed(sizes)}"
                     f"{did_you_mean(name, sizes)}"
                 )
             if name in seen:

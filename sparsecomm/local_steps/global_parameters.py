@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
-from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.checks import quote
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 from sparsecomm.local_steps.outer import NesterovSGD
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
@@ -108,12 +107,12 @@ class GlobalParameters:
         """
         given = self.specs if names is None else [names] if isinstance(names, str) else names
         if not isinstance(given, Iterable):
-            raise InvalidInputError(f"names={shown(names)}: expected names of parameters, or None for all of them")
+            raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
         found = set()
         for name in given:
             if not isinstance(name, str) or name not in self.specs:
                 raise InvalidInputError(
-                    f"names: {shown(name)} is not one of the {len(self.specs)} parameters, {listed(self.specs)}"
+                    f"names: {quote(name)} is not one of the {len(self.specs)} parameters, {listed(self.specs)}"
                     f"{did_you_mean(name, self.specs)}"
                 )
             found.add(name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
 from sparsecomm.backends import default_float_mode
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Watch
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
@@ -31,7 +31,6 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
@@ -180,14 +179,14 @@ class LocalSteps:
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
         self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
         self._pacing = Pacing.of(self._schedule, by_speed, round_seconds, deadline)
-        alpha = number(fragment_update_alpha)
+        alpha = to_float(fragment_update_alpha)
         if not 0 <= alpha <= 1:
             raise InvalidInputError(
-                f"fragment_update_alpha={shown(fragment_update_alpha)}: expected a number from 0 to 1"
+                f"fragment_update_alpha={quote(fragment_update_alpha)}: expected a number from 0 to 1"
             )
         if outer is not None and not callable(getattr(outer, "step", None)):
             raise InvalidInputError(
-                f"outer={shown(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
+                f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
             )
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError("op='sum': expected a mean, which is as long as what one rank moves")
@@ -195,7 +194,7 @@ class LocalSteps:
         self._comm: transport.Comm = comm  # the transport, when it was needed
         if self._pacing.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
-                f"rank {ranks.rank}: deadline={shown(deadline)}: no thread may make calls over {ranks.library}, so "
+                f"rank {ranks.rank}: deadline={quote(deadline)}: no thread may make calls over {ranks.library}, so "
                 "nobody could take part for a rank that is late. Expected MPI_THREAD_MULTIPLE, which MPI must provide "
                 "and mpi4py asks for, or a process group of PyTorch; or deadline=None"
             )
@@ -219,7 +218,7 @@ class LocalSteps:
             alpha,
             density_at(density, 0),
             type(outer).__name__,
-            (flag("skip_nonfinite", skip_nonfinite), sorted((key, shown(value)) for key, value in told.items())),
+            (to_bool("skip_nonfinite", skip_nonfinite), sorted((key, quote(value)) for key, value in told.items())),
         )
         # The round, the local steps that this rank has taken in it, and the steps of the schedule that have passed.
         self._place = 0, 0, 0
@@ -513,7 +512,7 @@ class LocalSteps:
             with suppress(SparseCommError):
                 LocalSteps.finish(self, parameters)  # that of JAX takes a tree
             self._exchanges, self._due, self._begun, self._behind = {}, deque(), None, {}
-            ranks, specs, sync_every = transport.of(comm), self._globals.specs, self._schedule.sync_every
+            ranks, specs, sync_every = transport.transport_of(comm), self._globals.specs, self._schedule.sync_every
             outer = SharedState(self._outer, specs)
             nanoseconds = 0 if joining else self._timer.nanoseconds()
             words = [*self._settings, nanoseconds, outer.nbytes]
@@ -890,7 +889,7 @@ class LocalSteps:
         return [name for fragment, *_ in events for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        self._comm = ranks = transport.of(self._comm)  # that of a transport is itself
+        self._comm = ranks = transport.transport_of(self._comm)  # that of a transport is itself
         return ranks
 
     def _idle(self, doing: str, *, ended: bool = False) -> transport.Transport:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import Prepared, Undo, as_float, error_text, load, reading
@@ -67,12 +67,12 @@ class NesterovSGD:
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
-        self.learning_rate, self.momentum = number(learning_rate), number(momentum)
+        self.learning_rate, self.momentum = to_float(learning_rate), to_float(momentum)
         if not 0 < self.learning_rate < math.inf:
-            raise InvalidInputError(f"learning_rate={shown(learning_rate)}: expected a number above 0")
+            raise InvalidInputError(f"learning_rate={quote(learning_rate)}: expected a number above 0")
         if not 0 <= self.momentum < 1:
-            raise InvalidInputError(f"momentum={shown(momentum)}: expected a number from 0 to below 1")
-        self.nesterov = flag("nesterov", nesterov)
+            raise InvalidInputError(f"momentum={quote(momentum)}: expected a number from 0 to below 1")
+        self.nesterov = to_bool("nesterov", nesterov)
         self._velocities: dict[str, Array] = {}
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:

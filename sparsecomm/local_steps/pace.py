@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
 
@@ -60,17 +60,17 @@ class Pacing:
 
         A rank takes one local step at least from where a fragment is applied to where its next exchange begins.
         """
-        seconds = 0.0 if round_seconds is None else number(round_seconds)
+        seconds = 0.0 if round_seconds is None else to_float(round_seconds)
         if round_seconds is not None and not 0 < seconds < math.inf:
-            raise InvalidInputError(f"round_seconds={shown(round_seconds)}: expected seconds above 0, or None")
-        factor = 0.0 if deadline is None else number(deadline)
+            raise InvalidInputError(f"round_seconds={quote(round_seconds)}: expected seconds above 0, or None")
+        factor = 0.0 if deadline is None else to_float(deadline)
         if deadline is not None and not 1 < factor < math.inf:
             raise InvalidInputError(
-                f"deadline={shown(deadline)}: expected a factor above 1, of the time that local steps are expected to "
+                f"deadline={quote(deadline)}: expected a factor above 1, of the time that local steps are expected to "
                 "take, or None"
             )
         min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
-        return cls(schedule.sync_every, flag("by_speed", by_speed) or seconds > 0, seconds, factor, min_steps)
+        return cls(schedule.sync_every, to_bool("by_speed", by_speed) or seconds > 0, seconds, factor, min_steps)
 
     def after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
         """Return the pace from a round on.

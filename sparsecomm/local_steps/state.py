@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sparsecomm.checks import number
+from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.fragments import SyncSchedule
 from sparsecomm.reducer.bucket import TensorSpec
@@ -24,7 +24,7 @@ def _is_list(value: object, _: object = None) -> bool:
 
 
 def _is_seconds(value: object, _: object) -> bool:
-    return 0 <= number(value) < math.inf
+    return 0 <= to_float(value) < math.inf
 
 
 def _is_steps(value: Any, found: Mapping[str, Any]) -> bool:

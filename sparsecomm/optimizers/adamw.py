@@ -46,7 +46,7 @@ from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.sparse import prepare
-from sparsecomm.checks import number, shown
+from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
@@ -119,8 +119,8 @@ class AdamWRule:
             InvalidInputError: a setting cannot be used.
         """
         pair = tuple(betas) if isinstance(betas, (tuple, list)) else ()
-        powers = [number(beta) for beta in pair]
-        rate, tiny, decay = number(lr), number(eps), number(weight_decay)
+        powers = [to_float(beta) for beta in pair]
+        rate, tiny, decay = to_float(lr), to_float(eps), to_float(weight_decay)
         two = len(powers) == 2 and all(0 <= beta < 1 for beta in powers)
         for name, value, fine, expected in (
             ("lr", lr, 0 <= rate < math.inf, "must be a number that is at least 0"),
@@ -130,7 +130,7 @@ class AdamWRule:
             ("maximize", maximize, isinstance(maximize, bool), "must be True or False"),
         ):
             if not fine:
-                raise InvalidInputError(f"{name}={shown(value)}: {expected}")
+                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
         if rate * decay >= 1:
             raise InvalidInputError(f"lr={rate!r} times weight_decay={decay!r} is {rate * decay:g}: must be below 1")
         return cls(rate, (powers[0], powers[1]), tiny, decay, bool(maximize))
@@ -475,7 +475,7 @@ def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, i
     with reading(f"moments of {name}", "mean, squares, last and step"):
         step, last = saved["step"], saved["last"]
         if not is_count(step):
-            raise InvalidInputError(f"state: step of {name} is {shown(step)}; expected a number of steps")
+            raise InvalidInputError(f"state: step of {name} is {quote(step)}; expected a number of steps")
         last = np.full(spec.shape, step, np.int32) if last is None else np.asarray(last)
         if last.dtype.kind != "i" or last.shape != spec.shape:
             raise InvalidInputError(f"state: last of {name}: expected whole numbers of shape {spec.shape}")

@@ -7,9 +7,7 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import DENSITY, EXCHANGE, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.layout import NamedTensors
@@ -18,6 +16,7 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import from_host, to_host
 from sparsecomm.transport import Comm
@@ -182,7 +181,7 @@ class SparseAdamW:
         rebuilt = self._reducer.rebuild(comm, joining=joining)
         self._comm = self._adamw.comm = comm
         self._checked = None
-        self._adamw.spread(transport.of(comm), rebuilt)
+        self._adamw.spread(transport.transport_of(comm), rebuilt)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:

@@ -123,7 +123,7 @@ class Group:
 
     def connect(self) -> transport.Transport:
         """Make buckets, and return the transport."""
-        ranks = transport.of(self._comm)
+        ranks = transport.transport_of(self._comm)
         self._attach(self._comm, ranks, None, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
@@ -172,7 +172,7 @@ class Group:
             comm, joining: as there.
             step: this rank's next one.
         """
-        ranks, specs = transport.of(comm), self.specs.values()
+        ranks, specs = transport.transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
         known = self.now.order if keep else None
         order = [0] * len(specs) if known is None else [self._numbers[name] for name in known]

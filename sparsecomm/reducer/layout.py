@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from sparsecomm.checks import check_choice, number, shown
+from sparsecomm.checks import check_choice, quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import FILLED, SCOPES
@@ -45,9 +45,9 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
         InvalidInputError: ``scope`` is none of ``scopes``, or ``dense_below`` is no number of elements.
     """
     check_choice("scope", scope, scopes)
-    elements = number(dense_below)
+    elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):
-        raise InvalidInputError(f"dense_below={shown(dense_below)}: expected a number of elements, an int from 0 on")
+        raise InvalidInputError(f"dense_below={quote(dense_below)}: expected a number of elements, an int from 0 on")
     return int(elements)
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from sparsecomm.checks import flag, number, shown
+from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.sparse import Array
 
@@ -44,14 +44,14 @@ class MomentumCorrection:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= (momentum := number(self.momentum)) < 1:
-            raise InvalidInputError(f"momentum={shown(self.momentum)}: expected a number from 0 to below 1")
+        if not 0 <= (momentum := to_float(self.momentum)) < 1:
+            raise InvalidInputError(f"momentum={quote(self.momentum)}: expected a number from 0 to below 1")
         clip = None
-        if self.clip is not None and not 0 < (clip := number(self.clip)) < math.inf:
-            raise InvalidInputError(f"clip={shown(self.clip)}: expected a norm above 0, or None")
-        if not 0 < (decay := number(self.decay)) <= 1:
-            raise InvalidInputError(f"decay={shown(self.decay)}: expected a number in (0, 1]; 1 keeps residuals whole")
-        flags = {name: flag(name, getattr(self, name)) for name in ("nesterov", "masking")}
+        if self.clip is not None and not 0 < (clip := to_float(self.clip)) < math.inf:
+            raise InvalidInputError(f"clip={quote(self.clip)}: expected a norm above 0, or None")
+        if not 0 < (decay := to_float(self.decay)) <= 1:
+            raise InvalidInputError(f"decay={quote(self.decay)}: expected a number in (0, 1]; 1 keeps residuals whole")
+        flags = {name: to_bool(name, getattr(self, name)) for name in ("nesterov", "masking")}
         for name, value in {"momentum": momentum, "clip": clip, "decay": decay, **flags}.items():
             object.__setattr__(self, name, value)
         if self.nesterov and not self.momentum:

@@ -15,10 +15,8 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
-from sparsecomm.calls.weights import WeightComparison, compare_weights
-from sparsecomm.checks import flag, number, shown, whole
-from sparsecomm.errors import InvalidInputError, WeightMismatchError
-from sparsecomm.hints import did_you_mean, listed
+from sparsecomm.checks import quote, to_bool, to_float, to_int
+from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.group import Group
@@ -32,6 +30,7 @@ from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step, error_of
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
+from sparsecomm.states.weights import WeightComparison, compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
@@ -148,21 +147,21 @@ class Reducer:
     ) -> None:
         self._specs = specs = specs_of(tensors)
         options = Options.of(algorithm, op, wire)
-        dense_below, reorder = check_layout(scope, dense_below), flag("reorder", reorder)
+        dense_below, reorder = check_layout(scope, dense_below), to_bool("reorder", reorder)
         for accumulator in {spec.accumulator.name for spec in specs.values()}:
             options.check(accumulator, by_chunk=scope == "chunk")
         chunk = chunk_of(chunk)
-        max_bytes = whole(bucket_bytes, 1)
+        max_bytes = to_int(bucket_bytes, 1)
         if max_bytes is None and bucket_bytes is not None:
-            raise InvalidInputError(f"bucket_bytes={shown(bucket_bytes)}: expected a number of bytes, or None")
+            raise InvalidInputError(f"bucket_bytes={quote(bucket_bytes)}: expected a number of bytes, or None")
         if on_step is not None and not callable(on_step):
             raise InvalidInputError(
-                f"on_step={shown(on_step)}: expected a function of a number and a dictionary, or None"
+                f"on_step={quote(on_step)}: expected a function of a number and a dictionary, or None"
             )
         correction = MomentumCorrection(momentum, nesterov, masking, clip, decay)
         if correction.decay < 1 and options.algorithm == "dense":
             raise InvalidInputError(
-                f"decay={shown(decay)} with algorithm='dense', which leaves no residual; leave one out"
+                f"decay={quote(decay)} with algorithm='dense', which leaves no residual; leave one out"
             )
         density = with_dense_steps(density, dense_steps)
         first = density_at(density, 0)
@@ -175,7 +174,7 @@ class Reducer:
             dense_below,
             max_bytes,
             reorder and scope in FILLED,
-            flag("skip_nonfinite", skip_nonfinite),
+            to_bool("skip_nonfinite", skip_nonfinite),
         )
         self._on_step = on_step
         self._lock = threading.RLock()  # frameworks push from threads of their own
@@ -554,8 +553,8 @@ class Reducer:
         Raises:
             InvalidInputError: in the middle of a step, or ``factor`` is not above 0.
         """
-        if not 0 < (times := number(factor)) < math.inf:
-            raise InvalidInputError(f"factor={shown(factor)}: expected a number above 0")
+        if not 0 < (times := to_float(factor)) < math.inf:
+            raise InvalidInputError(f"factor={quote(factor)}: expected a number above 0")
         with self._lock:
             self._idle("scale")
             now = self._group.now
@@ -720,7 +719,7 @@ class Reducer:
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:
             raise InvalidInputError(
-                f"{self._who()}{shown(name)} is no name of this Reducer's {len(self._specs)} tensors, "
+                f"{self._who()}{quote(name)} is no name of this Reducer's {len(self._specs)} tensors, "
                 f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
             )
         return self._specs[name]

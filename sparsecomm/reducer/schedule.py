@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sparsecomm.checks import FAULTS, number, shown, whole
+from sparsecomm.checks import FAULTS, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 
 __all__ = ["DenseStart", "Schedule", "Warmup", "density_at", "final_density", "with_dense_steps"]
@@ -50,8 +50,8 @@ class Warmup:
             ("stages", self.stages, 1),
             ("dense_steps", self.dense_steps, 0),
         ):
-            if (count := whole(value, minimum)) is None:
-                raise InvalidInputError(f"{name}={shown(value)}: expected a whole number from {minimum} on")
+            if (count := to_int(value, minimum)) is None:
+                raise InvalidInputError(f"{name}={quote(value)}: expected a whole number from {minimum} on")
             object.__setattr__(self, name, count)
 
     def __call__(self, step: int) -> float:
@@ -88,8 +88,8 @@ def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
     Raises:
         InvalidInputError: ``dense_steps`` is not a whole number of at least 0, or ``density`` is not a density.
     """
-    if (count := whole(dense_steps, 0)) is None:
-        raise InvalidInputError(f"dense_steps={shown(dense_steps)}: expected a whole number, at least 0")
+    if (count := to_int(dense_steps, 0)) is None:
+        raise InvalidInputError(f"dense_steps={quote(dense_steps)}: expected a whole number, at least 0")
     if not callable(density):
         density = density_at(density)
     return DenseStart(density, count) if count else density
@@ -111,15 +111,15 @@ def density_at(schedule: Any, step: int | None = None, *, name: str = "density")
     Raises:
         InvalidInputError: the schedule is, or gives, no number in (0, 1].
     """
-    value, density, said = schedule, math.nan, f"{name}={shown(schedule)}: expected"
+    value, density, said = schedule, math.nan, f"{name}={quote(schedule)}: expected"
     if step is not None and callable(schedule):
         value = schedule(step)
-        said = f"{name}: the function returned {shown(value)} for step {step}; expected"
+        said = f"{name}: the function returned {quote(value)} for step {step}; expected"
         if not isinstance(value, (bool, str, bytes)):
             with suppress(*FAULTS):
                 density = float(value)
     elif not isinstance(value, numbers.Integral):
-        density = number(value)
+        density = to_float(value)
     if not 0 < density <= 1:
         raise InvalidInputError(f"{said} a float in (0, 1]: the part of the elements; 1.0 is a dense sum")
     return density

@@ -11,7 +11,7 @@ from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import DAMAGED
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, read_arrays, summed
-from sparsecomm.tuning.profile import Used, measured
+from sparsecomm.tuning.profile import KnownCosts, measured
 
 __all__ = ["REDUCER", "costs_dict", "fit", "measured_costs"]
 
@@ -74,7 +74,7 @@ def fit(found: Mapping[str, Any], specs: Mapping[str, TensorSpec], momentum: boo
     return made
 
 
-def costs_dict(used: Used | None) -> CostsDict | None:
+def costs_dict(used: KnownCosts | None) -> CostsDict | None:
     """Return the links that ranks have measured, for a state; ``None``: they have not measured."""
     if used is None:
         return None
@@ -82,7 +82,7 @@ def costs_dict(used: Used | None) -> CostsDict | None:
     return {name: None if link is None else list(astuple(link)) for name, link in links}
 
 
-def measured_costs(found: CostsDict) -> Used:
+def measured_costs(found: CostsDict) -> KnownCosts:
     """Return the costs of which `costs_dict` has returned the links."""
     link, node = (None if (numbers := found[name]) is None else Link(*numbers) for name in _LINKS)
     return measured(link, node)

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-from sparsecomm.checks import shown
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import listed
+from sparsecomm.checks import quote
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.states.loading import DAMAGED, as_float, reading
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
@@ -124,17 +123,17 @@ class Schema:
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {expected}")
             if not isinstance(state["format"], str) or state["format"] != self.format:
                 raise InvalidInputError(
-                    f"state: got format {shown(state['format'])}; this version of sparsecomm reads {self.format!r}. "
+                    f"state: got format {quote(state['format'])}; this version of sparsecomm reads {self.format!r}. "
                     f"Load it with the class and the version that saved it, or {self._advice}"
                 )
             if missing := [key for key in ("world_size", "rank", *self.fields) if key not in state]:
                 raise InvalidInputError(f"state: {missing[0]!r} is missing; expected {expected}; {DAMAGED}")
             size, rank = state["world_size"], state["rank"]
         if not (is_count(size) and size > 0):
-            raise InvalidInputError(f"state['world_size'] is {shown(size)}; expected at least 1; {DAMAGED}")
+            raise InvalidInputError(f"state['world_size'] is {quote(size)}; expected at least 1; {DAMAGED}")
         if not (is_count(rank) and rank < size):
             raise InvalidInputError(
-                f"state['rank'] is {shown(rank)}; expected 0 to {size - 1} (world size {size}); {DAMAGED}"
+                f"state['rank'] is {quote(rank)}; expected 0 to {size - 1} (world size {size}); {DAMAGED}"
             )
         found: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
         for key, field in self.fields.items():
@@ -142,7 +141,7 @@ class Schema:
                 value = state[key]
                 found[key] = dict(value) if isinstance(value, Mapping) else value
                 if not field.valid(found[key], found):
-                    raise InvalidInputError(f"state[{key!r}] is {shown(value)}; expected {field.expected}; {DAMAGED}")
+                    raise InvalidInputError(f"state[{key!r}] is {quote(value)}; expected {field.expected}; {DAMAGED}")
         return found
 
     def read_own(self, state: object, transport: Transport) -> StateDict:
@@ -173,7 +172,7 @@ class Schema:
         """
         by_rank = self._by_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
-            raise InvalidInputError(f"rank={shown(rank)}, size={shown(size)}: expected a rank from 0 to size - 1")
+            raise InvalidInputError(f"rank={quote(rank)}, size={quote(size)}: expected a rank from 0 to size - 1")
         first = by_rank[0]
         made: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
         for key, field in self.fields.items():
@@ -181,8 +180,8 @@ class Schema:
             for other, value in enumerate(values):
                 if field.common and not _alike(value, first[key]):
                     raise InvalidInputError(
-                        f"states: those of ranks 0 and {other} differ in {key}: {shown(first[key])} and "
-                        f"{shown(value)}; expected states that were saved together"
+                        f"states: those of ranks 0 and {other} differ in {key}: {quote(first[key])} and "
+                        f"{quote(value)}; expected states that were saved together"
                     )
             made[key] = first[key] if field.reshard is None else field.reshard(values, rank, size)
         return made
@@ -252,7 +251,7 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
         if unknown := [state for state, name in zip(each, names, strict=True) if name not in Schema._by_name]:
             got = unknown[0].get("format", "a dictionary") if isinstance(unknown[0], Mapping) else type(unknown[0])
             raise InvalidInputError(
-                f"states: got {shown(got)}; expected what state_dict() of this version of sparsecomm returned"
+                f"states: got {quote(got)}; expected what state_dict() of this version of sparsecomm returned"
             )
         if len(set(names)) > 1:
             raise InvalidInputError(f"states: they are of {' and '.join(sorted(set(names)))}; expected one class")

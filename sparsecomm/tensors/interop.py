@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from sparsecomm.checks import FAULTS, shown
+from sparsecomm.checks import FAULTS, quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array
@@ -246,7 +246,7 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
                 raise TypeError(seen)
             name, tensor = pair
             if not isinstance(name, str):
-                seen = f"got the name {shown(name)}"
+                seen = f"got the name {quote(name)}"
                 raise TypeError(seen)
             found.append((name, tensor))
     except FAULTS as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsecomm.checks import FAULTS, shown, whole
+from sparsecomm.checks import FAULTS, quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -64,13 +64,13 @@ class SparseVector:
         except FAULTS as error:
             raise InvalidInputError(
                 f"SparseVector: got indices of type {type(indices).__name__}, values of type {type(values).__name__} "
-                f"and shape={shown(shape)}; expected arrays, and a tuple of ints as shape ({type(error).__name__})"
+                f"and shape={quote(shape)}; expected arrays, and a tuple of ints as shape ({type(error).__name__})"
             ) from error
-        elements = whole(size)
-        of_shape = tuple(found for length in lengths if (found := whole(length)) is not None)
+        elements = to_int(size)
+        of_shape = tuple(found for length in lengths if (found := to_int(length)) is not None)
         if elements is None or len(of_shape) < len(lengths) or math.prod(of_shape) != elements:
             raise InvalidInputError(
-                f"SparseVector: got size={shown(size)} and shape={shown(shape)}; expected a size from 0 to 2^63 - 1, "
+                f"SparseVector: got size={quote(size)} and shape={quote(shape)}; expected a size from 0 to 2^63 - 1, "
                 "and a shape with that number of elements"
             )
         if index.ndim != 1 or index.shape != value.shape:

@@ -45,7 +45,7 @@ largest entries travel.
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    from sparsecomm.hints import pip_install
+    from sparsecomm.errors import pip_install
 
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 

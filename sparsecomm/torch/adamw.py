@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
-from sparsecomm.checks import flag, shown, whole
+from sparsecomm.checks import quote, to_bool, to_int, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import DENSITY
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
@@ -142,9 +141,9 @@ class SparseAdamW(SparseOptimizer, _State):
         defaults |= {"differentiable": differentiable, "fused": fused}
         rule_of(defaults)
         groups, named = _groups_of(named_parameters)
-        if (passes := whole(backward_passes_per_step, 1)) is None:
-            raise InvalidInputError(f"backward_passes_per_step={shown(backward_passes_per_step)}: must be at least 1")
-        self.overlap = flag("overlap", overlap)
+        if (passes := to_int(backward_passes_per_step, 1)) is None:
+            raise InvalidInputError(f"backward_passes_per_step={quote(backward_passes_per_step)}: must be at least 1")
+        self.overlap = to_bool("overlap", overlap)
         if not overlap and (passes > 1 or options.get("scaler") is not None):
             raise InvalidInputError(
                 "backward_passes_per_step and scaler require overlap=True; without it, call backward() as often as you "

@@ -50,7 +50,7 @@ class AdamWExchange(Exchange):
     def adamw(self) -> LazyAdamW:
         """The moments and the arithmetic."""
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, transport.of(self.comm), self._zeros)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, transport.transport_of(self.comm), self._zeros)
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:
@@ -236,8 +236,8 @@ class AdamWExchange(Exchange):
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         rebuilt = super().rebuild(comm, joining=joining)
-        self.adamw.comm = transport.of(comm)
-        self.adamw.spread(transport.of(comm), rebuilt)
+        self.adamw.comm = transport.transport_of(comm)
+        self.adamw.spread(transport.transport_of(comm), rebuilt)
         self._show_steps()
         return rebuilt
 

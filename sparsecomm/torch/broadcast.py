@@ -9,7 +9,7 @@ import torch
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import check_replicated, compare, described, local
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, transport_of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = ["broadcast_parameters"]
@@ -38,7 +38,7 @@ def broadcast_parameters(
     """
     named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     check_replicated(dict(named), comm, summed=False)
-    transport = of(comm)
+    transport = transport_of(comm)
     if not isinstance(root, int) or not 0 <= root < transport.size:
         raise InvalidInputError(f"root={root!r}: expected a rank from 0 to {transport.size - 1}")
     described_all = [described(name, t) for name, t in named]

@@ -9,20 +9,20 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import quote
+from urllib import parse
 
 import numpy as np
 import torch
 
 from sparsecomm.checkpoints.checkpoints import Checkpoint, Files
 from sparsecomm.checkpoints.formats import Folder, Format
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.shards import is_sharded
-from sparsecomm.transport import Comm, of
+from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def load(
         SparseCommError: as `sparsecomm.load`.
     """
     found = Files(TorchFormat(), folder, comm).load(objects, step)
-    if found is not None and found.ranks != of(comm).size:
+    if found is not None and found.ranks != transport_of(comm).size:
         for one in objects.values():
             if isinstance(one, DiLoCo):
                 one.write_global_parameters()
@@ -156,7 +156,7 @@ class Stateful:
         Raises:
             InvalidInputError: the checkpoint has no object of this name.
         """
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()
             torch.save(self._format.state_of(self._one), data)
@@ -169,14 +169,14 @@ class Stateful:
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
         found = {key: size for key, size in sizes.items() if self._ranks_in(key)}
         if not found:
-            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {shown([*saved])}")
+            raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {quote([*saved])}")
         own = self._key(transport.rank, transport.size)
         keys = [own] if own in found else list(found)
         return {key: torch.empty(found[key], dtype=torch.uint8, device="cpu") for key in keys}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object, from what `state_dict` has made room for. Collective."""
-        transport = of(self._comm)
+        transport = transport_of(self._comm)
         by_rank = {at: key for key in state if (at := self._ranks_in(key)) is not None}
         own = (transport.rank, transport.size)
         old = transport.size if own in by_rank else max(size for _, size in by_rank)
@@ -189,7 +189,7 @@ class Stateful:
 
     def _key(self, rank: int, size: int) -> str:
         # DCP joins keys by dots.
-        return f"{quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
+        return f"{parse.quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
     def _ranks_in(self, key: str) -> tuple[int, int] | None:
         """Return the rank and the world size in a key of this object; ``None``: it is of another."""

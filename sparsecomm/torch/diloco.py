@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.defaults import DEFAULTS
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from sparsecomm.checks import with_options
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.torch.exchange import Exchange
 from sparsecomm.torch.parameters import ExchangeOptions, Parameters, parameters_of
 from sparsecomm.torch.shards import is_sharded

@@ -10,11 +10,11 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # it is there, and listed nowhere
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.parameters import (
     ExchangeOptions,

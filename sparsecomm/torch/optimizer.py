@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
-from sparsecomm.checks import shown, whole
+from sparsecomm.checks import quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange
@@ -102,9 +101,9 @@ def DistributedOptimizer(  # noqa: N802 - it makes an object of a class of that 
         raise InvalidInputError("optimizer: it is wrapped already; use what DistributedOptimizer returned")
     if "step" in vars(optimizer):
         raise InvalidInputError("optimizer: a scheduler holds its step already; wrap it before you make the scheduler")
-    if (passes := whole(backward_passes_per_step, 1)) is None:
+    if (passes := to_int(backward_passes_per_step, 1)) is None:
         raise InvalidInputError(
-            f"backward_passes_per_step={shown(backward_passes_per_step)}: expected a number from 1 on"
+            f"backward_passes_per_step={quote(backward_passes_per_step)}: expected a number from 1 on"
         )
     if options.get("momentum") and any(group.get("momentum") for group in optimizer.param_groups):
         raise InvalidInputError(

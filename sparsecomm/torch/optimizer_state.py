@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsecomm.checks import shown
+from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.torch.shards import local
 
@@ -98,7 +98,7 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mappi
         if sorted(wanted) != sorted(found):
             lacks, has = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
             raise InvalidInputError(
-                f"state_dict: parameter group {number} lacks {shown(lacks)} and has {shown(has)} besides; expected the "
+                f"state_dict: parameter group {number} lacks {quote(lacks)} and has {quote(has)} besides; expected the "
                 "parameters of the optimizer's group of the same number"
             )
         positions: dict[str, list[Any]] = {}

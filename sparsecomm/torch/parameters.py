@@ -11,17 +11,16 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm.calls.weights import check_due, check_every
-from sparsecomm.checks import number
+from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
-from sparsecomm.signatures import with_options
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
+from sparsecomm.states.weights import check_due, check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.sparse import SparseVector
@@ -48,7 +47,7 @@ NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 
 
 def _is_scale(value: object, _: object) -> bool:
-    return value is None or (type(value) in (int, float) and 0 < number(value) < math.inf)
+    return value is None or (type(value) in (int, float) and 0 < to_float(value) < math.inf)
 
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
@@ -117,7 +116,7 @@ class TrainedParameters:
         Raises:
             CollectiveMismatchError: they hold different shards.
         """
-        comm = transport.of(self.comm)
+        comm = transport.transport_of(self.comm)
         shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
             compare(
@@ -374,7 +373,7 @@ class Parameters(TrainedParameters):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Go on with other ranks: see `Reducer.rebuild`. Gradients of which the last step made no mean become zero."""
         self.check_comm(comm)
-        ranks, self.comm = transport.of(comm), comm
+        ranks, self.comm = transport.transport_of(comm), comm
         if self.used:
             self.connect()
         self._checked = None  # on all ranks, since those that join compare weights

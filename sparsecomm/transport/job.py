@@ -6,7 +6,7 @@ one rank. `check_alone` distinguishes this from an intended world of one rank.
 
 To find out which ranks share a node, every rank sends the others an identifier of its node. ``MPI_Comm_split_type``
 would do the same, but blocks: a rank that never makes the first call on a communicator would hang the others, where
-`sparsecomm.transport.of` must raise `TimeoutError`.
+`sparsecomm.transport.transport_of` must raise `TimeoutError`.
 """
 
 from __future__ import annotations

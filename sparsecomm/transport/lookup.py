@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["Comm", "existing", "group_of", "of"]
+__all__ = ["Comm", "existing_transport", "group_of", "transport_of"]
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 
 
-def of(comm: Comm = None) -> Transport:
+def transport_of(comm: Comm = None) -> Transport:
     """Return the transport of an mpi4py communicator or of a process group of `torch.distributed`.
 
     A transport is returned as it is. ``None`` is the whole job: the default process group if there is one, else MPI's
@@ -35,7 +35,7 @@ def of(comm: Comm = None) -> Transport:
         from sparsecomm.transport import process_group
 
         return process_group.of(group)
-    if (found := existing(comm)) is not None:
+    if (found := existing_transport(comm)) is not None:
         return found
     try:
         from sparsecomm.transport import mpi  # imported here, because it starts MPI
@@ -54,8 +54,8 @@ def of(comm: Comm = None) -> Transport:
     return mpi.of(cast("MPI.Intracomm | None", comm))
 
 
-def existing(comm: Comm = None) -> Transport | None:
-    """Return the transport of ``comm``, as `of`, or ``None`` if it has none yet."""
+def existing_transport(comm: Comm = None) -> Transport | None:
+    """Return the transport of ``comm``, as `transport_of`, or ``None`` if it has none yet."""
     mpi4py: Any = sys.modules.get("mpi4py.MPI")
     if mpi4py is None or not isinstance(comm, mpi4py.Comm):  # first, because `isinstance(.., Transport)` runs bytecode
         if comm is not None and isinstance(comm, Transport):

@@ -50,7 +50,7 @@ Request.register(_mpi.Transfer)
 
 
 class MpiTransport(_mpi.Endpoint, FailureDetector):
-    """A transport between the ranks of a communicator. `sparsecomm.transport.of` makes one per communicator."""
+    """A transport over MPI. `sparsecomm.transport.transport_of` makes one per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int]) -> None:
         """Take over ``private``, which `close` frees.
@@ -285,7 +285,7 @@ _key = MPI.KEYVAL_INVALID  # of the communicator attribute that is a `_Setup`
 
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
-    """Return the transport of a communicator; see `sparsecomm.transport.of`."""
+    """Return the transport of a communicator; see `sparsecomm.transport.transport_of`."""
     if (found := existing(comm)) is not None:
         return found
     if comm is None:
@@ -307,7 +307,7 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
     """Return the transport of a communicator (``None``: COMM_WORLD), or ``None`` if it has none yet.
 
     Raises:
-        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.of`.
+        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.transport_of`.
     """
     setup: object = None
     if _key != MPI.KEYVAL_INVALID and _mpi.usable():
@@ -325,7 +325,7 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Return ``comm`` (``None``: COMM_WORLD) after checking that it can be used.
 
     Raises:
-        InvalidInputError: it cannot: see `sparsecomm.transport.of`.
+        InvalidInputError: it cannot: see `sparsecomm.transport.transport_of`.
     """
     global _key
     if os.getpid() != _PROCESS:

@@ -22,7 +22,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text, time_text
 
-__all__ = ["DEFAULT", "NONE", "Profile", "Used", "assumed", "measured", "path", "read", "used"]
+__all__ = ["DEFAULT", "NONE", "KnownCosts", "Profile", "assumed", "measured", "path", "read", "used"]
 
 SCHEMA = 1
 NONE = "none"  # in place of a file: assume costs
@@ -80,7 +80,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Used:
+class KnownCosts:
     """The costs that "auto" goes by, where they are from, and a checksum by which ranks compare them."""
 
     costs: Costs
@@ -125,7 +125,7 @@ def _at_once(file: str, flags: int) -> int:
     return os.open(file, flags | os.O_NONBLOCK)  # to open a FIFO waits otherwise
 
 
-def used(mpi: str, ranks: int, num_nodes: int) -> Used | None:
+def used(mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
     """Return the costs for so many ranks and nodes under this MPI; None if they are to be measured.
 
     A profile that cannot be used is warned of once.
@@ -134,7 +134,7 @@ def used(mpi: str, ranks: int, num_nodes: int) -> Used | None:
 
 
 @cache
-def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> Used | None:
+def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
     if told == NONE:
         return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
     file = _path(told, caches)
@@ -160,12 +160,12 @@ def _used(told: str | None, caches: str | None, mpi: str, ranks: int, num_nodes:
     return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
 
 
-def assumed() -> Used:
+def assumed() -> KnownCosts:
     """Return the costs that are assumed where nothing was measured."""
     return _with_checksum(DEFAULT, "assumed: 1 Gb/s")
 
 
-def measured(link: Link | None, node: Link | None) -> Used:
+def measured(link: Link | None, node: Link | None) -> KnownCosts:
     """Return the costs with these links between nodes and inside; ``None``: there is none. The work's are assumed."""
     said = []
     for each, where in ((link, "between nodes"), (node, "inside")):
@@ -175,6 +175,6 @@ def measured(link: Link | None, node: Link | None) -> Used:
     return _with_checksum(costs, f"measured at set-up: {'; '.join(said)}")
 
 
-def _with_checksum(costs: Costs, source: str) -> Used:
+def _with_checksum(costs: Costs, source: str) -> KnownCosts:
     # An interrupt within the repr of a dataclass makes it "..." for good.
-    return Used(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)
+    return KnownCosts(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)

@@ -256,7 +256,7 @@ def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
         if stage == "begin":
             monkeypatch.setattr(transport, "begin", fails)
         else:
-            monkeypatch.setattr("sparsecomm.transport.of", fails)
+            monkeypatch.setattr("sparsecomm.transport.transport_of", fails)
         x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
         with pytest.raises(sc.TransportError, match="left already"):
             sc.sparse_allreduce(x, 2, comm=transport, residual=residual)

@@ -121,7 +121,7 @@ def main() -> None:
     from sparsecomm import transport
     from sparsecomm.cli.bench.runners import Vectors
 
-    counters = transport.of(MPI.COMM_WORLD).counters
+    counters = transport.transport_of(MPI.COMM_WORLD).counters
     vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))
     ours = [name for name, contender in CONTENDERS.items() if contender.kind == "ours"]
     for name, wire in product(ours, ("plain", "packed_int8")):

@@ -18,7 +18,7 @@ from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.links import Links
-from sparsecomm.tuning.profile import Used
+from sparsecomm.tuning.profile import KnownCosts
 from tests.ranks import run
 
 N, K = 40, 5
@@ -29,9 +29,9 @@ STEP = 10**0.05 * 1.01  # that a value may be from the nearest of ten in a decad
 def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    profile._used.cache_clear()
+    profile._costs_for.cache_clear()
     yield
-    profile._used.cache_clear()
+    profile._costs_for.cache_clear()
 
 
 def gradient(rank: int, number: int) -> np.ndarray:
@@ -53,7 +53,7 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
     """Whenever ranks come, and whatever their clocks say."""
     lates = [random.choice([0.0, random.uniform(0, 3 * alpha), 1.0]) for _ in nodes]
 
-    def program(transport: simulated.SimulatedTransport) -> Used:
+    def program(transport: simulated.SimulatedTransport) -> KnownCosts:
         ahead = random.uniform(-1e3, 1e3)
         transport.clock = lambda: transport.seconds + ahead  # type: ignore[method-assign]
         return costs_of(transport)
@@ -79,7 +79,7 @@ def test_delay_and_rate_are_those_of_the_network(nodes: list[int], alpha: float,
 def test_all_ranks_agree_whatever_their_clocks_do(P: int, random: Any) -> None:
     """Clocks that jitter, stand still, or go backwards."""
 
-    def program(transport: simulated.SimulatedTransport) -> Used:
+    def program(transport: simulated.SimulatedTransport) -> KnownCosts:
         amount = random.choice([0.0, 1e-3, 1e9])
         transport.clock = lambda: transport.seconds + random.uniform(-amount, amount)  # type: ignore[method-assign]
         return costs_of(transport)
@@ -311,7 +311,7 @@ def test_an_interrupt_after_it_keeps_the_gradient(monkeypatch: pytest.MonkeyPatc
     """`last_call` says that a call has begun and does not count: so the gradient must be in the residual."""
     right = sparse.plan_costs
 
-    def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> Used:
+    def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
         found = right(transport, *others)
         if transport.rank == 0:
             raise KeyboardInterrupt

@@ -111,7 +111,7 @@ def test_an_mpi_without_threads(level: str) -> None:
         "-c",
         ON_RANKS.format(level=level)
         + """
-assert not transport.of().threaded
+assert not transport.transport_of().threaded
 handles = [start(100 + i) for i in range(5)]
 sc.sparse_allreduce(np.ones(7, np.float32), 2)
 assert all(handle.test() for handle in handles)
@@ -120,7 +120,7 @@ reducer = sc.Reducer({"x": np.zeros(5000, np.float32), "y": np.zeros(3, np.float
 for step in range(3):
     reducer.reduce({"x": np.ones(5000, np.float32), "y": np.ones(3, np.float32)})
 other = MPI.COMM_WORLD.Dup()
-transport.of(other)
+transport.transport_of(other)
 unseen = [start(50, other), start(60)] if rank else [start(60), start(50, other)]  # made at the end
 print("fine", flush=True)
 """,

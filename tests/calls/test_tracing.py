@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparsecomm.tracing.events import Rank, messages, read
+from sparsecomm.tracing.observers import PARTS
 
 import sparsecomm as sc
-from sparsecomm.calls import tracing
-from sparsecomm.calls.observers import PARTS
-from sparsecomm.cli.trace.events import Rank, read
-from sparsecomm.cli.trace.messages import messages
 from sparsecomm.transport import simulated
 from tests.processes import mpirun, needs_mpirun, run_python
 from tests.thinning import exhaustive
@@ -259,7 +257,7 @@ half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
 x = numpy.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10000).astype(numpy.float32)
 for step in range(5):
     if MPI.COMM_WORLD.rank == 2 and step == 3:
-        until_awaited(transport.of(half))
+        until_awaited(transport.transport_of(half))
         os.kill(os.getpid(), signal.SIGKILL)
     sparsecomm.sparse_allreduce(x, 0.01, comm=half, algorithm="tree")
     sparsecomm.sparse_allreduce(x, 0.01, algorithm="tree")

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sparsecomm.tracing import observers
 
 import sparsecomm as sc
 from sparsecomm.backends import Backend
-from sparsecomm.calls import observers
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main

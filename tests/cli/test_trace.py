@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparsecomm.tracing.events import Rank, clock_offsets, messages, read
 
 import sparsecomm as sc
 from sparsecomm.cli import main
 from sparsecomm.cli.trace import waits
-from sparsecomm.cli.trace.events import Rank, read
-from sparsecomm.cli.trace.messages import clock_offsets, messages
 from sparsecomm.tuning.clocks import Offset
 from tests.calls.test_tracing import SimulatedTransport, traced, vector
 

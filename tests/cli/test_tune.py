@@ -22,14 +22,14 @@ import sys
 from mpi4py import MPI
 from sparsecomm import transport
 from sparsecomm.cli import main, tune
-of = transport.of
+of = transport.transport_of
 
 def of_nodes(comm):
     ranks = of(comm)
     ranks.node_of_rank, ranks.num_nodes = {nodes}, len(set({nodes}))
     return ranks
 
-transport.of = of_nodes
+transport.transport_of = of_nodes
 if MPI.COMM_WORLD.rank == 1:
     tune._sees = lambda made, file: False
 sys.exit(main(["tune", *sys.argv[1:]]))

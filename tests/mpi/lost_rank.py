@@ -86,7 +86,7 @@ def everywhere() -> None:
     comms = [WORLD.Dup() for _ in range(5)]
     for comm in comms[:4]:
         call(comm)
-    ranks, data = transport.of(comms[2]), np.zeros(100_000, np.uint8)
+    ranks, data = transport.transport_of(comms[2]), np.zeros(100_000, np.uint8)
     residual, began = np.zeros_like(ones), []
     waits: list[Callable[[], object]] = [
         lambda: call(comms[0], residual=residual, algorithm="tree"),
@@ -105,7 +105,7 @@ def everywhere() -> None:
         began.append(time.monotonic())
         for future in waiting:
             fails(future.result)
-    transport.of(comms[3]).close()
+    transport.transport_of(comms[3]).close()
     assert time.monotonic() - began[0] < SOON
     assert np.array_equal(residual, ones * (1 + RANK))
     fails(lambda: call(comms[0]))  # and ever after
@@ -182,14 +182,14 @@ def one_never_makes_the_call() -> None:
     os.environ["SPARSECOMM_TIMEOUT"] = "0.5"
     if RANK == VICTIM:
         marked("late", 3)
-    before = transport.of(WORLD)
+    before = transport.transport_of(WORLD)
     residual = np.zeros_like(ones)
     with pytest.raises(sc.TransportError):
         call(residual=residual)
     mark("late")
     assert np.array_equal(residual, ones * (1 + RANK))
     os.environ["SPARSECOMM_TIMEOUT"] = "60"
-    assert transport.of(WORLD) is before
+    assert transport.transport_of(WORLD) is before
     goes_on(sc.shrink(), 4)
 
 

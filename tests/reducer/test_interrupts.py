@@ -105,7 +105,7 @@ def test_what_ranks_compare_is_no_repr_of_a_dataclass(monkeypatch: pytest.Monkey
     texts = map(str, itertools.count())
     for of in (MomentumCorrection, Costs, Link):
         monkeypatch.setattr(of, "__repr__", lambda self: next(texts))
-    monkeypatch.setattr(profile, "_used", profile._used.__wrapped__)  # on each rank for itself
+    monkeypatch.setattr(profile, "_used", profile._costs_for.__wrapped__)  # on each rank for itself
 
     def program(transport: simulated.SimulatedTransport) -> None:
         ones = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}

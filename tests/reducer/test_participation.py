@@ -22,7 +22,7 @@ from sparsecomm.reducer import step as step_module
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU, tensor
 from sparsecomm.transport import simulated
-from sparsecomm.tuning.profile import Used, measured
+from sparsecomm.tuning.profile import KnownCosts, measured
 from sparsecomm.wire import WIRES
 from tests import data, reference
 from tests.ranks import nodes_of
@@ -54,7 +54,7 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
     """Whichever it is, on any number of nodes, with few owners of ranges and many, sent to all at once or handed on."""
     far, n = measured(Link(1e-6, 1e-9, 1e-4), Link(1e-6, 1e-9, 1e-4)), 600
 
-    def program(transport: simulated.SimulatedTransport, k: int, costs: Used | None) -> None:
+    def program(transport: simulated.SimulatedTransport, k: int, costs: KnownCosts | None) -> None:
         queue = queue_of(transport)
         backend = queue.backends.of(CPU)
         plan = Plan(transport, backend, FLOAT32, (n,), n, k, Options.of(algorithm, "sum", "packed"), costs)

@@ -23,7 +23,7 @@ MEASURED = "measured at set-up: 40 ms, 200 Mb/s between nodes; 1 us, 80 Gb/s ins
 def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSECOMM_PROFILE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    profile._used.cache_clear()
+    profile._costs_for.cache_clear()
 
 
 def lines_of(report: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ def test_a_command_runs_on_hosts_of_their_own_several_times_on_each(tmp_path: Pa
         "import json, os, subprocess, numpy as np\n"
         "import sparsecomm as sc\n"
         "from sparsecomm import transport\n"
-        "t = transport.of(None)\n"
+        "t = transport.transport_of(None)\n"
         "r = sc.sparse_allreduce(np.arange(1, 101, dtype=np.float32), 2, algorithm='hierarchical')\n"
         "link = json.load(open(os.environ['SLOW_NETWORK_LINK']))\n"
         "shown = subprocess.run(['ip', 'neigh', 'show', 'nud', 'permanent'], capture_output=True, text=True).stdout\n"

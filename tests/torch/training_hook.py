@@ -83,7 +83,7 @@ def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
         ddp, written = DistributedDataParallel(module, bucket_cap_mb=0.3), Written()
         if sparse:
             register(ddp, 0.01)
-            ranks = transport.of(ddp.process_group)
+            ranks = transport.transport_of(ddp.process_group)
             queue_of(ranks).observe(ranks, written)
         else:
             keep_local(ddp)

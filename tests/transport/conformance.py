@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
-from sparsecomm.transport import Transport, of
+from sparsecomm.transport import Transport, transport_of
 from tests import threads
 from tests.waiting import SOON
 
@@ -37,7 +37,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def comm(self) -> Any:
-        """Return what all ranks share and have made no call on, for `sparsecomm.transport.of`. Collective."""
+        """Return what all ranks share and have made no call on, for `sparsecomm.transport.transport_of`. Collective."""
 
     @abstractmethod
     def half(self) -> Any:
@@ -57,7 +57,7 @@ class Ranks(ABC):
 
     def new(self) -> Transport:
         """Return a transport for a case alone."""
-        return of(self.comm())
+        return transport_of(self.comm())
 
 
 @contextmanager
@@ -399,17 +399,17 @@ def a_rank_that_does_not_come_at_first(transport: Ranks) -> None:
     for _ in range(2):
         if transport.rank != ODD:
             with transport.timeout(0.3), pytest.raises(TimeoutError) as caught:
-                of(comm)
+                transport_of(comm)
             assert f"rank {transport.rank} waited 0.3 s" in str(caught.value)
             assert str(ODD) in str(caught.value).partition("make: ")[2]
             assert f"rank {ODD} has not called" in str(caught.value) or transport.size > 2
         transport.barrier()
-    ring(of(comm))  # the attempt that timed out is taken up
+    ring(transport_of(comm))  # the attempt that timed out is taken up
 
 
 @case(real=True)
 def parts_of_the_world(transport: Ranks) -> None:
-    world, half = transport.new(), of(transport.half())
+    world, half = transport.new(), transport_of(transport.half())
     assert half is not world
     assert (half.rank, half.size) == (transport.rank // 2, len(range(transport.rank % 2, transport.size, 2)))
     for size in (10, 300_000):
@@ -431,23 +431,23 @@ def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
     made: list[Transport] = []
 
     def first_use(comm: Any) -> None:
-        transport = of(comm)
+        transport = transport_of(comm)
         ring(transport)
-        made.extend([transport, of(comm)])
+        made.extend([transport, transport_of(comm)])
 
     if not ranks.new().threaded:
         return
     order = comms if ranks.rank % 2 else comms[::-1]
     with ranks.timeout(SOON / 2):
         threads = [threading.Thread(target=first_use, args=(comm,)) for comm in order]
-        threads += [threading.Thread(target=of, args=(comm,)) for comm in order]
+        threads += [threading.Thread(target=transport_of, args=(comm,)) for comm in order]
         for thread in threads:
             thread.start()
             time.sleep(0.3)
         for thread in threads:
             thread.join()
     assert len(made) == 4
-    assert {id(of(comm)) for comm in comms} == set(map(id, made))
+    assert {id(transport_of(comm)) for comm in comms} == set(map(id, made))
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.errors import InvalidInputError, TimeoutError
-from sparsecomm.transport import Transport, of
+from sparsecomm.transport import Transport, transport_of
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
@@ -26,77 +26,83 @@ def python(code: str) -> str:
 
 class TestOf:
     def test_none_is_comm_world_and_cached(self):
-        transport = of(None)
+        transport = transport_of(None)
         assert isinstance(transport, Transport)
-        assert transport is of() is of(MPI.COMM_WORLD) is of(transport)
+        assert transport is transport_of() is transport_of(MPI.COMM_WORLD) is transport_of(transport)
         assert (transport.rank, transport.size) == (0, 1)
 
     def test_each_communicator_has_its_own(self):
         comm = MPI.COMM_WORLD.Dup()
-        assert of(comm) is of(comm)
-        assert of(comm) is not of(None)
+        assert transport_of(comm) is transport_of(comm)
+        assert transport_of(comm) is not transport_of(None)
         comm.Free()
 
     def test_the_cache_follows_the_communicator_not_the_handle(self):
         comm = MPI.COMM_WORLD.Dup()
-        assert of(MPI.Intracomm(comm)) is of(comm)
+        assert transport_of(MPI.Intracomm(comm)) is transport_of(comm)
         copy = comm.Dup()
-        assert of(copy) is not of(comm)  # a duplicate does not inherit it
+        assert transport_of(copy) is not transport_of(comm)  # a duplicate does not inherit it
         copy.Free()
         comm.Free()
 
     @pytest.mark.parametrize("comm", [3, "world", object(), np.zeros(2), MPI.Info, MPI.INFO_NULL])
     def test_not_a_communicator(self, comm):
         with pytest.raises(InvalidInputError, match=rf"of type {type(comm).__name__}"):
-            of(comm)
+            transport_of(comm)
 
     def test_not_a_communicator_does_not_start_mpi(self):
         assert (
             python(
                 "import sys\n"
-                "from sparsecomm.transport import of\n"
-                "try: of(3)\n"
+                "from sparsecomm.transport import transport_of\n"
+                "try: transport_of(3)\n"
                 "except ValueError: print('mpi4py' in sys.modules)"
             )
             == "False"
         )
 
     def test_import_does_not_need_mpi(self):
-        said = python("import sys; sys.modules['mpi4py'] = None\nfrom sparsecomm.transport import of\nof(None)")
+        said = python(
+            "import sys; sys.modules['mpi4py'] = None\n"
+            "from sparsecomm.transport import transport_of\ntransport_of(None)"
+        )
         assert "TransportError: mpi4py cannot be loaded" in said
 
     def test_null(self):
         with pytest.raises(InvalidInputError, match="COMM_NULL"):
-            of(MPI.COMM_NULL)
+            transport_of(MPI.COMM_NULL)
 
     def test_freed(self):
         comm = MPI.COMM_WORLD.Dup()
-        transport = of(comm)
+        transport = transport_of(comm)
         comm.Free()
         with pytest.raises(InvalidInputError, match="freed"):
-            of(comm)
+            transport_of(comm)
         with pytest.raises(InvalidInputError, match="closed"):
             transport.begin(b"call", fails)
 
     def test_not_initialised(self):
-        said = python("import mpi4py; mpi4py.rc.initialize = False\nfrom sparsecomm.transport import of\nof(None)")
+        said = python(
+            "import mpi4py; mpi4py.rc.initialize = False\n"
+            "from sparsecomm.transport import transport_of\ntransport_of(None)"
+        )
         assert "MPI is not initialized" in said
         assert "MPI.Init_thread()" in said
 
     def test_finalized(self):
         said = python(
             "from mpi4py import MPI\n"
-            "from sparsecomm.transport import of\n"
-            "t = of(None); of(MPI.COMM_SELF)\n"
+            "from sparsecomm.transport import transport_of\n"
+            "t = transport_of(None); transport_of(MPI.COMM_SELF)\n"
             "MPI.Finalize()\n"
             "try: t.begin(b'', None)\n"
             "except ValueError as error: print(error)\n"
-            "of(None)"
+            "transport_of(None)"
         )
         assert "MPI is already finalized" in said
 
     def test_normal_exit_with_open_transports(self):
-        assert python("from sparsecomm.transport import of\nt = of(None)\nprint(t.size)") == "1"
+        assert python("from sparsecomm.transport import transport_of\nt = transport_of(None)\nprint(t.size)") == "1"
 
 
 class TestOneRank:
@@ -104,7 +110,7 @@ class TestOneRank:
     @pytest.mark.parametrize("size", [0, 1, 100, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
     def test_a_message_to_oneself(self, size, expected):
         """It may be longer or shorter than expected."""
-        transport = of(None)
+        transport = transport_of(None)
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
         number = transport.begin(b"call", fails)
         got = transport.exchange(data, 0, 0, expected=expected)
@@ -117,7 +123,7 @@ class TestOneRank:
 
     def test_nothing_comes(self, monkeypatch):
         monkeypatch.setenv("SPARSECOMM_TIMEOUT", "0.02")
-        transport = of(None)
+        transport = transport_of(None)
         number = transport.begin(b"call", fails)
         with pytest.raises(TimeoutError, match=rf"rank 0 waited 0.02 s for rank 0 in call {number}") as caught:
             transport.receive(0)
@@ -128,7 +134,7 @@ class TestOneRank:
         transport.end()
 
     def test_bytes_must_be_contiguous(self):
-        transport = of(None)
+        transport = transport_of(None)
         transport.begin(b"call", fails)
         with pytest.raises((BufferError, ValueError)):
             transport.isend(np.zeros(10, np.uint8)[::2], 0)
@@ -137,7 +143,7 @@ class TestOneRank:
     def test_tags_come_round_without_old_bytes(self):
         """A message of an abandoned call must not be taken for one of the call that has its tag next."""
         comm = MPI.COMM_WORLD.Dup()
-        transport = of(comm)
+        transport = transport_of(comm)
         transport.begin(b"abandoned", fails)
         transport.isend(np.zeros(3, np.uint8), 0)
         transport.abort(RuntimeError("on purpose"))

@@ -14,6 +14,6 @@ from sparsecomm.tuning import profile
 def _no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv("SPARSECOMM_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    profile._used.cache_clear()
+    profile._costs_for.cache_clear()
     yield
-    profile._used.cache_clear()
+    profile._costs_for.cache_clear()

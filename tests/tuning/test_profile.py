@@ -122,12 +122,12 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return write
 
 
-def used_with_warnings() -> tuple[profile.Used | None, list[str]]:
+def used_with_warnings() -> tuple[profile.KnownCosts | None, list[str]]:
     """What is used, asked for twice, and what was said."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        used = profile.used("An MPI 1.2", 4, 2)
-        assert profile.used("An MPI 1.2", 4, 2) == used
+        used = profile.costs_for("An MPI 1.2", 4, 2)
+        assert profile.costs_for("An MPI 1.2", 4, 2) == used
     assert all(warning.category is RuntimeWarning for warning in said)
     return used, [str(warning.message) for warning in said]
 
@@ -177,7 +177,7 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
     monkeypatch.setattr("os.stat" if stat is not None else "pwd.getpwuid", fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert profile.used("An MPI 1.2", 4, 2) is None
+        assert profile.costs_for("An MPI 1.2", 4, 2) is None
 
 
 def test_no_file_is_no_news() -> None:
@@ -193,10 +193,10 @@ def test_nothing_is_asked_for(put: Put, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert profile.used("An MPI 1.2", 4, 2) is None
+    assert profile.costs_for("An MPI 1.2", 4, 2) is None
     monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
     (tmp_path / "other.json").write_text(MADE.as_json())
-    assert profile.used("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
+    assert profile.costs_for("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
 
 
 # -- ranks that have different ones -----------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparsecomm.tracing.observers import PARTS
+
 from bench.page import draw
 from bench.page.html import Section
 from bench.page.results import Result
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench import plot
 from sparsecomm.quantities import number_text, size_text, time_text
 

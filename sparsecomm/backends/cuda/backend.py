@@ -14,8 +14,7 @@ from sparsecomm.backends.cuda.dense import DenseArithmetic
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.packing import Packing
 from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.transport.memory import MessageMemory

@@ -28,7 +28,6 @@ import numpy as np
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import info, options
 from sparsecomm.cli.bench import launch, plot, sweep
 from sparsecomm.cli.bench.measure import Bench, Row
@@ -38,6 +37,7 @@ from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
 from sparsecomm.cli.world import World, agreed, comm_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.tracing.observers import PARTS
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -74,7 +74,7 @@ def _fitting(arguments: argparse.Namespace, comm: World, launcher: str | None) -
         raise InvalidInputError(
             f"--ranks {arguments.ranks}: this process is a rank already, of {launcher}; leave --ranks out"
         )
-    nodes, rank = transport.of(comm_of(comm)).node_of_rank, comm.Get_rank()
+    nodes, rank = transport.transport_of(comm_of(comm)).node_of_rank, comm.Get_rank()
     local, first = nodes.count(nodes[rank]), nodes.index(nodes[rank]) == rank
     asked = sweep.parse(arguments)
     sweep.check_memory(asked, comm.Get_size(), local, sweep.available_bytes() if first else None)
@@ -89,7 +89,7 @@ def _measure(asked: argparse.Namespace, comm: World) -> int:
     if shown:
         print(table_head(header, columns), flush=True)
     rows: list[Row] = []
-    start = CommonStart(comm, transport.of(comm_of(comm)))
+    start = CommonStart(comm, transport.transport_of(comm_of(comm)))
     for n in asked.counts:
         bench = None  # two sizes at once need not fit in memory
         bench = Bench(asked, n, comm, start)
@@ -154,7 +154,7 @@ def _header(asked: argparse.Namespace, comm: World) -> dict[str, Any]:
         "command": shlex.join(["sparsecomm", *asked.line]),
         "machine": f"{', '.join(nodes)}; {info._processor()}",
         "platform": platform.platform(),
-        "mpi": transport.of(comm_of(comm)).library,
+        "mpi": transport.transport_of(comm_of(comm)).library,
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info._version('mpi4py')}",
         "ranks": comm.Get_size(),
         "machines": len(nodes),

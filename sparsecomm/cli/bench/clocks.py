@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.calls.queue import queue_of
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import Transport
 
 __all__ = ["Clock", "clock_of"]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
 from sparsecomm.cli.bench.timing import CommonStart, Timer, Timing, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.cli.world import World
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.wire import EXACT
 
 __all__ = ["Bench", "Check", "Row"]

@@ -73,7 +73,7 @@ class Ours(Runner):
         self.vectors, self.k = vectors, k
         self._asked: dict[str, Any] = {"algorithm": name, "wire": wire}
         asked: dict[str, Any] = {"dtype": dtype, **self._asked}
-        self.transport = transport.of(comm_of(vectors.comm))
+        self.transport = transport.transport_of(comm_of(vectors.comm))
         self.explained = sc.explain(vectors.n, k, comm=self.transport, **asked)
         self.taken = self.explained.candidates[0]
         self.clock = clock_of(self.transport, vectors.memory.wait) if breakdown else None

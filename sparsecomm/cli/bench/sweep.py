@@ -10,8 +10,7 @@ from pathlib import Path
 from sparsecomm.algorithms import find
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import devices, options
-from sparsecomm.errors import InvalidInputError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.quantities import size_text
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.wire import EXACT, WIRES

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     agreed(comm, lambda: options.check_writable(*files))
     versions = launch.versions(comm)
     agreed(comm, lambda: launch.check_alike(versions))
-    ranks = transport.of(comm_of(comm))
+    ranks = transport.transport_of(comm_of(comm))
     agreed(comm, lambda: launch.check_several(ranks))
     _measure(ranks, comm, arguments)
     agreed(comm, lambda: _plan(arguments) if ranks.rank == 0 else None)

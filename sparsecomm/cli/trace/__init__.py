@@ -26,14 +26,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.calls.observers import PARTS
 from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, table_head, table_line
-from sparsecomm.cli.trace.events import Rank, read
-from sparsecomm.cli.trace.messages import Message, clock_offsets, messages
 from sparsecomm.cli.trace.verdict import verdicts
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import bytes_text, number_text
+from sparsecomm.tracing.events import Message, Rank, clock_offsets, messages, read
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.tuning.clocks import Offset
 
 __all__ = ["HELP", "add_arguments", "run", "waits"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.calls.observers import EXCHANGE
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.tracing.observers import EXCHANGE
 
 __all__ = ["Call", "Communicator", "Exchange", "Part", "Rank", "read"]
 
@@ -23,7 +23,7 @@ class Part:
     """A part of a call.
 
     Attributes:
-        name: as in `sparsecomm.calls.observers.PARTS`.
+        name: as in `sparsecomm.tracing.observers.PARTS`.
         start, end: seconds, by the rank's clock.
     """
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from sparsecomm.cli.trace.events import Call, Communicator, Exchange, Rank
+from sparsecomm.tracing.events import Call, Communicator, Exchange, Rank
 from sparsecomm.tuning.clocks import Offset, offsets
 
 __all__ = ["Message", "clock_offsets", "messages"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from sparsecomm.cli.trace.events import Call, Communicator, Rank
 from sparsecomm.quantities import time_text
+from sparsecomm.tracing.events import Call, Communicator, Rank
 
 __all__ = ["verdicts"]
 

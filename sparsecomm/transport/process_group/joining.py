@@ -60,7 +60,7 @@ def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
 
 
 def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
-    """Return the transport of a process group; see `sparsecomm.transport.of`.
+    """Return the transport of a process group; see `sparsecomm.transport.transport_of`.
 
     The first call connects the ranks over the same network interface as gloo (``GLOO_SOCKET_IFNAME``). The connections
     end with the group or with the process.

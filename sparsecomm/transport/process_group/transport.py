@@ -65,7 +65,7 @@ class _Request(Request):
 
 
 class ProcessGroupTransport(FailureDetector):
-    """A transport between the ranks of a process group. `sparsecomm.transport.of` makes one per group.
+    """A transport between the ranks of a process group. `sparsecomm.transport.transport_of` makes one per group.
 
     ``rank`` is the rank within the group. Any thread may make a call, but only one at a time.
     """

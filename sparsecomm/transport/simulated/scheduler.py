@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from sparsecomm.errors import TransportError
-from sparsecomm.hints import pip_install
+from sparsecomm.errors import TransportError, pip_install
 
 if TYPE_CHECKING:
     from greenlet import greenlet

@@ -63,7 +63,7 @@ def test_real_ranks_do_what_simulated_ones_do(
             options = {"algorithm": algorithm, "wire": wire, "op": op, "residual": residual, "out": out}
             result = sc.sparse_allreduce(x, 0.03, comm=comm, **options)
             found += [*bits(result), residual.tobytes(), out.tobytes()]
-        return found, transport.of(comm).counters
+        return found, transport.transport_of(comm).counters
 
     ours = program(comm, RANK)
     assert (
@@ -127,7 +127,7 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
     """One rank leaves a call when the others have freed theirs: the identity must not go to a new one."""
     for _ in range(2):
         comm = WORLD.Dup()
-        ranks = transport.of(comm)
+        ranks = transport.transport_of(comm)
         if RANK == P - 1:
             ranks.begin(b"call", lambda theirs, rank: sc.CollectiveMismatchError("not called"))
             time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_bytes_of_a_freed_communicator_reach_no_other() -> None:
         comm.Free()
         if RANK < 2:
             pair = WORLD.Create_group(WORLD.group.Incl([0, 1]))
-            transport.of(pair)
+            transport.transport_of(pair)
             time.sleep(0.1)
             works(pair)
             pair.Free()

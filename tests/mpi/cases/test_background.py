@@ -66,7 +66,7 @@ def test_two_communicators_go_on_independently(comm: MPI.Intracomm) -> None:
 
 @several
 def test_an_interrupt_of_the_wait_does_not_harm_the_call(comm: MPI.Intracomm) -> None:
-    if not transport.of(comm).threaded:
+    if not transport.transport_of(comm).threaded:
         pytest.skip("without a thread it is an interrupt of the call")
     x, residual = np.arange(9, dtype=np.float32), np.zeros(9, np.float32)
     if RANK == ODD:

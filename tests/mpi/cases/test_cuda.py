@@ -13,7 +13,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.transport import abi, of, simulated
+from sparsecomm.transport import abi, simulated, transport_of
 from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import MessageMemory
 from tests import data
@@ -54,7 +54,7 @@ def step(comm, algorithm, device):
 def test_collectives(aware: str, every: int, device: DeferredRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSECOMM_CUDA_AWARE", aware)
     comm = WORLD.Dup()
-    assert of(comm).device_memory == (aware == "1")
+    assert transport_of(comm).device_memory == (aware == "1")
     for algorithm in sc.algorithms():
         ours = step(comm, algorithm, device if RANK % every == 0 else None)
         on_cpu = step(comm, algorithm, None)
@@ -81,7 +81,7 @@ class Occupied:
 def test_a_call_that_had_to_wait_works_on_the_callers_stream(device: DeferredRuntime) -> None:
     """The thread of the queue makes it; x has yet to be written on the caller's stream, and the caller reads there."""
     comm, occupied = WORLD.Dup(), Occupied()
-    queue_of(of(comm)).submit(occupied)
+    queue_of(transport_of(comm)).submit(occupied)
     before = device.make_current(device.new_stream())
     threading.Timer(0.1, occupied.end.set).start()
     ours = step(comm, "butterfly", device)
@@ -134,7 +134,7 @@ def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.M
     """A piece is asked for before it is sent, and each of several is told of when it has come."""
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "100000")
     comm, memory = WORLD.Dup(), Addresses()
-    transport = of(comm)
+    transport = transport_of(comm)
     transport.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
     mine = DeviceBytes(np.full(nbytes, RANK + 1, np.uint8))
     made = transport.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, memory, expected)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.errors import InvalidInputError, TimeoutError, TransportError
-from sparsecomm.transport import mpi, of
+from sparsecomm.transport import mpi, transport_of
 from tests.mpi.ranks import MPI, RANK, SECONDS, WORLD, P, barrier, several
 from tests.transport import conformance
 from tests.transport.conformance import CASES, call, noise, ring
@@ -52,7 +52,7 @@ def test_what_every_transport_promises(case: str) -> None:
 @several
 def test_ranks_whose_limits_differ_take_the_smallest(comm, monkeypatch):
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(1000 if RANK == 0 else 3000))
-    assert of(comm).limit == 1000
+    assert transport_of(comm).limit == 1000
 
 
 @several
@@ -60,7 +60,7 @@ def test_ranks_whose_limits_differ_take_the_smallest(comm, monkeypatch):
 def test_what_is_no_message_ends_the_call_and_names_its_sender(comm, monkeypatch, timeout, raw):
     timeout(SECONDS)
     monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "64")
-    transport = of(comm)
+    transport = transport_of(comm)
     tag = 0
     if raw.startswith(b"control"):
         raw = mpi._CONTROL.pack(transport._token, 1, 200) + raw[7:]
@@ -80,7 +80,7 @@ _sent_raw = []  # some of it nobody receives
 
 def test_the_gil_is_free_during_a_wait(tmp_path):
     """A thread of rank 0 goes on while rank 0 waits: the others come when it has."""
-    transport = of(WORLD)
+    transport = transport_of(WORLD)
     gone_on = Path(WORLD.bcast(str(tmp_path / "gone on")))
 
     def tick():
@@ -99,29 +99,29 @@ def test_the_gil_is_free_during_a_wait(tmp_path):
 
 
 def test_a_freed_communicator(comm):
-    transport = of(comm)
+    transport = transport_of(comm)
     ring(transport)
     comm.Free()
     with pytest.raises(InvalidInputError, match="freed"):
-        of(comm)
+        transport_of(comm)
     with pytest.raises(InvalidInputError, match="closed"):
         ring(transport)
 
 
 @several
 def test_freed_with_sends_under_way(comm):
-    transport = of(comm)
+    transport = transport_of(comm)
     with pytest.raises((KeyError, TransportError)), call(transport):
         transport.isend(noise(2_000_000, 1), NEXT)
         raise KeyError("on purpose")
     comm.Free()
-    ring(of(WORLD))
+    ring(transport_of(WORLD))
 
 
 def test_many_communicators():
     for _ in range(20):
         comm = WORLD.Dup()
-        ring(of(comm))
+        ring(transport_of(comm))
         comm.Free()
 
 
@@ -155,9 +155,9 @@ def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
     try:
         for _ in range(3):
             comm = WORLD.Dup()
-            transport = of(Interrupted(comm))
+            transport = transport_of(Interrupted(comm))
             ring(transport)
-            assert list(transport.node_of_rank) == list(of(WORLD).node_of_rank)
+            assert list(transport.node_of_rank) == list(transport_of(WORLD).node_of_rank)
             comm.Free()
     finally:
         done.set()
@@ -192,7 +192,7 @@ class Fails(MPI.Intracomm):
 def test_a_first_call_that_failed_stays_so(comm):
     for _ in range(3):
         with pytest.raises(TransportError, match="MPI failed in the first call"):
-            of(Fails(comm))
+            transport_of(Fails(comm))
 
 
 @several
@@ -200,14 +200,14 @@ def test_an_intercommunicator():
     half = WORLD.Split(RANK % 2, RANK)
     inter = half.Create_intercomm(0, WORLD, 1 - RANK % 2)
     with pytest.raises(InvalidInputError, match="Merge"):
-        of(inter)
+        transport_of(inter)
     inter.Free()
     half.Free()
 
 
 @several
 def test_a_broadcast_that_does_not_come_times_out(comm, timeout):
-    transport, data = of(comm), np.full(2**20, RANK, np.uint8)
+    transport, data = transport_of(comm), np.full(2**20, RANK, np.uint8)
     if RANK == 0:
         timeout(0.2)
         with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.2 s for a broadcast from rank 1"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 - a backend that connects nobody
 
-from sparsecomm.transport import of
+from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group import rendezvous
 
 SECONDS = 0.2  # of a trip to the store
@@ -44,7 +44,7 @@ dist.init_process_group("fake", store=store, rank=0, world_size=2)
 signal.signal(signal.SIGALRM, interrupt)
 signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
 try:
-    of(dist.group.WORLD)
+    transport_of(dist.group.WORLD)
 except KeyboardInterrupt:
     print("interrupted")
 late = Late()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import sparsecomm as sc
 from sparsecomm.transport import control as sc_control
-from sparsecomm.transport import of
+from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group import joining
 from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
@@ -62,11 +62,11 @@ def new_group(ranks: list[int] | None = None) -> Any:
 
 
 def what_a_transport_says_of_itself() -> None:
-    transport = of()
+    transport = transport_of()
     assert (transport.rank, transport.size, transport.num_nodes) == (RANK, P, 1)
     assert list(transport.node_of_rank) == [0] * P
     assert transport.library == "TCP"
-    assert of() is transport is of(dist.group.WORLD)
+    assert transport_of() is transport is transport_of(dist.group.WORLD)
     ring(transport, 100_000)
     peers = {peer.rank: peer for peer in transport.peers()}
     assert list(peers) == [rank for rank in range(P) if rank != RANK]
@@ -76,7 +76,7 @@ def what_a_transport_says_of_itself() -> None:
 
 
 def gradients_are_summed() -> None:
-    transport, n, k = of(), 5000, 100
+    transport, n, k = transport_of(), 5000, 100
     for seed, (algorithm, wire, dtype) in enumerate(
         product(sc.algorithms(), ["plain", "packed"], ["float32", "float64"])
     ):
@@ -117,14 +117,14 @@ def works(comm: Any) -> None:
     """Make a call whose result is known."""
     result = sc.sparse_allreduce(np.arange(50, dtype=np.float32), 3, comm=comm, algorithm="butterfly")
     assert result.indices.tolist() == [47, 48, 49]
-    assert result.values.tolist() == [each * of(comm).size for each in (47, 48, 49)]
+    assert result.values.tolist() == [each * transport_of(comm).size for each in (47, 48, 49)]
 
 
 # -- calls that fail --------------------------------------------------------------------------------------------------
 
 
 def calls_that_do_not_match() -> None:
-    transport = of(new_group())
+    transport = transport_of(new_group())
     for algorithm in sc.algorithms():
         with soon(), pytest.raises(sc.CollectiveMismatchError):
             k = 4 if RANK == ODD else 3
@@ -134,16 +134,16 @@ def calls_that_do_not_match() -> None:
 
 def pings_that_are_long_due() -> None:
     """As they are whenever this process is given a core after long."""
-    with pytest.MonkeyPatch.context() as patch, call(of()):
+    with pytest.MonkeyPatch.context() as patch, call(transport_of()):
         patch.setattr(module, "_PING", 1e-9)
         if RANK == P - 1:
             time.sleep(0.6)
-        assert of().exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
+        assert transport_of().exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
 
 
 def a_rank_that_is_stopped() -> None:
     """What is sent to it is not taken."""
-    transport = of(new_group())
+    transport = transport_of(new_group())
     pids = all_gather(os.getpid())
     works(transport)
     number = transport.number + 1
@@ -171,17 +171,17 @@ def a_rank_that_is_stopped() -> None:
 def what_is_no_group() -> None:
     for wrong in ("gloo", 7, object()):
         with pytest.raises(sc.InvalidInputError, match=r"a process group of torch.distributed"):
-            of(wrong)
+            transport_of(wrong)
     others = [new_group([rank]) for rank in range(P)][RANK - 1]
     with pytest.raises(sc.InvalidInputError, match="not a member"):
-        of(others)
+        transport_of(others)
     group = new_group()
-    transport = of(group)
+    transport = transport_of(group)
     works(transport)
     dist.barrier()
     dist.destroy_process_group(group)
     with pytest.raises(sc.InvalidInputError, match="destroyed"):
-        of(group)
+        transport_of(group)
     with pytest.raises(sc.InvalidInputError, match="destroyed"):
         works(transport)
     del group
@@ -193,13 +193,13 @@ def what_is_no_group() -> None:
     refused = {"k": 0}
     if RANK == ODD:
         with pytest.raises(sc.InvalidInputError, match=f"^rank {ODD}: "):
-            sc.sparse_allreduce(**{"x": np.ones(4, np.float32), "k": 1, "comm": of()} | refused)
-    works(of())
+            sc.sparse_allreduce(**{"x": np.ones(4, np.float32), "k": 1, "comm": transport_of()} | refused)
+    works(transport_of())
 
 
 def a_peer_that_has_ended() -> None:
     group = new_group()
-    transport = of(group)
+    transport = transport_of(group)
     works(transport)
     if RANK == ODD:
         transport.close()
@@ -221,7 +221,7 @@ def ranks_that_leave_a_call_and_end_at_once() -> None:
     """The last rank hears of the end before it looks for the reason, which rank 0 has not told it."""
     last = P - 1
     for _ in range(5):
-        transport = of(new_group())
+        transport = transport_of(new_group())
         works(transport)
         with soon(), pytest.raises(sc.CollectiveMismatchError, match="k = 1 here, k = 2 there"), call(transport):
             dist.barrier()  # all have begun
@@ -241,7 +241,7 @@ def ranks_that_leave_a_call_and_end_at_once() -> None:
 def a_peer_that_sends_what_is_no_message() -> None:
     """Each ends the transport, with an error that names the peer; a control message of unknown kind ends the call."""
     for kind, number, nbytes in [(300, 1, 0), (sc_control.WAITING, -5, 0), (sc_control.LEFT, 1, 2**17 + 1), (99, 1, 0)]:
-        transport = of(new_group())
+        transport = transport_of(new_group())
         works(transport)
         dist.barrier()  # what comes next must find nobody in that call
         if RANK == ODD:
@@ -262,8 +262,8 @@ def ranks_of_another_version() -> None:
         if RANK == ODD:
             patch.setattr(joining, "_VERSION", "another")
         with soon(), pytest.raises(sc.TransportError, match=r"rank \d has another version of sparsecomm"):
-            of(group)
-    works(of(group))
+            transport_of(group)
+    works(transport_of(group))
 
 
 def an_address_that_leads_nowhere() -> None:
@@ -273,20 +273,20 @@ def an_address_that_leads_nowhere() -> None:
         if RANK == P - 1:
             patch.setattr(joining, "_find_members", lambda *given: [m._replace(port=1) for m in real(*given)])
             with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
-                of(group)
+                transport_of(group)
         else:
             with soon(), pytest.raises(sc.TransportError, match=rf"waited 5 s for connections with rank {P - 1}, at"):
-                of(group)
+                transport_of(group)
 
 
 def many_groups() -> None:
     """Their threads and descriptors end with them; so do those of gloo, which takes its time."""
-    of()
+    transport_of()
     gc.collect()  # of what other cases have left
     before = threads_of_connections(), len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         group = new_group()
-        ring(of(group), 100_000)
+        ring(transport_of(group), 100_000)
         assert threads_of_connections() > 0
         dist.barrier()
         dist.destroy_process_group(group)
@@ -305,7 +305,7 @@ def threads_of_connections() -> int:
 
 
 def a_forked_process() -> None:
-    transport = of()
+    transport = transport_of()
     works(transport)
     child = os.fork()
     if child == 0:
@@ -325,7 +325,7 @@ def a_forked_process() -> None:
 def calls_from_other_threads() -> None:
     def calls() -> None:
         for _ in range(20):
-            works(of())
+            works(transport_of())
         done.append(True)
 
     done: list[bool] = []
@@ -345,7 +345,7 @@ def a_group_is_destroyed_in_a_call() -> None:
         if RANK == 0:
             errors: list[str] = []
             residual = np.ones(50, np.float32)
-            comm = of(group) if by_transport else group
+            comm = transport_of(group) if by_transport else group
             thread = threading.Thread(target=note_error, args=(errors, comm, residual))
             del comm
             with soon():
@@ -372,16 +372,16 @@ def note_error(errors: list[str], comm: Any, residual: Any) -> None:
 def a_rank_ends_in_a_call() -> None:
     """The others make their calls without it from now on."""
     kept.append(new_group(SURVIVORS))
-    works(of())
+    works(transport_of())
     if RANK == ODD:
-        until_awaited(of())
+        until_awaited(transport_of())
         sys.exit(0)
     with soon(), pytest.raises(sc.TransportError, match=f"rank {ODD} has ended"):
-        sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=of(), algorithm="allgather")
+        sc.sparse_allreduce(np.ones(50, np.float32), 3, comm=transport_of(), algorithm="allgather")
 
 
 def a_rank_is_killed() -> None:
-    transport, victim = of(kept[-1]), 1
+    transport, victim = transport_of(kept[-1]), 1
     ring(transport, 100_000)
     works(transport)
     if transport.rank == victim:
@@ -403,14 +403,14 @@ def a_rank_is_killed() -> None:
 
 def ranks_end_one_after_another() -> None:
     """And destroy nothing."""
-    works(of())
-    kept.append(of(new_group()))
+    works(transport_of())
+    kept.append(transport_of(new_group()))
     ring(kept[-1], 1_000_000)
     time.sleep(0.4 * RANK)  # in any order they end well
 
 
 def groups_are_destroyed_and_made_again() -> None:
-    world, transport = dist.group.WORLD, of()
+    world, transport = dist.group.WORLD, transport_of()
     works(transport)
     dist.barrier()
     dist.destroy_process_group()
@@ -418,10 +418,10 @@ def groups_are_destroyed_and_made_again() -> None:
         with pytest.raises(sc.InvalidInputError, match="destroyed"):
             works(comm)
     with pytest.raises(sc.InvalidInputError, match="destroyed"):
-        of(world)
+        transport_of(world)
     start("again")
-    assert of() is not transport
-    works(of())
+    assert transport_of() is not transport
+    works(transport_of())
 
 
 SURVIVORS = [rank for rank in range(P) if rank != ODD]
