@@ -45,7 +45,7 @@ EXTENSIONS = [
         "sparsecomm.transport.process_group._connections",
         [
             f"sparsecomm/transport/process_group/{name}"
-            for name in ("_connections.pyx", "connections.cpp", "sending.cpp")
+            for name in ("_connections.pyx", "connections.cpp", "joining.cpp", "sending.cpp")
         ],
         include_dirs=["sparsecomm/transport/process_group"],
         language="c++",
@@ -108,6 +108,7 @@ ON_THE_PATH = [
     "sparsecomm/transport/lookup.py",
     "sparsecomm/transport/memory.py",
     "sparsecomm/transport/mpi.py",
+    "sparsecomm/transport/process_group/joining.py",
     "sparsecomm/transport/process_group/transport.py",
     "sparsecomm/transport/simulated/rank.py",
     "sparsecomm/transport/ulfm.py",

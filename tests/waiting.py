@@ -24,7 +24,7 @@ def until_awaited(transport: Any) -> None:
     """Wait until another rank has said that it waits for this one, in a call that this one has not begun."""
 
     def awaited() -> bool:
-        transport._listen(0.1)
-        return max(transport._waits_in.values(), default=0) > transport.number
+        transport._receive_control(0.1)
+        return max(transport._waiting_in.values(), default=0) > transport.number
 
     until(awaited, "a rank that waits for this one")

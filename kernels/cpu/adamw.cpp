@@ -1,4 +1,4 @@
-// AdamW on weights of which few are updated in each step.
+// AdamW for weights of which few are updated in each step.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -13,14 +13,14 @@ namespace sparsecomm {
 
 namespace {
 
-// Sets a maximum to a value that is larger. NaN is not.
+// Raises a maximum to a value if that is larger; NaN never is.
 template <class T>
 void raise(std::atomic<T>& maximum, T value) {
     T seen = maximum;
     while (value > seen && !maximum.compare_exchange_weak(seen, value)) {}
 }
 
-// Returns the largest magnitude, as bits: above infinity if there is a NaN.
+// Returns the bits of the largest magnitude; above infinity if there is a NaN.
 template <class X>
 typename X::Bits largest_of(const typename X::Bits* x, size_t size, int threads) {
     using Signed = std::make_signed_t<typename X::Bits>;
@@ -31,12 +31,12 @@ typename X::Bits largest_of(const typename X::Bits* x, size_t size, int threads)
     return typename X::Bits(largest.load());
 }
 
-// Returns whether x times a factor, and its square, are finite for all elements; false if that is not sure.
+// Returns whether all elements of x times a factor, and their squares, are certainly finite.
 template <class X>
 bool quotients_are_finite(const typename X::Bits* x, size_t size, double factor, double scale, int threads) {
     constexpr double MAX = 0.5 * double(std::numeric_limits<typename X::Accumulator>::max());
     const double largest = double(X::widen(largest_of<X>(x, size, threads)));
-    return largest * factor < MAX && largest * scale < std::sqrt(MAX);  // not for NaN
+    return largest * factor < MAX && largest * scale < std::sqrt(MAX);  // false for NaN
 }
 
 Quotients<F32, float> quotients_of(F32) { return isa().quotients32; }
@@ -137,8 +137,8 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
             });
             return;
         }
-        // What takes long is to fetch lines of memory; more of them can be on their way to the second cache than to the first.
-        constexpr size_t AHEAD = 32;  // entries whose memory is prefetched
+        // Memory latency dominates; more cache lines can be in flight to the second cache than to the first.
+        constexpr size_t AHEAD = 32;  // entries prefetched
         for (size_t e = 0; e < means.count; e++) {
             if (e + AHEAD < means.count) {
                 const auto next = index[e + AHEAD];

@@ -1,4 +1,4 @@
-// Scratch memory that is used again by the next call: fresh pages cost more than the work done in them.
+// Scratch memory that the next call reuses, because fresh pages take longer than the work on them.
 #pragma once
 
 #include <atomic>
@@ -7,9 +7,9 @@
 
 namespace sparsecomm {
 
-// The scratch memory of one owner, such as a call queue, and of what it has returned. Owners share nothing. Any thread may
-// take and give back; one that comes while another is at it turns to the system. So nobody ever waits, and neither does a
-// forked child for a thread that it does not have.
+// The scratch memory of one owner, such as a call queue. Owners share nothing. Any thread may take and give back memory; if
+// another thread is doing so, it uses the system's allocator instead. So no thread waits, not even a forked child for a
+// thread that no longer exists.
 class Scratch {
   public:
     Scratch() = default;
@@ -25,15 +25,15 @@ class Scratch {
         void* memory;
         size_t bytes;
     };
-    static constexpr size_t KEEP_BLOCKS = 64;              // kept between calls at most
-    static constexpr size_t KEEP_BYTES = size_t(1) << 28;  // and bytes
+    static constexpr size_t KEEP_BLOCKS = 64;              // maximum kept between calls
+    static constexpr size_t KEEP_BYTES = size_t(1) << 28;  // maximum bytes kept
 
     std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
     Block kept_[KEEP_BLOCKS];
     size_t count_ = 0, bytes_ = 0;
 };
 
-// An array of uninitialised T, for trivial types.
+// An uninitialized array of a trivial type.
 template <class T>
 class Buffer {
   public:

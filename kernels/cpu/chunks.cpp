@@ -1,7 +1,7 @@
-// Exact top-k of every chunk, in one pass. A chunk is in the cache while its k largest are looked for: one loop makes the
-// sums and finds the positions of the candidates, which are those that reach a threshold guessed from the chunks before; a
-// search among the few candidates finds how large the k-th is; one more loop splits them. The guess decides only how long it
-// takes: with fewer than k candidates it is made lower, and in the end every non-zero is one.
+// Exact top-k of every chunk, in one pass. A chunk remains in the cache while its k largest elements are found. One loop
+// computes the sums and finds the candidates, which reach a threshold guessed from the previous chunks. A search among the
+// few candidates finds the k-th. One more loop splits them. The guess affects only the time: with fewer than k candidates
+// the threshold is lowered, until every nonzero element is a candidate.
 #include <cmath>
 
 #include "rank_select.hpp"
@@ -11,16 +11,16 @@ namespace sparsecomm {
 
 namespace {
 
-// Tuning, measured on Zen 5 (bench/figures.py). None changes a result.
-constexpr size_t TILE = 4096;            // elements that are looked at before candidates may be dropped
+// Tuning, measured on Zen 5 (bench/figures.py). Does not change results.
+constexpr size_t TILE = 4096;            // elements scanned before candidates may be dropped
 constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
-constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
-constexpr size_t AHEAD = 8;              // candidates for which one line of the next chunk is asked for
-constexpr size_t ASK_UP_TO = 192;        // candidates up to which that pays
-constexpr size_t COUNT_UP_TO = 4096;     // candidates among which counting from the guess on beats all else
-constexpr double MARGIN = 0.125;         // octaves by which the first guess is below what the chunk before had
-constexpr double LOWER = 4;              // margins by which it is lower the second time
-constexpr double MISSED = 1.5;           // what the margin is multiplied by after a guess that was too high
+constexpr size_t GRAIN = size_t(1) << 18;  // minimum elements per thread
+constexpr size_t AHEAD = 8;              // candidates per prefetched line of the next chunk
+constexpr size_t ASK_UP_TO = 192;        // maximum candidates for which prefetching pays
+constexpr size_t COUNT_UP_TO = 4096;     // maximum candidates for which counting from the guess is fastest
+constexpr double MARGIN = 0.125;         // octaves by which the first guess is below the previous chunk's k-th
+constexpr double LOWER = 4;              // margins by which the second guess is lower
+constexpr double MISSED = 1.5;           // factor of the margin after a guess that was too high
 
 template <class Bits>
 struct Locator {
@@ -33,7 +33,7 @@ inline Locator<uint32_t> locator(F16, F32) { return {isa().locate_f16_f32, isa()
 inline Locator<uint32_t> locator(BF16, F32) { return {isa().locate_bf16_f32, isa().locate_plain32}; }
 inline Locator<uint64_t> locator(F64, F64) { return {isa().locate_f64_f64, isa().locate_plain64}; }
 
-// What the k-th key of the next chunk is expected to be, and how far below it candidates begin.
+// The expected k-th key of the next chunk, and the distance below it at which candidates begin.
 template <class Format>
 class Guess {
   public:
@@ -41,11 +41,11 @@ class Guess {
 
     bool known() const { return key_ > 0; }
     Bits threshold(double margins = 1) const { return clamped(key_ - margins * margin_); }
-    // How far above a key that so many times k reach the k-th most likely is.
+    // Returns the likely distance of the k-th key above a key that `times` k elements reach.
     double above(double times_k, size_t k) const { return margin_ * std::log(times_k) / std::log1p(spread(k) / double(k)); }
     void missed() { margin_ = std::min(margin_ * MISSED, 4 * OCTAVE); }
 
-    // The k-th was `key`, of so many candidates.
+    // Learns that the k-th key of a chunk was `key`, among `candidates` candidates.
     void learn(Bits key, size_t k, size_t candidates) {
         const double off = double(key) - key_;
         if (known()) margin_ *= 0.95 + 0.05 * std::clamp(spread(k) / (double(candidates - k) + 1), 0.0, 3.0);
@@ -54,10 +54,10 @@ class Guess {
     }
 
   private:
-    // How many candidates more than k the margin is to give: the number varies by sqrt(k).
+    // The number of candidates beyond k that the margin should give; it varies by sqrt(k).
     static double spread(size_t k) { return 4 * std::sqrt(double(k)) + 4; }
 
-    static constexpr double OCTAVE = double(Format::infinity & -Format::infinity);  // the keys of one binade
+    static constexpr double OCTAVE = double(Format::infinity & -Format::infinity);  // number of keys in one binade
     static Bits clamped(double key) {
         return key <= 1 ? Bits(1) : key >= double(Format::infinity) ? Bits(Format::infinity) : Bits(key);
     }
@@ -65,7 +65,7 @@ class Guess {
     double key_ = 0, margin_ = MARGIN * OCTAVE;
 };
 
-// Chunks one after another, by one thread.
+// Processes consecutive chunks on one thread.
 template <class X, class R>
 class Chunks {
   public:
@@ -81,7 +81,7 @@ class Chunks {
         keys_ = Buffer<Bits>(scratch, room);
     }
 
-    // Selects from chunks [first, last). Returns how many entries there are.
+    // Selects from chunks [first, last) and returns the number of entries.
     template <class Index>
     size_t run(size_t first, size_t last, Index* indices, Accumulator* values) {
         size_t o = 0;
@@ -90,10 +90,10 @@ class Chunks {
     }
 
   private:
-    // Whether memory is idle while there is work on this chunk.
+    // Returns whether memory is idle during the work on this chunk.
     bool idle() const { return chunk_ <= TILE && count_ <= ASK_UP_TO; }
 
-    // Asks for the next lines of the chunk after this one, where memory is idle. Many at once are slower.
+    // Prefetches the next lines of the following chunk if memory is idle. Many lines at once are slower.
     void ask_ahead(size_t lines) {
         for (; lines && idle(); lines--, ahead_ += 64) {
             __builtin_prefetch(reinterpret_cast<const char*>(x_ + end_) + ahead_);
@@ -101,7 +101,7 @@ class Chunks {
         }
     }
 
-    // Does work(i) for every i below `count`, and asks ahead meanwhile.
+    // Calls work(i) for every i below `count`, and prefetches meanwhile.
     template <class Work>
     void each(size_t count, const Work& work) {
         const size_t step = idle() ? AHEAD : count;
@@ -137,7 +137,7 @@ class Chunks {
         return write(begin, limit, room, indices, values);
     }
 
-    // Candidates of a chunk: its elements that reach `threshold`, or of a long one enough of them. `sums`: make the sums first.
+    // Finds the candidates of a chunk: all elements that reach `threshold`, or enough of them. `sums`: compute sums first.
     void collect(size_t begin, size_t size, Bits threshold, bool sums) {
         count_ = 0;
         raised_ = threshold > 1;
@@ -160,8 +160,8 @@ class Chunks {
         }
     }
 
-    // Keeps of the first tile what reaches a threshold that k of the whole chunk most likely reach, and returns it. `mean` of the
-    // tile are expected among these.
+    // Returns a threshold that k elements of the whole chunk likely reach, and drops smaller candidates of the first tile, of
+    // which `mean` are expected to remain.
     Bits raise(double mean) {
         const double rank = mean + 5 * std::sqrt(mean) + 5;
         if (rank >= double(count_)) return 1;
@@ -170,20 +170,20 @@ class Chunks {
         return threshold;
     }
 
-    // Keeps the k best candidates. Returns what a later element must reach to be before the last of them.
+    // Keeps the k best candidates. Returns the threshold that a later element must reach to replace the last of them.
     Bits prune() {
         const Limit<Bits> limit = kth(1);
         keep(limit, k_);
         return above(limit.kth, R::infinity);
     }
 
-    // Of the candidates keeps the `room` that are within the limit.
+    // Keeps the `room` candidates within the limit.
     void keep(const Limit<Bits>& limit, size_t room) {
         loops_.split(index_.get(), bits_.get(), count_, limit, {index_.get(), bits_.get(), room, 0}, nullptr, nullptr);
         count_ = room;
     }
 
-    // Splits off the k best of more candidates, all of which reach `low`.
+    // Splits off the k best of more than k candidates, all of which reach `low`.
     Limit<Bits> kth(Bits low) {
         Limit<Bits> limit{0, R::infinity, R::nan, 0};
         if (count_ > COUNT_UP_TO) {
@@ -194,14 +194,14 @@ class Chunks {
         constexpr size_t lanes = 64 / sizeof(Bits);
         const size_t whole = (count_ + lanes - 1) / lanes * lanes;
         std::fill(bits_.get() + count_, bits_.get() + whole, Bits(0));
-        Bits high = Bits(R::infinity + 2);  // more than k reach low, and fewer reach high
+        Bits high = Bits(R::infinity + 2);  // more than k candidates reach low, fewer reach high
         size_t reach_low = count_, reach_high = 0;
         for (unsigned tries = 1; high - low > 1; tries++) {
             double step = double(high - low) / 2;
-            if (tries % 4) {  // now and then by halves, which ends
+            if (tries % 4) {  // sometimes bisect, to guarantee the end
                 if (high <= R::infinity)
                     step *= 2 * (double(reach_low - k_) + 0.5) / double(reach_low - reach_high);
-                else if (low > 1)  // nothing is known above
+                else if (low > 1)  // no key above is known
                     step = std::min(step, guess_.above(double(reach_low) / double(k_), k_));
             }
             const Bits last = Bits(high - low - 1);
@@ -221,7 +221,7 @@ class Chunks {
         return limit;
     }
 
-    // Writes the candidates that stay, `room` of them, and takes them out of the residual.
+    // Writes the `room` remaining candidates and clears them in the residual.
     template <class Index>
     size_t write(size_t begin, const Limit<Bits>& limit, size_t room, Index* indices, Accumulator* values) {
         constexpr bool direct = sizeof(Bits) == sizeof(Accumulator) && sizeof(Index) == sizeof(uint32_t);
@@ -257,9 +257,9 @@ class Chunks {
     Buffer<uint32_t> index_;
     Buffer<Bits> bits_, keys_;
     size_t count_ = 0;     // candidates in index_ and bits_
-    size_t end_ = 0;       // where the next chunk begins
-    size_t ahead_ = 0;     // bytes of it that have been asked for
-    bool raised_ = false;  // a non-zero need not be a candidate
+    size_t end_ = 0;       // begin of the next chunk
+    size_t ahead_ = 0;     // bytes of it that were prefetched
+    bool raised_ = false;  // some nonzero elements are not candidates
 };
 
 template <class X, class R, class Index>
@@ -267,14 +267,14 @@ size_t run(Dense x, Dense* r, size_t k, size_t chunk, double decay, Index* indic
            Scratch& scratch) {
     const size_t chunks = (x.size + chunk - 1) / chunk;
     const size_t parts = std::min(chunks, parts_for(x.size, GRAIN, threads));
-    std::vector<Chunks<X, R>> workers;  // all scratch is taken here, before anything is written
+    std::vector<Chunks<X, R>> workers;  // allocate all scratch memory before writing
     workers.reserve(parts);
     for (size_t p = 0; p < parts; p++) workers.emplace_back(x, r, k, chunk, decay, scratch);
     std::vector<size_t> count(parts);
     const auto first = [&](size_t p) { return chunks / parts * p + std::min(p, chunks % parts); };
     parallel(parts, threads, [&](size_t p) { count[p] = workers[p].run(first(p), first(p + 1), indices + first(p) * k, values + first(p) * k); });
     size_t total = count[0];
-    for (size_t p = 1; p < parts; p++) {  // close the gaps that chunks with few non-zeros leave
+    for (size_t p = 1; p < parts; p++) {  // close the gaps of chunks with few nonzero elements
         if (total < first(p) * k) {
             std::copy_n(indices + first(p) * k, count[p], indices + total);
             std::copy_n(values + first(p) * k, count[p], values + total);

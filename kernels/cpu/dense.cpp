@@ -13,29 +13,28 @@ namespace sparsecomm {
 
 namespace {
 
-constexpr size_t GALLOP = 16;  // times as many indices on one side from which searching beats walking
-constexpr size_t BLOCK = 128;  // steps of a walk before what it has found is added
-constexpr size_t LANES = 4;    // parts of both lists that are walked at once
+constexpr size_t GALLOP = 16;  // ratio of lengths from which searching beats walking
+constexpr size_t BLOCK = 128;  // steps of a walk between additions
+constexpr size_t LANES = 4;    // parts of both lists walked at once
 
-// Returns whether all indices are in [0, size). Of one that is not, it or its distance from the last is negative: vectors of
-// all instruction sets can look at signs.
+// Returns whether all indices are in [0, size). For an index that is not, it or its distance from the last is negative, and
+// signs are easy to test with any instruction set.
 template <class Index>
 bool all_below(const Index* index, size_t count, size_t size) {
-    using Unsigned = std::make_unsigned_t<Index>;  // of which differences do not overflow
+    using Unsigned = std::make_unsigned_t<Index>;  // its differences do not overflow
     const auto last = Unsigned(std::min(size, size_t(std::numeric_limits<Index>::max())) - 1);
     Unsigned signs = 0;
     for (size_t i = 0; i < count; i++) signs |= Unsigned(index[i]) | (last - Unsigned(index[i]));
     return Index(signs) >= 0;
 }
 
-// The element becomes itself + value, in the accumulator, rounded once.
+// Adds a value to an element, in the accumulator type, rounded once.
 template <class Format>
 void add_to(typename Format::Bits& element, typename Format::Accumulator value) {
     element = canonical<Format>(Format::narrow(Format::widen(element) + value));
 }
 
-// Returns the position of the first of indices[from ... count) that is at least `index`: a search that begins at `from` and
-// takes longer the further it must go.
+// Returns the position of the first of indices[from ... count) that is at least `index`, by a galloping search from `from`.
 template <class Index>
 size_t gallop(const Index* indices, size_t from, size_t count, Index index) {
     size_t step = 1, low = from, high = from;
@@ -47,8 +46,8 @@ size_t gallop(const Index* indices, size_t from, size_t count, Index index) {
     return size_t(std::lower_bound(indices + low, indices + std::min(high, count), index) - indices);
 }
 
-// As each_where, both lists a step at a time, without branches on the data: which comes next is a coin toss. A step waits
-// for what the one before it loads, so several parts are walked in turn.
+// Like each_where, walks both lists without unpredictable branches. A step depends on the loads of the previous one, so
+// several parts are walked in turn.
 template <class Index, class F>
 void walk_where(const Index* index, size_t count, const Index* other, size_t other_count, bool present, F&& f) {
     struct Part {
@@ -77,7 +76,7 @@ void walk_where(const Index* index, size_t count, const Index* other, size_t oth
     };
     for (Part& part : parts) part.number = 0;
     for (;;) {
-        size_t steps = BLOCK;  // none of which can reach an end
+        size_t steps = BLOCK;  // that cannot reach an end
         for (const Part& part : parts) steps = std::min({steps, part.end - part.i, part.other_end - part.j});
         if (steps == 0) break;
         for (size_t s = 0; s < steps; s++)
@@ -95,7 +94,7 @@ void walk_where(const Index* index, size_t count, const Index* other, size_t oth
     }
 }
 
-// Call f(position) for those of `count` indices that are among the others, or for those that are not.
+// Calls f(position) for each of `count` indices that is, or is not, among the others.
 template <class Index, class F>
 void each_where(const Index* index, size_t count, const Index* other, size_t other_count, bool present, F&& f) {
     if (count == 0) return;
@@ -165,7 +164,7 @@ void widen(Dense x, const Dense* r, void* out, int threads) {
         ranges(x.size, threads, [&](size_t begin, size_t end) {
             if (!r) {
                 for (size_t i = begin; i < end; i++) to[i] = X::widen(from[i]);
-            } else if (r->type == x.type) {  // rounded to the residual's type, as selection would store it
+            } else if (r->type == x.type) {  // rounded to the residual's type, as in selection
                 const auto* old = static_cast<const typename X::Bits*>(r->data);
                 for (size_t i = begin; i < end; i++) to[i] = X::widen(X::narrow(X::widen(old[i]) + X::widen(from[i])));
             } else {

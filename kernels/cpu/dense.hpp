@@ -1,4 +1,4 @@
-// What kernels of dense vectors share.
+// Helpers for kernels of dense vectors.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace sparsecomm {
 
-// Call f(indices, values of the accumulator, format of the dense type).
+// Calls f(indices, values, format of the dense type).
 template <class F>
 void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
     with_format(type, [&](auto format) {
@@ -22,10 +22,10 @@ void with_entries(Type type, const Sparse& entries, bool int64_indices, F&& f) {
     });
 }
 
-// Run f(begin, end) over ranges of [0, n).
+// Calls f(begin, end) for ranges of [0, n), on several threads.
 template <class F>
 void ranges(size_t n, int threads, F&& f) {
-    constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+    constexpr size_t GRAIN = size_t(1) << 18;  // minimum elements per thread
     const size_t parts = parts_for(n, GRAIN, threads);
     parallel(parts, threads, [&](size_t p) { f(n / parts * p, p + 1 < parts ? n / parts * (p + 1) : n); });
 }

@@ -1,17 +1,17 @@
-// The mode in which the processor's arithmetic rounds and treats denormals. It is a thread's own, and programs change it:
-// torch.set_flush_denormal, libraries that were linked with fast maths, XLA in its threads.
+// The mode in which the processor rounds and handles denormals. Each thread has its own, and programs change it: for
+// example torch.set_flush_denormal, libraries linked with fast math, and XLA in its threads.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsecomm {
 
-// While it lives, its thread computes as the kernels expect it: to nearest even, with denormals, without traps. A thread
-// that does so already pays for one look.
+// Sets the default mode of its thread during its lifetime: round to nearest even, with denormals, without traps. If the mode
+// is already set, this costs one read.
 class DefaultFloatMode {
 #if defined(__x86_64__)
     using Word = uint32_t;
-    static constexpr Word FLAGS = 0x3f, DEFAULT = 0x1f80;  // FLAGS are no mode: they say what happened
+    static constexpr Word FLAGS = 0x3f, DEFAULT = 0x1f80;  // FLAGS are exception flags, not part of the mode
     static Word get() {
         Word word;
         asm volatile("stmxcsr %0" : "=m"(word) : : "memory");
@@ -48,7 +48,7 @@ class DefaultFloatMode {
     DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
 };
 
-// Calls F, a function that the compiler cannot see into, in that mode.
+// Calls F, which the compiler cannot inline, in the default mode.
 template <auto F, class... Arguments>
 auto in_default_mode(Arguments&&... arguments) {
     const DefaultFloatMode mode;

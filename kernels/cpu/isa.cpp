@@ -13,7 +13,7 @@ namespace sparsecomm {
 namespace {
 
 #if defined(__x86_64__)
-// The processor is asked itself: what a compiler's __builtin_cpu_supports knows differs, and with some it is always false.
+// Uses CPUID, because __builtin_cpu_supports differs between compilers, and is always false with some.
 struct Leaf {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     explicit Leaf(unsigned number) {
@@ -23,7 +23,7 @@ struct Leaf {
 
 bool has(unsigned set, unsigned bits) { return (set & bits) == bits; }
 
-// Whether the system saves these registers when it switches threads.
+// Returns whether the system saves these registers when it switches threads.
 bool saves(unsigned state) {
     if (!has(Leaf(1).ecx, bit_OSXSAVE)) return false;
     unsigned low, high;

@@ -1,4 +1,4 @@
-// The inner loops that differ by instruction set, as one table per set, chosen at run time.
+// The inner loops for each instruction set: one table per set, chosen at run time.
 #pragma once
 
 #include <cstddef>
@@ -11,36 +11,36 @@ namespace sparsecomm {
 
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
 // order. Stops early when room for fewer than 64 is left; returns the position reached (a multiple of 64, or end).
-// index: position minus `begin of the part`, given as `origin`. With a residual r: r = r + x is stored, with 0 at the
-// appended entries, and bits holds r + x; of a vector that is held, r is x, and 0 is stored at the appended entries.
+// index: position minus `origin`, the begin of the part. With a residual r: stores r = r + x, with 0 at the appended entries,
+// and bits holds r + x. If r is x itself, only stores 0 at the appended entries.
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity);
 
 // Writes the positions, plus `base`, of the elements of [0, count) whose magnitude is at least `threshold`, in order; returns
-// how many there are. With a residual r: r = decay * r + x is stored first. Room for count, and 64 more.
+// their number. With a residual r: stores r = decay * r + x first. Needs room for count + 64.
 template <class Bits>
 using Locate = size_t (*)(const void* x, void* r, double decay, size_t count, Bits threshold, uint32_t base, uint32_t* index);
 
-// Copies the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); returns how many there are.
+// Copies the magnitudes in [low, high) to `out` (room for count + 16; may be `bits`); returns their number.
 template <class Bits>
 using Between = size_t (*)(const Bits* bits, size_t count, Bits low, Bits high, Bits* out);
 
-// Returns how many magnitudes are at least `threshold`.
+// Returns the number of magnitudes that are at least `threshold`.
 template <class Bits>
 using Reaching = size_t (*)(const Bits* bits, size_t count, Bits threshold);
 
 template <class Bits>
 struct Kth {
     Bits key;     // the r-th largest
-    size_t ties;  // how many of those equal to it are among the r largest, at least 1
+    size_t ties;  // number of keys equal to it among the r largest, at least 1
 };
 
-// Returns the magnitude of that rank, of a list which the cache holds; 1 <= rank <= count. Room for count, and 16 more.
+// Returns the magnitude of a rank in a list that fits in the cache; 1 <= rank <= count. Needs room for count + 16.
 template <class Bits>
 using ByCounting = Kth<Bits> (*)(const Bits* bits, size_t count, size_t rank, Bits* room);
 
-// Arrays for the entries that stay: `room` elements, exactly as many as stay. May be where they are.
+// Arrays for the `room` entries that remain. May be the source arrays.
 template <class Bits>
 struct Kept {
     uint32_t* index;  // of an entry, plus base
@@ -48,15 +48,15 @@ struct Kept {
     size_t room;
     uint32_t base;
 };
-// The entries that stay: keys above kth, and the first `ties` equal to it. Keys are clamped at infinity + 1.
+// Which entries remain: keys above kth, and the first `ties` equal to it. Keys are clamped at infinity + 1.
 template <class Bits>
 struct Limit {
     Bits kth, infinity, nan;
     size_t ties;
 };
 
-// Splits entries, in order, into those that stay and the others, which go to (lost_index, lost_bits) unless null (room
-// for all, and 16 more).
+// Splits entries, in order, into remaining ones and the others, which are written to (lost_index, lost_bits) unless null
+// (room for all + 16).
 template <class Bits>
 using Split = void (*)(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> limit, Kept<Bits> kept,
                        uint32_t* lost_index, Bits* lost_bits);
@@ -74,18 +74,18 @@ struct Select {
     Largest<Bits> largest;
 };
 
-// Sets packed indices to what their high bits say; see indices.inl. Returns false if there are not as many as `count`.
+// Sets packed indices from their high bits; see indices.inl. Returns false if there are fewer than `count`.
 template <class Index>
 using UnpackHigh = bool (*)(const char* words, size_t bytes, uint64_t first, size_t count, unsigned l, Index* index);
 
-// Values as one kind of the packed format: so many bytes each, or a block of values as `planes` words of 64 bits. Behind
-// them all stand `shared` bytes for each block.
+// Encoding of values of one kind: `bytes` per value, or `planes` 64-bit words per block of values, followed by `shared` bytes
+// for each block.
 struct ValueCodec {
     size_t itemsize, planes, block, shared;
-    bool finite;  // it has nothing that stands for what is not finite
+    bool finite;  // it cannot represent values that are not finite
     void (*pack)(const float* values, size_t count, char* out);
-    const char* (*unpack)(const char* data, size_t count, float* values);  // null, or what is wrong
-    size_t (*quantize)(const float* values, size_t count, float* rounded, float* errors);  // returns how many are zero
+    const char* (*unpack)(const char* data, size_t count, float* values);  // null, or a description of the error
+    size_t (*quantize)(const float* values, size_t count, float* rounded, float* errors);  // returns the number of zeros
 
     size_t blocks(size_t count) const { return block ? (count + block - 1) / block : 0; }
     size_t value_bytes(size_t count) const { return planes ? blocks(count) * planes * 8 : count * itemsize; }
@@ -97,7 +97,7 @@ template <class X, class Accumulator>
 using Quotients = void (*)(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny,
                            Accumulator* sum, size_t count);
 
-// What AdamW knows of some weights: of each its numbers, and its row of coefficients. `carried`: see adamw.inl.
+// The data of some weights for AdamW: their numbers and rows of coefficients. `carried`: see adamw.inl.
 template <class Accumulator>
 struct AdamWBlock {
     static constexpr size_t SIZE = 64;
@@ -117,7 +117,7 @@ struct Isa {
     Select<uint16_t> select16;
     Select<uint32_t> select32;
     Select<uint64_t> select64;
-    ValueCodec codecs[KINDS];  // by kind; there is none for what is exact
+    ValueCodec codecs[KINDS];  // by kind; none for exact
     UnpackHigh<int32_t> high32;
     UnpackHigh<int64_t> high64;
     bool (*all_finite)(const float* values, size_t count);
@@ -134,10 +134,10 @@ extern const Isa portable_isa;
 extern const Isa avx2_isa, avx512_isa;
 #endif
 
-// Returns the best set that this processor has, unless another was asked for.
+// Returns the best instruction set of this processor, unless another one was chosen.
 const Isa& isa();
 
-// Uses the named set (portable, avx2, avx512) from now on; false if it is unknown or this processor lacks it.
+// Uses the named set (portable, avx2, avx512) from now on; false if it is unknown or not supported.
 bool use_isa(const char* name);
 
 }  // namespace sparsecomm

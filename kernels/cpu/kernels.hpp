@@ -1,15 +1,14 @@
-// What the CPU kernels do. Plain C++: they know neither Python nor MPI.
+// The interface of the CPU kernels. Plain C++: they know neither Python nor MPI.
 //
-// A dense vector is a pointer, a type and a number of elements. A sparse one is (indices, values): indices strictly
-// increasing, int32 or, if `int64_indices`, int64; values in the accumulator of the dense type: float for f16, bf16 and
-// f32, double for f64 (`float64_values`). A residual r has the type of x, or is f32 beside a 16-bit x. Sizes and counts are
-// elements and entries, unless they are called bytes. `threads`: how many may work, the caller's included.
+// A dense vector is a pointer, a type and a number of elements. A sparse vector is (indices, values): indices increase
+// strictly and are int32, or int64 with `int64_indices`; values have the accumulator type: float for f16, bf16 and f32,
+// double for f64 (`float64_values`). A residual r has the type of x, or f32 for a 16-bit x. Sizes and counts are numbers of
+// elements and entries, unless named bytes. `threads` is the maximum number of threads, including the caller.
 //
-// The order of selection is (|v| descending, index ascending), NaN above infinity, zeros never selected; of ties at the
-// k-th place the lower indices win. Results do not depend on `threads` or on the instruction set; callers are in the
-// default mode of arithmetic (float_mode.hpp). No function keeps a pointer. Every NaN that is written to values is the
-// quiet NaN of the format. Functions that allocate take a `scratch`, from which their memory comes and to which it returns, and
-// throw std::bad_alloc.
+// The order of selection is (|v| descending, index ascending), with NaN above infinity. Zeros are never selected, and of
+// ties at the k-th place the lower indices win. Results do not depend on `threads` or on the instruction set. Callers are in
+// the default float mode (float_mode.hpp). No function keeps a pointer. Every NaN written to values is the quiet NaN of the
+// format. Functions that allocate take memory from `scratch`, return it there, and throw std::bad_alloc.
 #pragma once
 
 #include <cstddef>
@@ -37,211 +36,211 @@ struct SparseOut {
     size_t count;  // entries; set by the function
 };
 
-// Selects the first k entries of x, or of r + x. Returns how many there are: min(k, non-zeros).
-// One pass over the data: reads 4n bytes for f32; with r 8n, and writes 4n. Scratch memory O(k) per thread; if it cannot be
-// had, nothing was written.
+// Selects the first k entries of x, or of r + x. Returns their number: min(k, nonzeros).
+// One pass over the data: for f32, reads 4n bytes, or with r reads 8n and writes 4n. Scratch memory O(k) per thread; if it
+// runs out, nothing was written.
 //
 //   x                [in]      n elements
-//   r                [in,out]  n elements, r = r + x, and 0 where an entry was selected; or null
-//   k                [in]      entries to select; more than n are as n
-//   indices, values  [out]     entries, in order of index; room for min(k, n)
+//   r                [in,out]  n elements, r = r + x, with 0 at selected entries; or null
+//   k                [in]      number of entries to select; at most n are used
+//   indices, values  [out]     entries in the order of indices; room for min(k, n)
 size_t topk(Dense x, Dense* r, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch);
 
-// The same of x alone, which has zeros there afterwards.
+// Selects from x without a residual, and sets x to 0 at selected entries.
 size_t take_topk(Dense x, size_t k, bool int64_indices, void* indices, void* values, int threads, Scratch& scratch);
 
-// Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns how
-// many there are: the sum over chunks of min(k, non-zeros). One pass over the data, as `topk` has it, and what a chunk needs
-// besides is done while it is in the cache. Product, sum and what is stored are each rounded. Scratch memory O(chunk) per
-// thread; if it cannot be had, nothing was written.
+// Selects the first k entries of every `chunk` elements of x, or of decay * r + x; the last chunk may be shorter. Returns
+// their number: the sum over chunks of min(k, nonzeros). One pass over the data, like `topk`; all further work on a chunk
+// happens while it is in the cache. The product, the sum and the stored value are each rounded. Scratch memory O(chunk) per
+// thread; if it runs out, nothing was written.
 //
 //   x                [in]      n elements
-//   r                [in,out]  n elements, r = decay * r + x, and 0 where an entry was selected; or null
+//   r                [in,out]  n elements, r = decay * r + x, with 0 at selected entries; or null
 //   k, chunk         [in]      1 <= k <= chunk; min(n, chunk) at most 2^31
-//   indices, values  [out]     entries, in order of index; room for `chunk_room`
+//   indices, values  [out]     entries in the order of indices; room for `chunk_room`
 size_t topk_by_chunk(Dense x, Dense* r, size_t k, size_t chunk, double decay, bool int64_indices, void* indices, void* values,
                      int threads, Scratch& scratch);
 
 // Returns the sum over the chunks of n elements of min(k, elements of the chunk).
 size_t chunk_room(size_t n, size_t k, size_t chunk);
 
-// Selects every entry of x, or of r + x, with |v| >= tau, and NaN. Two steps, as the number is not known before: collect,
-// then write, which also frees. If memory runs out while collecting, r = r + x with nothing selected.
+// Selects every entry of x, or of r + x, with |v| >= tau, and NaN. Two steps, because the number of entries is not known
+// before: collect, then write and free. If memory runs out while collecting, r = r + x with nothing selected.
 //
 //   x                [in]      n elements
 //   r                [in,out]  as for topk
 //   tau              [in]      at least 0, not NaN
-//   count            [out]     entries
-//   indices, values  [out]     entries, in order of index; room for `count`
+//   count            [out]     number of entries
+//   indices, values  [out]     entries in the order of indices; room for `count`
 struct Collected;
 Collected* threshold_collect(Dense x, Dense* r, double tau, int threads, size_t* count, Scratch& scratch);
 void threshold_write(Collected* collected, bool int64_indices, void* indices, void* values);
 void threshold_free(Collected* collected);
 
-// Adds two sparse vectors: values at equal indices as a + b; sums that are zero are dropped. Reads and writes entries once.
+// Adds two sparse vectors: values at equal indices as a + b, without zero sums. Reads and writes entries once.
 //
 //   a, b  [in]   vectors of one size
 //   sum   [out]  room for a.count + b.count
 void merge(Sparse a, Sparse b, bool int64_indices, bool float64_values, SparseOut* sum);
 
-// Adds vectors: neighbours, pairs of these, and so on. Says of how many vectors each sum is; sums that are zero are dropped.
+// Adds vectors in pairs of neighbours, then pairs of sums, and so on, without zero sums. Counts the vectors of each sum.
 //
 //   vectors  [in]   `number` vectors of one size, at least one
 //   sum      [out]  room for all of their entries
-//   counts   [out]  a value for each of these
+//   counts   [out]  one value per sum
 void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, bool float64_values, SparseOut* sum, void* counts,
                    Scratch& scratch);
 
-// value / count, in the accumulator, without those that are zero.
+// value / count, in the accumulator type, without zeros.
 //
-//   counts  [in]   a value for each entry
+//   counts  [in]   one value per entry
 //   means   [out]  room for all entries
 void divide_by(Sparse entries, const void* counts, bool int64_indices, bool float64_values, SparseOut* means);
 
-// Adds as `merge`, and selects the first k.
+// Adds like `merge`, and selects the first k entries.
 //
 //   a, b      [in]   vectors of one size
-//   kept      [out]  the first k, in order of index; room for min(k, a.count + b.count)
-//   rejected  [out]  all others, in order of index; room for a.count + b.count less that
+//   kept      [out]  the first k in the order of indices; room for min(k, a.count + b.count)
+//   rejected  [out]  all others in the order of indices; room for a.count + b.count minus that
 void merge_topk(Sparse a, Sparse b, size_t k, bool int64_indices, bool float64_values, SparseOut* kept, SparseOut* rejected,
                 Scratch& scratch);
 
-// The values of entries at the indices of others, 0 where there is no entry. Reads both once; searches for far fewer others.
+// The values of entries at the indices of others, 0 where there is no entry. Reads both once; with far fewer others, searches.
 //
 //   others  [in]   `other_count` indices, strictly increasing
 //   out     [out]  `other_count` values
 void values_at(Sparse entries, const void* others, size_t other_count, bool int64_indices, bool float64_values, void* out);
 
-// dense[index] += value, in the accumulator, rounded once to the dense type.
+// dense[index] += value, in the accumulator type, rounded once to the dense type.
 //
 //   dense    [in,out]  elements
 //   entries  [in]      indices below dense.size
 void scatter_add(Dense dense, Sparse entries, bool int64_indices);
 
-// As scatter_add, of the entries alone whose index is among the others (`present`), or is not. Reads both once; where one
-// side has far fewer indices, it searches the other for them.
+// scatter_add for the entries whose index is (`present`) or is not among the others. Reads both once; if one side has far
+// fewer indices, searches the other for them.
 //
 //   dense    [in,out]  elements
 //   entries  [in]      indices below dense.size
 //   others   [in]      `other_count` indices, strictly increasing
 void scatter_add_where(Dense dense, Sparse entries, const void* others, size_t other_count, bool int64_indices, bool present);
 
-// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once. Returns false if an index is not
-// below dense.size, as users may have written to them: then nothing was written.
+// dense = 0, then dense[index] = value, rounded to nearest even. Writes every element once. Returns false without writing if
+// an index is not below dense.size, because users may have changed the indices.
 //
 //   dense    [out]  elements
 //   entries  [in]   in any order
 bool densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 
-// out = x, or r + x as it would be stored in r; in the accumulator.
+// out = x, or r + x as stored in r, in the accumulator type.
 //
 //   x    [in]   n elements
 //   r    [in]   n elements, or null
 //   out  [out]  n elements, float or double; may be r's
 void widen(Dense x, const Dense* r, void* out, int threads);
 
-// r = decay * r + (from - x), in the accumulator; difference, product and sum are each rounded. With `if_finite` returns false,
-// and writes nothing, if a difference is not finite. Reads x and `from` once, or with `if_finite` twice.
+// r = decay * r + (from - x), in the accumulator type; the difference, the product and the sum are each rounded. With
+// `if_finite`, returns false without writing if a difference is not finite. Reads x and `from` once, or with `if_finite` twice.
 //
 //   from  [in]      n elements, float or double
 //   x     [in]      n elements
 //   r     [in,out]  n elements, float or double
 bool add_difference(const void* from, Dense x, double decay, bool if_finite, void* r, int threads);
 
-// r += scale * x / floor_power_of_two(sqrt(squares) + eps), in the accumulator; each operation is rounded. With
-// `if_finite` returns false, and writes nothing, if a quotient, or the square of scale * x, is not finite. Reads x and squares
-// once, or with `if_finite` x twice, and squares where x is that large.
+// r += scale * x / floor_power_of_two(sqrt(squares) + eps), in the accumulator type; each operation is rounded. With
+// `if_finite`, returns false without writing if a quotient or the square of scale * x is not finite. Reads x and squares once;
+// with `if_finite` also x again, and squares again if x is large.
 //
 //   x        [in]      n elements
-//   squares  [in]      n elements of the accumulator's type
-//   r        [in,out]  n elements of it
+//   squares  [in]      n elements of the accumulator type
+//   r        [in,out]  n elements of the accumulator type
 bool add_quotient(Dense x, const void* squares, double eps, double scale, bool if_finite, void* r, int threads);
 
-// The moments of weights, in the accumulator's type, and the step that updated each of them last.
+// The moments of weights, in the accumulator type, and the latest step that updated each weight.
 struct Moments {
     void* mean;
     void* squares;
     int32_t* last;
 };
 
-// The largest magnitude; NaN if there is one. Reads x once.
+// Returns the largest magnitude, or NaN if x contains one. Reads x once.
 double largest(Dense x, int threads);
 
-// AdamW on some weights, as many steps as they waited for: see `Backend.adamw`. Each operation is rounded. A residual that
-// would become infinite in its new unit becomes the largest finite number.
+// Applies the AdamW steps for which some weights have waited: see `Backend.adamw`. Each operation is rounded. A residual
+// that would become infinite in its new unit becomes the largest finite number.
 //
 //   weights  [in,out]  n elements
 //   moments  [in,out]  n elements each
-//   residual [in,out]  n elements of the accumulator's type
-//   means    [in]      indices below n; or null, and a value for each of the n elements
-//   rows     [in]      `count` rows of 6 numbers of the accumulator's type, count > 0
+//   residual [in,out]  n elements of the accumulator type
+//   means    [in]      indices below n; or null, with a value for each of the n elements
+//   rows     [in]      `count` rows of 6 numbers of the accumulator type, count > 0
 void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool int64_indices, const void* rows, size_t count,
            double unit_eps, double eps, int32_t step, int threads);
 
-// x = weight * x + (1 - weight) * values, in the accumulator; both products and the sum are each rounded, the sum once more
+// x = weight * x + (1 - weight) * values, in the accumulator type; both products and the sum are each rounded, then the sum
 // to the type of x.
 //
 //   x       [in,out]  n elements
 //   values  [in]      n elements, float or double
 void mix(Dense x, double weight, const void* values, int threads);
 
-// sum += addend: `size` elements of the accumulator's type each, sum [in,out] and addend [in].
+// sum += addend: `size` elements of the accumulator type each, sum [in,out] and addend [in].
 void add(void* sum, const void* addend, size_t size, bool float64_values, int threads);
 
 // dense = values, rounded to nearest even.
 //
-//   values  [in]   dense.size elements of the accumulator's type
+//   values  [in]   dense.size elements of the accumulator type
 //   dense   [out]  elements
 void narrow(const void* values, Dense dense, int threads);
 
-// Returns whether indices are strictly increasing and in [0, size), and no values are zero. entries [in].
+// Returns whether indices increase strictly within [begin, end) and no value is zero. entries [in].
 bool well_formed(Sparse entries, size_t begin, size_t end, bool int64_indices, bool float64_values);
 
-// How values travel in the packed format (sparsecomm/wire/packed.py): the codes of sparsecomm/tensors/kinds.py. float64
-// values travel as `exact` only.
+// The kinds of values in the packed format (sparsecomm/wire/formats.py), with the codes of sparsecomm/tensors/kinds.py.
+// float64 values have the kind `exact`.
 enum class Kind : int { exact = 0, bfloat16 = 1, float16 = 2, int8 = 3, int4 = 4, int2 = 5, sign = 6 };
 constexpr int KINDS = 7;
 
-// Returns the bytes of packed entries.
+// Returns the number of bytes of packed entries.
 size_t packed_bytes(Sparse entries, Kind kind, bool int64_indices, bool float64_values);
 
-// Packs entries. It loses nothing of values that `quantize_values` has rounded.
+// Packs entries. Loses nothing if `quantize_values` has rounded the values.
 //
 //   entries  [in]   entries
-//   out      [out]  as many bytes as `packed_bytes` says
+//   out      [out]  `packed_bytes` bytes
 void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, void* out);
 
-// Returns null if packed entries have the length that their beginning, and their number, say; or what is wrong. Then memory
-// for them is no more than 8 entries for each byte. It takes the same time for all.
+// Returns null if packed entries have the length that follows from their header and their number, else a description of the
+// error. If it returns null, there are at most 8 entries per byte. Takes constant time.
 //
-//   data   [in]  `bytes` bytes; any
-//   count  [in]  entries
-//   size   [in]  elements of the vector
+//   data   [in]  `bytes` arbitrary bytes
+//   count  [in]  number of entries
+//   size   [in]  number of elements of the vector
 const char* check_packed(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool float64_values);
 
-// Unpacks entries. Returns null, or why these are not the bytes of so many entries: then what was written means nothing.
-// Of any bytes whatever, nothing outside is read. A NaN comes as it was sent, and whether the entries are well formed is
-// not checked.
+// Unpacks entries. Returns null, or a description of the error if these are not the bytes of `count` entries; the output is
+// then meaningless. Never reads outside of the bytes, whatever they contain. Does not change a NaN, and does not check that
+// the entries are well formed.
 //
-//   data, ...        [in]   as of check_packed
+//   data, ...        [in]   as for check_packed
 //   indices, values  [out]  entries; room for `count`
 const char* unpack(const void* data, size_t bytes, size_t count, size_t size, Kind kind, bool int64_indices, bool float64_values,
                    void* indices, void* values);
 
-// Rounds values as their kind travels: finite ones stay finite, infinities stay infinities, zeros are +0, NaN are quiet.
-// bfloat16, float16 and int8 to nearest even. Of int8, 64 values in a row share a power of two: drop what becomes zero, and
-// round again, until nothing does. Of int4, int2 and sign, 64 values in a row share magnitudes that suit them, none of them
-// zero; but where one value is not finite, all stay as they are. Returns how many of `rounded` are zero.
+// Rounds values to a kind. Finite values remain finite, infinities remain infinities, zeros become +0, NaN become quiet.
+// bfloat16, float16 and int8 round to nearest even. For int8, 64 consecutive values share a power of two: callers drop values
+// that become zero and round again until none does. For int4, int2 and sign, 64 consecutive values share nonzero magnitudes;
+// if a value is not finite, all values remain unchanged. Returns the number of zeros in `rounded`.
 //
-//   values   [in]   `count` values; of int4, int2 and sign none is zero
+//   values   [in]   `count` values; nonzero for int4, int2 and sign
 //   rounded  [out]  `count` values
-//   errors   [out]  `count` values: values - rounded, and 0 beside what is not finite
+//   errors   [out]  `count` values: values - rounded; 0 if not finite
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors);
 
 // Returns the name of the instruction set in use: "avx512", "avx2" or "portable".
 const char* simd_name();
 
-// Uses another instruction set from now on. Returns false if this processor lacks it.
+// Uses another instruction set from now on. Returns false if the processor does not support it.
 bool use_simd(const char* name);
 
 }  // namespace sparsecomm

@@ -21,7 +21,7 @@ namespace avx2 {
 inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
 
-// Lanes whose magnitude is above `under` (the threshold minus one: magnitudes are positive as signed integers).
+// Returns the lanes whose magnitude exceeds `under`, the threshold minus one (magnitudes are positive signed integers).
 inline uint32_t over(__m256i v, uint16_t under) {
     const __m256i m = _mm256_and_si256(v, _mm256_set1_epi16(0x7fff));
     const __m256i hit = _mm256_cmpgt_epi16(m, _mm256_set1_epi16(short(under)));
@@ -45,7 +45,7 @@ inline uint64_t block(const Plain<Bits>& s, size_t i, Bits threshold) {
     return mask;
 }
 
-// Eight elements as floats, and back.
+// Converts eight elements to floats, and back.
 inline __m256 widen(F32, const uint32_t* p) { return _mm256_castsi256_ps(load(p)); }
 inline __m256 widen(F16, const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline __m256 widen(BF16, const uint16_t* p) {
@@ -63,7 +63,7 @@ inline __m128i narrow(BF16, __m256 v) {
     return _mm_packus_epi32(_mm256_castsi256_si128(out), _mm256_extracti128_si256(out, 1));
 }
 
-// Eight sums, each product and each sum rounded.
+// Computes eight sums; each product and each sum is rounded.
 template <class X, class R>
 inline __m256 sums(const Fused<X, R>& s, size_t i) {
     return _mm256_add_ps(_mm256_mul_ps(_mm256_set1_ps(s.decay), widen(R{}, s.r + i)), widen(X{}, s.x + i));
@@ -105,7 +105,7 @@ inline uint64_t block(const Fused<F64, F64>& s, size_t i, uint64_t threshold) {
     return mask;
 }
 
-// For each mask of eight lanes, the lanes that are set, in front.
+// For each mask of eight lanes, the permutation that moves the set lanes to the front.
 struct Lanes {
     alignas(8) uint8_t of[256][8];
     constexpr Lanes() : of() {

@@ -21,13 +21,13 @@ namespace avx512 {
 inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline void store(void* p, __m512i v) { _mm512_storeu_si512(p, v); }
 
-// Lanes by a mask: others are not touched in memory.
+// Masked loads and stores, which do not access the memory of other lanes.
 inline __m512i load_lanes(uint64_t mask, const uint16_t* p) { return _mm512_maskz_loadu_epi16(__mmask32(mask), p); }
 inline __m512i load_lanes(uint64_t mask, const uint32_t* p) { return _mm512_maskz_loadu_epi32(__mmask16(mask), p); }
 inline __m512i load_lanes(uint64_t mask, const uint64_t* p) { return _mm512_maskz_loadu_epi64(__mmask8(mask), p); }
 inline __mmask16 first_lanes(size_t count) { return __mmask16(count < 16 ? (1u << count) - 1 : 0xffff); }
 
-// Magnitudes, and the lanes in which they reach the threshold.
+// Returns magnitudes, and the lanes in which they reach the threshold.
 inline __m512i magnitudes(__m512i v, uint16_t) { return _mm512_and_si512(v, _mm512_set1_epi16(0x7fff)); }
 inline __m512i magnitudes(__m512i v, uint32_t) { return _mm512_and_si512(v, _mm512_set1_epi32(0x7fffffff)); }
 inline __m512i magnitudes(__m512i v, uint64_t) {
@@ -51,7 +51,7 @@ inline uint64_t block(const Plain<Bits>& s, size_t i, Bits threshold) {
     return mask;
 }
 
-// Sixteen elements as floats, and back.
+// Converts sixteen elements to floats, and back.
 inline __m512 widen(F32, const uint32_t* p) { return _mm512_loadu_ps(p); }
 inline __m512 widen(F16, const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline __m512 widen(BF16, const uint16_t* p) {
@@ -67,7 +67,7 @@ inline __m256i narrow(BF16, __m512 v) {
     return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40)));
 }
 
-// Sixteen sums, each product and each sum rounded.
+// Computes sixteen sums; each product and each sum is rounded.
 template <class X, class R>
 inline __m512 sums(const Fused<X, R>& s, size_t i) {
     return _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(s.decay), widen(R{}, s.r + i)), widen(X{}, s.x + i));
@@ -120,8 +120,8 @@ inline size_t append_positions(uint64_t mask, uint32_t local, uint32_t* index, s
     return o;
 }
 
-// Takes the entries of a block, which its mask says, without branches on the data; returns the new o. Other sources, of which
-// few entries are taken as a rule, are slower with it.
+// Appends the entries of a block selected by its mask, without branches on the data; returns the new o. This is slower for
+// sources with few entries per block.
 template <class S>
 constexpr bool takes_blocks = std::is_same_v<S, Held<uint32_t>>;
 inline size_t take_block(const Held<uint32_t>& s, size_t i, uint64_t mask, uint32_t local, uint32_t* index, uint32_t* bits, size_t o) {
@@ -161,7 +161,7 @@ inline size_t reaching_blocks(const Bits* bits, size_t count, Bits threshold, si
     return count;
 }
 
-// The lanes of `equal` that the quota of ties still covers: the lowest ones, as indices ascend.
+// Returns the lowest lanes of `equal`, as many as the quota of ties allows.
 inline __mmask16 first_ties(__mmask16 equal, size_t* ties) {
     const size_t count = size_t(__builtin_popcount(equal));
     if (count <= *ties) {

@@ -1,4 +1,4 @@
-// The inner loops in plain C++: what every processor runs, and the meaning of the primitives.
+// The inner loops in plain C++, for every processor. They define the meaning of the primitives.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,7 +13,7 @@ namespace portable {
 #include "sources.inl"
 #include "scalar.inl"
 
-// Elements i .. i+63 with magnitude >= threshold. First only whether there is one: that loop vectorises everywhere.
+// Finds elements i .. i+63 with magnitude >= threshold. First tests whether there is one, in a loop that vectorizes well.
 template <class S>
 inline uint64_t block(const S& s, size_t i, typename S::Bits threshold) {
     using Bits = typename S::Bits;

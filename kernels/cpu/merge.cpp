@@ -13,7 +13,7 @@ namespace sparsecomm {
 
 namespace {
 
-constexpr size_t FAR_FEWER = 16;  // times as many entries: it pays to search
+constexpr size_t FAR_FEWER = 16;  // ratio of entries from which searching pays
 
 template <class Index, class Format>
 struct Entries {
@@ -31,14 +31,14 @@ typename Format::Accumulator canonical_value(typename Format::Accumulator v) {
     return v == v ? v : Format::widen(Format::nan);
 }
 
-// 0 or 1, as a number that the compiler knows nothing of, so that it makes no branch of it.
+// Returns 0 or 1 as a number that is opaque to the compiler, so that it does not generate a branch.
 inline size_t number(bool condition) {
     size_t value = condition;
     asm("" : "+r"(value));
     return value;
 }
 
-// The value, or -0, which added to a value does not change it.
+// Returns the value or -0, which does not change a value when added.
 template <class Format>
 typename Format::Accumulator if_taken(size_t taken, typename Format::Accumulator v) {
     using Bits = typename Format::Bits;
@@ -47,7 +47,7 @@ typename Format::Accumulator if_taken(size_t taken, typename Format::Accumulator
     return bit_cast<typename Format::Accumulator>(Bits((bit_cast<Bits>(v) & all) | (minus_zero & ~all)));
 }
 
-// The sum of two vectors, without branches on the data: which side comes next is a coin toss.
+// Adds two vectors without branches on the data, which would be unpredictable.
 template <class Index, class Format>
 size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>& b, Index* index,
                   typename Format::Accumulator* value) {
@@ -69,7 +69,7 @@ size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>&
     return o;
 }
 
-// A sum, and of how many vectors each entry is: all are of one where `ones` is null. Sums that are zero are there, too.
+// A sum, including zeros, and the number of vectors of each entry: 1 for all if `ones` is null.
 template <class Index, class Value>
 struct Counted {
     const Index* index;
@@ -81,7 +81,7 @@ struct Counted {
     Buffer<uint32_t> ones_memory;
 };
 
-// As merge_into, with counts. Those of a, or of b, are 1 each with OneA, or OneB.
+// Like merge_into, with counts. With OneA or OneB, all counts of a or b are 1.
 template <bool OneA, bool OneB, class Format, class Index, class Value>
 void merge_counted(const Counted<Index, Value>& a, const Counted<Index, Value>& b, Counted<Index, Value>& sum) {
     Index* index = sum.index_memory.get();
@@ -109,7 +109,7 @@ void merge_counted(const Counted<Index, Value>& a, const Counted<Index, Value>& 
     sum.count = o;
 }
 
-// As Split of isa.hpp, for indices of 64 bits.
+// Like Split in isa.hpp, for 64-bit indices.
 template <class Bits>
 void split_entries(const int64_t* index, const Bits* bits, size_t count, const Limit<Bits>& limit, int64_t* kept_index,
                    Bits* kept_bits, int64_t* lost_index, Bits* lost_bits) {
@@ -162,7 +162,7 @@ void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, boo
                 if (a.ones)
                     b.ones ? merge_counted<false, false, Format>(a, b, pair) : merge_counted<false, true, Format>(a, b, pair);
                 else
-                    merge_counted<true, true, Format>(a, b, pair);  // an odd one out comes last
+                    merge_counted<true, true, Format>(a, b, pair);  // an unpaired vector comes last
                 pair.index = pair.index_memory.get();
                 pair.value = pair.value_memory.get();
                 pair.ones = pair.ones_memory.get();
@@ -259,7 +259,7 @@ void values_at(Sparse entries, const void* others, size_t other_count, bool int6
             }
             return;
         }
-        while (i < other_count && j < e.count) {  // what is written at i counts when i goes on
+        while (i < other_count && j < e.count) {  // the value written at i counts only if i advances
             const Index p = other[i], q = e.index[j];
             const Value value = e.value[j];
             found[i] = p == q ? value : Value(0);

@@ -1,4 +1,4 @@
-// Packed entries, and the rounding of their values. The format: sparsecomm/wire/packed.py.
+// Packing of entries, and rounding of their values. sparsecomm/wire/formats.py describes the format.
 #include <algorithm>
 #include <cstring>
 
@@ -26,7 +26,7 @@ size_t bytes_for(uint64_t bits) { return size_t((bits + 63) / 64 * 8); }
 
 const ValueCodec& codec(Kind kind) { return isa().codecs[int(kind)]; }
 
-// The areas of a message, in bytes from its beginning. Nothing overflows if memory has a bit for each entry.
+// Offsets of the areas of a message, in bytes. They do not overflow if memory has at least a bit per entry.
 struct Layout {
     unsigned l;  // low bits of an index
     uint64_t low_bits, high_bits;
@@ -43,15 +43,15 @@ struct Layout {
     }
 };
 
-// The kind that values travel as: exact where one is not finite, and the kind has nothing that stands for it.
+// Returns the kind used for values: exact if a value is not finite and the kind cannot represent it.
 Kind sent_as(const float* values, size_t count, Kind kind) {
     return kind != Kind::exact && codec(kind).finite && !isa().all_finite(values, count) ? Kind::exact : kind;
 }
-constexpr uint64_t EXACT_FLAG = uint64_t(1) << 63;  // in the word of span: the kind of these values is exact
+constexpr uint64_t EXACT_FLAG = uint64_t(1) << 63;  // in the word of span: these values have the kind exact
 
 // -- indices ----------------------------------------------------------------------------------------------------------
 
-// Every step stores the word that is being filled, whether it is full or not: no branches on the data.
+// Every step stores the current word, full or not, which avoids branches on the data.
 template <class Index>
 void pack_low(const Index* index, size_t count, unsigned l, char* out) {
     const uint64_t first = uint64_t(index[0]), mask = (uint64_t(1) << l) - 1;
@@ -71,14 +71,14 @@ void pack_low(const Index* index, size_t count, unsigned l, char* out) {
     if (l <= 16)
         for (; i + 4 <= count; i += 4) put(four(i), 4 * l);
     for (; i < count; i++) put(low(i), l);
-    store(out + bit / 64 * 8, word);  // perhaps after the last word of low: the first of high, which is written later
+    store(out + bit / 64 * 8, word);  // may overwrite the first word of high, which is written later
 }
 
 template <class Index>
 void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t bytes) {
     const uint64_t first = uint64_t(index[0]);
     std::memset(out, 0, bytes);
-    uint64_t word = 0, current = 0;  // the word that is being filled
+    uint64_t word = 0, current = 0;  // the current word
     for (size_t i = 0; i < count; i++) {
         const uint64_t bit = ((uint64_t(index[i]) - first) >> l) + i;
         if (bit / 64 != current) {  // every 32 entries or so
@@ -91,12 +91,12 @@ void pack_high(const Index* index, size_t count, unsigned l, char* out, size_t b
     store(out + current * 8, word);
 }
 
-// Adds the low bits to what the high ones have made.
+// Adds the low bits to indices made from the high bits.
 template <class Index>
 void unpack_low(const char* data, size_t count, unsigned l, Index* index) {
     const uint64_t mask = (uint64_t(1) << l) - 1;
     uint64_t bit = 0;
-    const auto next = [&](unsigned length) {  // and what follows; the word after the last one of low is of high
+    const auto next = [&](unsigned length) {  // reads past the end of low into high
         const char* p = data + bit / 64 * 8;
         const unsigned shift = bit % 64;
         bit += length;
@@ -128,7 +128,7 @@ void pack_values(Sparse entries, Kind kind, const Layout& at, char* out) {
     std::memset(out + at.padding, 0, at.end - at.padding);
 }
 
-// Null, or what is wrong.
+// Returns null, or a description of the error.
 const char* unpack_values(const char* data, size_t count, Kind kind, const Layout& at, void* values) {
     if (kind != Kind::exact) return codec(kind).unpack(data + at.values, count, static_cast<float*>(values));
     std::memcpy(values, data + at.values, at.padding - at.values);
@@ -139,7 +139,7 @@ bool all_zero(const char* begin, const char* end) {
     return std::all_of(begin, end, [](char c) { return c == 0; });
 }
 
-// Whether no bit is set between the last of an area and the end of its last word.
+// Returns whether the unused bits of an area's last word are zero.
 bool clean(const char* area, uint64_t bits) {
     return bits % 64 == 0 || load<uint64_t>(area + bits / 64 * 8) >> bits % 64 == 0;
 }
@@ -158,7 +158,7 @@ decltype(auto) with_span(Sparse entries, bool int64_indices, F&& f) {
     });
 }
 
-// What the beginning of a message says.
+// The decoded header of a message.
 struct Head {
     uint64_t first, span;
     Kind kind;
@@ -197,7 +197,7 @@ const char* check_packed(const void* packed, size_t bytes, size_t count, size_t 
     const auto* data = static_cast<const char*>(packed);
     if (count > size) return "more entries than the vector has elements";
     if (count == 0) return bytes ? "bytes of no entries" : nullptr;
-    if (bytes < HEAD || bytes < count / 8) return "too few bytes";  // an entry takes a bit at least
+    if (bytes < HEAD || bytes < count / 8) return "too few bytes";  // an entry takes at least one bit
     const Head head(data, kind);
     if (head.first >= size || head.span >= size - head.first) return "indices beyond the end of the vector";
     const Layout at(count, head.span, head.kind, float64_values);

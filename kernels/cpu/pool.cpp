@@ -27,7 +27,7 @@ struct Job {
 
 class Pool {
   public:
-    std::mutex in_use;  // held by the caller whose job the helpers run
+    std::mutex in_use;  // locked by the caller whose job the helpers run
 
     void run(Job& job, size_t helpers) {
         {
@@ -47,7 +47,7 @@ class Pool {
 
   private:
     void serve(size_t id) {
-        const DefaultFloatMode mode;  // a thread begins in that of the one which starts it
+        const DefaultFloatMode mode;  // a thread inherits the mode of its creator
         size_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
@@ -69,7 +69,7 @@ class Pool {
     size_t invited_ = 0, busy_ = 0, generation_ = 0;
 };
 
-// Never destroyed: helpers wait in it until the process ends. A forked child has none of them: its next call starts others.
+// Never destroyed, because helpers wait in it until the process ends. A forked child has no helpers and starts new ones.
 std::atomic<Pool*> current{nullptr};
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
 

@@ -1,4 +1,4 @@
-// Threads of the kernels: parts of one call, run by a pool that is started when first needed and survives fork.
+// Threads for the parts of one call, from a pool that starts on first use and supports fork.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace sparsecomm {
 
-// Runs work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
-// Calls from several threads at once are safe; only one of them uses the helpers at a time.
+// Calls work(part) for every part in [0, parts), on the caller and at most threads - 1 helpers. `work` must not throw.
+// Thread-safe; only one caller at a time uses the helpers.
 void run_parts(size_t parts, int threads, const std::function<void(size_t)>& work);
 
 template <class Work>
@@ -18,7 +18,7 @@ void parallel(size_t parts, int threads, const Work& work) {
         run_parts(parts, threads, std::cref(work));
 }
 
-// Returns into how many parts of at least `grain` elements a call over n elements on so many threads is cut.
+// Returns the number of parts, of at least `grain` elements each, for n elements on `threads` threads.
 inline size_t parts_for(size_t n, size_t grain, int threads) {
     const size_t max_parts = n / grain;
     const size_t wanted = threads > 1 ? size_t(threads) : 1;

@@ -1,4 +1,4 @@
-// The r-th largest of a list of magnitudes: time linear in the list whatever is in it, and near the time to read it.
+// Finds the r-th largest of a list of magnitudes in linear time, close to the time of reading the list.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,19 @@ namespace sparsecomm {
 
 namespace rank_select {
 
-constexpr size_t SAMPLE = 512;            // magnitudes looked at to bracket the answer
-constexpr size_t BRACKET_FROM = 1 << 13;  // magnitudes from which that pays
-constexpr size_t COUNT_UP_TO = 1 << 14;   // bytes of them up to which counting how many reach one is cheaper than all else
+constexpr size_t SAMPLE = 512;            // magnitudes sampled to bracket the answer
+constexpr size_t BRACKET_FROM = 1 << 13;  // minimum magnitudes for which sampling pays
+constexpr size_t COUNT_UP_TO = 1 << 14;   // maximum bytes for which counting is cheapest
 constexpr unsigned DIGIT = 11;            // bits of one radix pass
 
-// The magnitudes in [low, high) hold the answer; `larger` are at or above high.
+// The answer is in [low, high); `larger` magnitudes are at or above high.
 template <class Bits>
 struct Bracket {
     Bits low, high;
     size_t larger;
 };
 
-// Where a sample says that the answer is, corrected by counting.
+// Brackets the answer with a sample, corrected by counting.
 template <class Bits>
 Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Select<Bits>& loops) {
     Bits sample[SAMPLE];
@@ -47,7 +47,7 @@ Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Selec
     return {0, low, reach_low};
 }
 
-// The bin of a histogram over the bits in which magnitudes differ; of width 1 if `Bracket::low` is the answer.
+// Finds the bin of a histogram over the bits in which magnitudes differ; its width is 1 if `Bracket::low` is the answer.
 template <class Bits>
 Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
     Bits any = 0, all = magnitude_mask<Bits>;
@@ -60,7 +60,7 @@ Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
     constexpr size_t last = (1u << DIGIT) - 1;
     size_t i = 0;
     const auto bin_of = [&](Bits b) { return (uint64_t(magnitude(b)) >> shift) & last; };
-    for (; i + 2 <= count; i += 2) {  // two histograms: equal keys in a row must not wait for each other
+    for (; i + 2 <= count; i += 2) {  // two histograms, so that equal consecutive keys do not wait for each other
         histogram[0][bin_of(bits[i])]++;
         histogram[1][bin_of(bits[i + 1])]++;
     }
@@ -78,14 +78,14 @@ Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
 
 }  // namespace rank_select
 
-// Of keys, as `key_of` gives them for bits. 1 <= rank <= count. `room` is for count + 16 elements, and may be the bits.
+// Works on keys, as returned by `key_of`. 1 <= rank <= count. `room` has count + 16 elements and may be the bits.
 template <class Bits>
 Kth<Bits> kth_largest(const Bits* bits, size_t count, size_t rank, Bits infinity, Bits* room, const Select<Bits>& loops) {
     using namespace rank_select;
-    const auto key_of_kth = [&, wanted = rank](Bits key, size_t ties) {  // every NaN is equal
+    const auto key_of_kth = [&, wanted = rank](Bits key, size_t ties) {  // all NaN are equal
         return key > infinity ? Kth<Bits>{Bits(infinity + 1), wanted} : Kth<Bits>{key, ties};
     };
-    bool trusting = true;  // the last sample was worth it
+    bool trusting = true;  // the last sample helped
     while (count * sizeof(Bits) > COUNT_UP_TO) {
         const bool sampled = trusting && count >= BRACKET_FROM;
         const Bracket<Bits> b = sampled ? by_sample(bits, count, rank, loops) : by_digit(bits, count, rank);

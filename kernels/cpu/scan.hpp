@@ -1,4 +1,4 @@
-// One pass over the data that collects candidates, in parts that threads work on side by side.
+// One pass over the data that collects candidates, in parts for several threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace sparsecomm {
 
-// The filter for the stored bits of format R: of x alone, or of r + x.
+// The filter for x alone, or for r + x as stored in format R.
 template <class Bits>
 struct Source {
     Filter<Bits> filter;
@@ -69,7 +69,7 @@ struct Part {
 
 template <class Bits>
 std::vector<Part<Bits>> make_parts(size_t n, int threads) {
-    constexpr size_t GRAIN = size_t(1) << 18;  // elements below which another thread does not pay
+    constexpr size_t GRAIN = size_t(1) << 18;  // minimum elements per part
     constexpr size_t MAX = size_t(1) << 31;   // indices within a part are uint32
     const size_t count = std::max(parts_for(n, GRAIN, threads), (n + MAX - 1) / MAX);
     std::vector<Part<Bits>> parts(count);
@@ -80,7 +80,7 @@ std::vector<Part<Bits>> make_parts(size_t n, int threads) {
     return parts;
 }
 
-// Collect the candidates of a part; full(part) makes room, by dropping some or by growing.
+// Collects the candidates of a part; full(part) makes room by dropping candidates or growing.
 template <class Bits, class Full>
 void collect(const Source<Bits>& s, Part<Bits>& part, Full&& full) {
     for (size_t position = part.begin; position < part.end;) {
@@ -90,13 +90,13 @@ void collect(const Source<Bits>& s, Part<Bits>& part, Full&& full) {
     }
 }
 
-// Put entries back where the filter took them.
+// Restores entries where the filter has cleared them.
 template <class Format, class Bits = typename Format::Bits>
 void restore(Bits* r, size_t base, const uint32_t* index, const Bits* bits, size_t count) {
     for (size_t i = 0; i < count; i++) r[base + index[i]] = canonical<Format>(bits[i]);
 }
 
-// Candidates to entries: whole indices, accumulator values, one NaN.
+// Converts candidates to entries: full indices, accumulator values, one NaN.
 template <class Format, class Index>
 void write(const Part<typename Format::Bits>& part, Index* indices, typename Format::Accumulator* values) {
     const auto base = Index(part.begin);

@@ -1,4 +1,4 @@
-// Compile what stands between BEGIN and END for more than the baseline instruction set.
+// Compiles code between BEGIN and END for a larger instruction set than the baseline.
 #pragma once
 
 #define SPARSECOMM_PRAGMA(text) _Pragma(#text)

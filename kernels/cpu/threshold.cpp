@@ -1,4 +1,4 @@
-// Every entry that reaches a threshold, in one pass; the number is known only afterwards.
+// Selects every entry that reaches a threshold, in one pass; their number is known only afterwards.
 #include <memory>
 #include <new>
 
@@ -16,10 +16,10 @@ namespace {
 #include "sources.inl"
 
 // Tuning, measured on Zen 5.
-constexpr size_t LOOKS = 4096;        // elements looked at to guess how many reach the threshold
+constexpr size_t LOOKS = 4096;        // elements sampled to estimate how many reach the threshold
 constexpr size_t SLACK = size_t(1) << 14;
 
-// Estimates the fraction of elements that reach the threshold, from a few of them. Decides only how much room there is at first.
+// Estimates the fraction of elements that reach the threshold from a sample. Affects only the initial allocation.
 template <class S>
 double fraction_of(const S& s, size_t n, typename S::Bits threshold) {
     const size_t looks = std::min(n, LOOKS);
@@ -28,7 +28,7 @@ double fraction_of(const S& s, size_t n, typename S::Bits threshold) {
     return looks ? double(hits) / double(looks) : 0;
 }
 
-// Returns the smallest key whose value is at least tau (tau >= 0, not NaN); at least 1, as zeros are never selected.
+// Returns the smallest key whose value is at least tau (tau >= 0, not NaN); at least 1, because zeros are never selected.
 template <class Format>
 typename Format::Bits min_key(double tau) {
     using Bits = typename Format::Bits;
@@ -63,7 +63,7 @@ struct CollectedParts final : Collected {
         throw std::bad_alloc();
     }
 
-    // Room for more; without memory, go on accumulating and take nothing.
+    // Makes room for more; without memory, continue to accumulate but select nothing.
     bool grow(const Source<Bits>& s, Part<Bits>& part) {
         try {
             part.reserve(scratch, std::min(part.capacity * 2, part.end - part.begin + 128));

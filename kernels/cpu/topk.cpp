@@ -1,7 +1,7 @@
-// Exact top-k in one pass: a sample gives a threshold that is most likely just below the k-th magnitude; one filtering
-// pass keeps what reaches it; an exact selection among those candidates gives the answer. The sample decides only how
-// long it takes: a part with too many candidates drops those that cannot win and raises its threshold; too few candidates
-// and the pass is made again with every non-zero a candidate.
+// Exact top-k in one pass. A sample gives a threshold that is likely just below the k-th magnitude. A filtering pass keeps
+// the candidates that reach it, and an exact selection among them gives the answer. The sample affects only the time: a part
+// with too many candidates drops those that cannot win and raises its threshold; with too few candidates, the pass is
+// repeated with every nonzero element as a candidate.
 #include <cmath>
 
 #include "rank_select.hpp"
@@ -14,14 +14,15 @@ namespace {
 #include "sources.inl"
 
 // Tuning, measured on Zen 5 (bench/figures.py).
-constexpr size_t SAMPLE = size_t(1) << 16;  // elements sampled at most
-constexpr size_t SAMPLE_STRIDE = 32;         // and at most one in so many
-constexpr size_t LINE = 16;                 // neighbours sampled together: a cache line of floats
-constexpr size_t AHEAD_LINES = 24;          // lines asked for before they are needed
-constexpr size_t SAMPLE_FROM = 4096;        // below so many elements everything is a candidate
+constexpr size_t SAMPLE = size_t(1) << 16;  // maximum elements sampled
+constexpr size_t SAMPLE_STRIDE = 32;         // minimum elements per sampled element
+constexpr size_t LINE = 16;                 // neighbors sampled together: a cache line of floats
+constexpr size_t AHEAD_LINES = 24;          // lines prefetched
+constexpr size_t SAMPLE_FROM = 4096;        // minimum elements for sampling
 constexpr size_t SLACK = 8192;              // room for candidates beyond 2k
 
-// Returns a threshold that most likely at least k elements reach. Strata of equal length, one line at a random position in each: layers differ in scale, so position matters.
+// Returns a threshold that likely at least k elements reach. Samples one line at a random position in each of many strata of
+// equal length, because layers differ in scale.
 template <class S>
 typename S::Bits sample(const S& s, size_t n, size_t k, typename S::Bits infinity, Scratch& scratch) {
     using Bits = typename S::Bits;
@@ -48,7 +49,7 @@ class TopK {
 
     TopK(Source<Bits> s, size_t n, size_t k, int threads, Scratch& scratch)
         : source_(s), k_(k), threads_(threads), parts_(make_parts<Bits>(n, threads)), lost_(parts_.size()) {
-        size_t capacity = 0;  // all scratch is taken here, before anything is written
+        size_t capacity = 0;  // allocate all scratch memory before writing
         for (size_t p = 0; p < parts_.size(); p++) {
             parts_[p].reserve(scratch, std::min(parts_[p].end - parts_[p].begin + 64, 2 * k + SLACK) + 64);
             lost_[p] = {Buffer<Bits>(scratch, parts_[p].capacity + 64), Buffer<uint32_t>(scratch, parts_[p].capacity + 64)};
@@ -80,7 +81,7 @@ class TopK {
     }
 
   private:
-    struct Lost {  // of a part: entries that do not stay, and room to select in
+    struct Lost {  // of a part: entries that are dropped, and room for selection
         Buffer<Bits> bits;
         Buffer<uint32_t> index;
     };
@@ -94,7 +95,7 @@ class TopK {
         return sum;
     }
 
-    // The sums in the residual, once they are there; or x.
+    // The sums in the residual after the first pass; else x.
     Source<Bits> plain() const { return {plain_filter(Bits()), source_.r ? source_.r : source_.x, nullptr}; }
 
     void put_back(size_t p, const uint32_t* index, const Bits* bits, size_t count) {
@@ -106,7 +107,7 @@ class TopK {
             parts_[p].count = 0;
             parts_[p].threshold = threshold;
             collect(s, parts_[p], [&](Part<Bits>& part) {
-                // Full: its own k best are all that can win, and a later entry must beat the last of them.
+                // Full: only its k best can win, and a later entry must beat the last of them.
                 const Kth<Bits> kth = kth_of(p);
                 keep(p, kth, k_, s.r != nullptr);
                 part.threshold = above(kth.key, Format::infinity);
@@ -118,7 +119,7 @@ class TopK {
         return kth_largest(parts_[p].bits.get(), parts_[p].count, k_, Format::infinity, lost_[p].bits.get(), loops_);
     }
 
-    // Of part p keep `room` entries: those above kth, and the first ties equal to it. In place, or at index and bits.
+    // Keeps `room` entries of part p: those above kth, and the first ties equal to it. In place, or at index and bits.
     void keep(size_t p, Kth<Bits> kth, size_t room, bool taken, uint32_t* index = nullptr, Bits* bits = nullptr) {
         Part<Bits>& part = parts_[p];
         const Lost& lost = lost_[p];
@@ -131,14 +132,14 @@ class TopK {
         part.count = room;
     }
 
-    // Of all candidates keep the k best, in place or at index and bits.
+    // Keeps the k best of all candidates, in place or at index and bits.
     void keep_best(bool taken, uint32_t* index, Bits* bits) {
         if (parts_.size() == 1) return keep(0, kth_of(0), k_, taken, index, bits);
         Bits* all = together_.get();
         Bits* end = all;
         for (const Part<Bits>& part : parts_) end = std::copy_n(part.bits.get(), part.count, end);
         Kth<Bits> kth = kth_largest(all, total(), k_, Format::infinity, all, loops_);
-        // Equal keys win in order of index: the parts before take theirs first.
+        // Equal keys win in the order of indices, so earlier parts come first.
         std::vector<size_t> equal(parts_.size()), start(parts_.size() + 1);
         for (size_t p = 0; p < parts_.size(); p++) {
             const Part<Bits>& part = parts_[p];

@@ -1,7 +1,6 @@
-"""The registry of collectives, one file each.
+"""The registry of algorithms.
 
-A new algorithm is a file of this folder that ends with ``ALGORITHM = Algorithm(...)``, and its name in
-`_Module`.
+To add one, add a file to this folder that defines ``ALGORITHM = Algorithm(...)``, and its name to `_Module`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 _Module: TypeAlias = Literal[
-    "butterfly",  # of equal predicted times, "auto" takes the first
+    "butterfly",  # at equal predicted times, "auto" chooses the first one
     "tree",
     "split",
     "double",
@@ -40,7 +39,7 @@ _Module: TypeAlias = Literal[
     "ssar_recursive_doubling",
     "ssar_split_allgather",
 ]
-_Derived: TypeAlias = Literal[  # usual ones of those that `find` makes of others
+_Derived: TypeAlias = Literal[  # the usual names of those that `find` makes from others
     "hierarchical",
     "hierarchical:butterfly",
     "hierarchical:tree",
@@ -58,22 +57,22 @@ _CHOOSING = ("auto", "fastest")
 _OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 _WEIGHT = re.compile(r"[1-9][0-9]{0,3}(\.[0-9]{1,4})?")  # W in "X*W|Y"
-ALGORITHMS: dict[str, Algorithm] = {}  # by name; only ever grows
+ALGORITHMS: dict[str, Algorithm] = {}  # by name; never shrinks
 
 for _module in get_args(_Module):
-    _made: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
-    ALGORITHMS[_made.name] = _made
+    _algorithm: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
+    ALGORITHMS[_algorithm.name] = _algorithm
 ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 
 
-# Names stand for one object each, as those in the registry do.
+# Every name always returns the same object.
 _with_larger_result = cache(with_larger_result)
 
 
 class Algorithms(dict[str, Algorithm]):
-    """Algorithms by name. Printing it shows a table.
+    """The registered algorithms by name. Printing it shows a table.
 
-    It lists what is registered; ``["split:17"]`` and ``["hierarchical:tree"]`` find what is made of these, too.
+    It also finds derived algorithms such as ``["split:17"]`` and ``["hierarchical:tree"]``, which it does not list.
     """
 
     def __missing__(self, name: str) -> Algorithm:
@@ -82,48 +81,48 @@ class Algorithms(dict[str, Algorithm]):
         except InvalidInputError as error:
             raise KeyError(str(error)) from None
         if found is None:
-            raise KeyError(f"{name} stands for whichever costs least: see sparsecomm.explain")
+            raise KeyError(f"{name} chooses among several algorithms: see sparsecomm.explain")
         return found
 
     def __repr__(self) -> str:
-        """Return a table of names and summaries."""
         rows = [("algorithm", "what it does"), *((name, each.summary) for name, each in self.items())]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def register_algorithm(algorithm: Algorithm) -> None:
-    """Make an algorithm known, so that ``algorithm=`` takes its name. Call it on all ranks, before they use it.
+    """Register an algorithm, so that ``algorithm=`` accepts its name. Call it on all ranks before they use it.
 
-    With ``automatic`` it is a candidate of "auto"; with ``between_nodes`` it also runs as "hierarchical:NAME".
+    If `Algorithm.automatic` is set, "auto" may choose it; if `Algorithm.between_nodes` is set, "hierarchical:NAME" is
+    also available.
 
     Raises:
-        InvalidInputError: it is no `Algorithm`, or its name is taken or cannot be one.
+        InvalidInputError: ``algorithm`` is not an `Algorithm`, or its name is invalid or already registered.
     """
     if not isinstance(algorithm, Algorithm):
         raise InvalidInputError(f"algorithm: got {type(algorithm).__name__}; expected a sparsecomm.Algorithm")
     name = algorithm.name
-    well = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {":", "|", "*"} & set(name)
-    if not well or name in _CHOOSING:
+    valid = isinstance(name, str) and name.isascii() and name.isprintable() and name and not {*":|*"} & {*name}
+    if not valid or name in _CHOOSING:
         raise InvalidInputError(
             f"algorithm: got the name {name!r}; expected ASCII text without ':', '|' and '*', and neither 'auto' nor "
             "'fastest'"
         )
     if name in ALGORITHMS:
-        raise InvalidInputError(f"algorithm: the name {name!r} is taken; choose another one")
+        raise InvalidInputError(f"algorithm: the name {name!r} is already registered; choose another one")
     ALGORITHMS[name] = algorithm
 
 
 def inner_algorithms() -> dict[str, Algorithm]:
-    """Return what may run between nodes, by name: X in "hierarchical:X"."""
+    """Return the algorithms X of "hierarchical:X", which may run between nodes, by name."""
     return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.between_nodes}
 
 
 def find(name: str) -> Algorithm | None:
-    """Return the algorithm of that name; None for one that stands for several, see `alternatives`.
+    """Return the algorithm with a name; None if the name stands for several algorithms, see `alternatives`.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is no such algorithm.
     """
     if isinstance(name, str):
         if name in _CHOOSING:
@@ -141,52 +140,51 @@ def find(name: str) -> Algorithm | None:
     known = [*_CHOOSING, *ALGORITHMS]
     near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
-        f"algorithm={quote(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where "
-        f"X, which runs between nodes, is one of {', '.join(inner_algorithms())}; or split:R, whose result has R k "
-        f"entries, R from 2 to 9999; or several of these with | between them, for whichever costs less; X*1.5 counts "
-        f"1.5 times its cost{near}"
+        f"algorithm={quote(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where X is one of "
+        f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999; or several of these separated by |, of "
+        f"which the fastest is chosen (X*1.5 counts 1.5 times its cost){near}"
     )
 
 
 def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
-    """Return what `find` returns of each of several names, and how much the cost of each counts: W of "X*W", or 1.
+    """Return the result of `find` for each name in "X|Y*W", and the weight W of its cost, which defaults to 1.
 
     Raises:
-        InvalidInputError: one of them is wrong.
+        InvalidInputError: a name or a weight is invalid.
     """
     found = []
     for each in name.split("|"):
         one, star, weight = each.partition("*")
         if star and not ("|" in name and _WEIGHT.fullmatch(weight)):
             raise InvalidInputError(
-                f"algorithm={name!r}: {each!r}: expected a number from 1 to 9999 after *, among several with | between "
-                'them, such as "split:2*1.5|allgather"'
+                f"algorithm={name!r}: got {each!r}; expected a number from 1 to 9999 after *, and several algorithms "
+                'separated by |, such as "split:2*1.5|allgather"'
             )
         found.append((find(one), float(weight) if star else 1.0))
     return found
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
-    """Return the name of an algorithm that is given by name or as itself.
+    """Return the name of an algorithm, which may be passed by name or as an object.
 
     Raises:
-        InvalidInputError: it was not registered.
+        InvalidInputError: the object is not registered.
     """
     if not isinstance(algorithm, Algorithm):
         return algorithm
     if find(algorithm.name) is not algorithm:
         raise InvalidInputError(
-            f"algorithm: got {algorithm.name!r}, which is not registered, or another one of that name is; call "
+            f"algorithm: got an algorithm with the name {algorithm.name!r} that is not registered; call "
             "sparsecomm.register_algorithm on all ranks first"
         )
     return cast("AlgorithmName", algorithm.name)
 
 
 def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
-    """Return the algorithms for which a name stands, of which the cheapest is taken, and of equal ones the first.
+    """Return the algorithms for which a name stands, with the factors of their costs. The first cheapest is chosen.
 
-    "fastest" stands for the global top-k; "auto" for these or a dense sum; "X|Y" for X and Y; other names for one
-    algorithm. The cost of each is multiplied by the number beside it.
+    "fastest" stands for all algorithms of the global top-k; "auto" for these and a dense sum; "X|Y" for X and Y; any
+    other name for one algorithm.
     """
     found: list[tuple[Algorithm, float]] = []
     for text, (named, weight) in zip(name.split("|"), find_all(name), strict=True):
@@ -196,10 +194,10 @@ def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, flo
 
 
 def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
-    """Return the algorithms from which "auto" (``dense``) and "fastest" choose.
+    """Return the algorithms among which "auto" (``dense``) and "fastest" choose.
 
-    The size of the result of the others grows with P, which nobody should be given without asking; and a dense sum
-    inside nodes moves residuals between ranks.
+    Algorithms whose result grows with P must be requested by name. A dense sum inside nodes would move residuals
+    between ranks.
     """
     flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:

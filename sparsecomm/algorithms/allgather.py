@@ -1,12 +1,12 @@
-"""Top-k S-SGD: everyone gathers everyone's top-k and adds them up.
+"""Top-k S-SGD: every rank gathers all ranks' top-k and adds them up.
 
-Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as by Bruck et al., IEEE TPDS 1997.
+Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as in Bruck et al., IEEE TPDS 1997.
 
-Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, each rank sending to all others at once; where gaps cost more
-than trips, ceil(log2 P) alpha + (P - 1) k b beta. The drawing of that is in `sparsecomm.primitives.gather`.
+Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, if each rank sends to all others at once. If gaps cost more than
+trips, ceil(log2 P) alpha + (P - 1) k b beta; `sparsecomm.primitives.gather` has a drawing.
 
-Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all add in order of rank.
-Dropped: what quantizing to a narrow format takes from a rank's entries, which stays with it. Nothing is rejected.
+Result: up to k P entries, the exact sum of all selections. The same on all ranks: all add in the order of ranks.
+Dropped: rounding errors of a rank's entries, by this rank. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted."""
+    """Return the predicted seconds of a call."""
     P, k = problem.P, problem.k
     work = P * k * (log2_ceil(P) * costs.merge + problem.codec(costs))
     return costs.select * problem.n + gather_time(problem, costs, P * k) + work
@@ -37,7 +37,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="allgather",
-    summary="the sum of all ranks' top-k, gathered and added by everyone (Top-k S-SGD)",
+    summary="the sum of all ranks' top-k, gathered and added up by every rank (Top-k S-SGD)",
     cost="alpha + (P - 2) gap + (P - 1) k b beta, or log2(P) alpha without gaps",
     result="up to k P entries, the exact sum of the local top-k",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",

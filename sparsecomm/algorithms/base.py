@@ -1,4 +1,4 @@
-"""An algorithm, as the registry knows it."""
+"""`Algorithm`: one way to sum sparse gradients, with its properties."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ class Algorithm:
     """One way to sum sparse gradients over all ranks. `sparsecomm.register_algorithm` takes it.
 
     Attributes:
-        name: what `sparse_allreduce` takes as ``algorithm``.
-        summary: what it does, in a line.
-        cost: seconds per rank in terms of alpha, beta, P, n, k, b (bytes of an entry) and e (bytes of an element).
-        result: what comes back.
-        source: the paper it is from.
-        run: called by every rank with the communicator of the call, this rank's gradient and k; returns the sum, the
-            same on all ranks. No rank may return before every rank has contributed.
-        predicted_time: ``cost`` in seconds, with the work of selecting, merging and packing.
-        reselects: whether at most k entries come back.
-        rejects: whether the result may lack entries that ranks selected, which then take them back. Otherwise it holds
-            their sum, up to what the algorithm has recorded as dropped.
+        name: the value of ``algorithm=`` in `sparse_allreduce`.
+        summary: one line.
+        cost: formula of the seconds per rank in terms of alpha, beta, P, n, k, b (bytes of an entry) and e (bytes of an
+            element).
+        result: description of the result.
+        source: the paper.
+        run: ``run(comm, gradient, k)`` returns the sum, the same on all ranks. Every rank calls it with the call's
+            communicator and its gradient. No rank may return before every rank has contributed.
+        predicted_time: ``predicted_time(problem, costs)`` returns the seconds of a call, including selection, merging
+            and packing.
+        reselects: whether the result has at most k entries.
+        rejects: whether the result may lack entries that ranks selected. These ranks then take them back. Otherwise the
+            result is the sum of all selections, up to dropped entries.
         by_chunk: whether ranks may select by chunk.
-        automatic: whether "auto" may take it.
-        between_nodes: whether it may run between nodes, as X in "hierarchical:X"; it then takes entries only.
-        unsupported: returns why a call of these sizes cannot be made, "" if it can; ``None``: all can.
-        contributors_unknown: why it cannot divide each sum by the number of ranks that contributed to it, as
-            ``op="mean_of_contributors"`` asks; "" if it can, by `sparsecomm.primitives.contributors`.
+        automatic: whether "auto" may choose it.
+        between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
+        unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.
+        contributors_unknown: why it does not support ``op="mean_of_contributors"``; "" if it does, with
+            `sparsecomm.primitives.contributors`.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Algorithm:
     automatic: bool = False
     between_nodes: bool = True
     unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)
-    contributors_unknown: str = "does not say that it counts contributors"
+    contributors_unknown: str = "does not declare that it counts contributors"
 
     def __hash__(self) -> int:
-        return hash(self.name)  # names are unique; hashing every text would slow down the cache of choices
+        return hash(self.name)  # names are unique, and hashing all texts would slow down the cache of choices

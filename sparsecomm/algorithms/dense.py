@@ -1,29 +1,29 @@
-"""The whole gradient: what sparse exchange competes with, and what wins at high density.
+"""The dense sum of all gradients, which is faster than sparse algorithms at high density.
 
-Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3), each to all at once; where ranks share
-the link of a node, along a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 2009.
+Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3), each to all ranks at once. If ranks
+share the link of a node: a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", JPDC 2009).
 
 Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per element; along the ring 2 (P - 1) alpha.
 
-    The gradient is cut into P segments. Every rank sends each other rank that one's segment, adds up its own, and sends
-    the sum to all.
+    The gradient is cut into P segments, one per rank. Every rank sends each other rank the segment of that rank, adds
+    up its own segment, and sends the sum to all.
 
     rank          0         1         2         3         4         5         6
     sends      s1 ... s6  s2 ... s0  s3 ... s1   ...                              one to each
     adds up      s0        s1        s2        s3        s4        s5        s6
 
-    Along the ring, segment s travels in P - 1 steps from rank s + 1 on to rank s, and every rank adds its own; in P - 1
-    more steps the sums travel on. So each byte leaves a node once.
+    Along the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank adds its own. The sums
+    travel on in P - 1 more steps. Each byte leaves a node once.
 
-    Between nodes, if whole gradients take less time to send than a trip, every rank sends all others its whole
-    gradient. All add up all segments, in the same order: alpha + (P - 2) gap + (P - 1) e n beta.
+    If every rank has its own node, and sending whole gradients takes less time than a trip, every rank sends its whole
+    gradient to all others. All add up all segments in the same order: alpha + (P - 2) gap + (P - 1) e n beta.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
-Result: the exact dense sum, as all its entries that are not zero; k is not used. The same on all ranks, whichever way
-segments travel: each is added up in the order of the ring. Nothing is dropped; the residual becomes zero.
+Result: the exact dense sum, as its nonzero entries; k is not used. The same on all ranks, whichever way segments
+travel, because each is added up in the order of the ring. Nothing is dropped; the residual becomes zero.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["ALGORITHM"]
 
-_MAX_SENT = 1 << 16  # elements that a rank sends in one trip at most, also if nobody knows what a byte costs
+_MAX_SENT = 1 << 16  # maximum elements that a rank sends in the single trip, even if the cost of bytes is unknown
 
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
-    """Return the sum of all ranks' whole gradients."""
+    """Return the dense sum of all ranks' gradients."""
     size = comm.size
     total = gradient.whole()
     boundaries = [len(total) * i // size for i in range(size + 1)]
@@ -60,24 +60,24 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
 
 def _at_once(comm: Communicator, segments: list[Array]) -> None:
     """Add up all ranks' segments, in place, in the order of the ring."""
-    rank, size, mine = comm.rank, comm.size, segments[comm.rank]
-    theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(mine)), 0)
-    around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [mine]
+    rank, size, own = comm.rank, comm.size, segments[comm.rank]
+    theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
+    around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [own]
     for before, segment in pairwise(around):
         comm.backend.add(segment, before)
     lengths = {other: len(segment) for other, segment in enumerate(segments)}
-    for other, received in comm.exchange_segments(dict.fromkeys(range(size), mine), lengths, 1).items():
+    for other, received in comm.exchange_segments(dict.fromkeys(range(size), own), lengths, 1).items():
         segments[other][:] = received
 
 
 def _in_one_trip(comm: Communicator, total: Array, segments: list[Array]) -> None:
     """Add up all ranks' segments on every rank, in place, in the order of the ring."""
     size, begin = comm.size, 0
-    everyones = comm.exchange_segments(dict.fromkeys(range(size), total), dict.fromkeys(range(size), len(total)), 0)
-    everyones[comm.rank] = total.copy()
+    totals = comm.exchange_segments(dict.fromkeys(range(size), total), dict.fromkeys(range(size), len(total)), 0)
+    totals[comm.rank] = total.copy()
     for owner, segment in enumerate(segments):
         end = begin + len(segment)
-        around = [everyones[(owner + distance) % size][begin:end] for distance in range(1, size + 1)]
+        around = [totals[(owner + distance) % size][begin:end] for distance in range(1, size + 1)]
         for before, after in pairwise(around):
             comm.backend.add(after, before)
         segment[:], begin = around[-1], end
@@ -89,23 +89,23 @@ def _along_ring(comm: Communicator, segments: list[Array]) -> None:
     dst, src = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         sent, summed = segments[(rank - 1 - step) % size], segments[(rank - 2 - step) % size]
-        comm.backend.add(summed, comm.exchange_dense(sent, dst, src, len(summed), step))
+        comm.backend.add(summed, comm.exchange_segments({dst: sent}, {src: len(summed)}, step)[src])
     for step in range(size - 1):
         sent, received = segments[(rank - step) % size], segments[(rank - 1 - step) % size]
-        received[:] = comm.exchange_dense(sent, dst, src, len(received), size - 1 + step)
+        received[:] = comm.exchange_segments({dst: sent}, {src: len(received)}, size - 1 + step)[src]
 
 
 def _shares_links(P: int, num_nodes: int) -> bool:
-    """Return whether ranks share the link of a node, which would carry as many copies of what is sent to all."""
+    """Return whether ranks share the link of a node, which would carry several copies of each message to all."""
     return 1 < num_nodes < P
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted."""
+    """Return the predicted seconds of a call."""
     P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
-        moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # the ring leaves each node once
+        moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
     elif 1 < P == num_nodes and sent <= _MAX_SENT and Communicator.takes_less_than_a_trip(sent, costs):
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
@@ -115,9 +115,9 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="dense",
-    summary="the whole gradient, of which each rank adds up a segment",
+    summary="the dense sum: each rank adds up a segment of the gradient",
     cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta",
-    result="the exact dense sum: every entry that is not zero, whatever k is",
+    result="the exact dense sum: every nonzero entry, whatever k is",
     source="Rabenseifner, ICCS 2004; Patarasuk and Yuan, JPDC 2009",
     run=dense,
     predicted_time=predicted_time,

@@ -1,30 +1,31 @@
-"""The first sums of ranges whose owners keep the rest: error feedback on both sides.
+"""The largest sums of each range of indices, whose owner keeps the other sums: error feedback on both sides.
 
 Source: Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with double-pass error-compensated
-compression", ICML 2019, with one owner for each range in place of a server for all.
+compression", ICML 2019, with one owner per range instead of one server.
 
 Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways. Each line below is one trip:
 
-    scatter      each rank sends each owner its first entries of that one's range
-                 each owner adds them to all that it has in its range itself
-    gather       each owner sends to all the first of its sums, and keeps the others
+    scatter      each rank sends each owner its largest entries in the owner's range
+                 each owner adds them to all of its own elements in its range
+    gather       each owner sends its largest sums to all, and keeps the others
 
-Ranges are equally long, and the same in every call. Each has its part of k, in a selection as in the result.
+Ranges have equal lengths and are the same in every call. Each has its share of k, both in a rank's selection and in the
+result.
 
-Result: at most k entries, of each range the first sums. The same on all ranks: one rank adds up each range, and all
-receive what it sends. Dropped: what quantizing to a narrow format takes, by the rank that sends. Sums that do not win
-need no way back: they stay in the residual of their owner, who adds to them in the next call. So entries that all ranks
-hold a little of reach the result, which no rank alone would select; and a range in which little happens has its share.
+Result: at most k entries, the largest sums of each range. The same on all ranks, because one rank adds up each range,
+and all receive its sums. Dropped: rounding errors, by the rank that sends. Sums that do not win stay in the residual of
+their owner, which adds to them in the next call. Small entries of all ranks therefore reach the result although no rank
+alone would select them, and every range has its share of the result.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import num_owners, scatter_time
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
+from sparsecomm.primitives.ranges import num_owners, scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM", "ranges"]
@@ -33,7 +34,7 @@ _SCATTER = 0  # round numbers of the gather follow
 
 
 def ranges(n: int, k: int, owners: int) -> list[tuple[int, int, int]]:
-    """Return where each range of n elements begins and ends, and its part of k."""
+    """Return the begin, the end and the share of k of each range of n elements."""
     return [
         (n * owner // owners, n * (owner + 1) // owners, k * (owner + 1) // owners - k * owner // owners)
         for owner in range(owners)
@@ -41,7 +42,7 @@ def ranges(n: int, k: int, owners: int) -> list[tuple[int, int, int]]:
 
 
 def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
-    """Return the first sums of all ranges."""
+    """Return the largest sums of all ranges."""
     if comm.size == 1:
         return gradient.topk(k)
     owners = num_owners(comm.size, k)
@@ -54,22 +55,22 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
     within = [(begin, end) for begin, end, _ in parts]
     found = comm.exchange_parcels(
-        parcels, sources, 1, _SCATTER, k // owners + 1, range_of=lambda source, words: within[comm.rank]
+        parcels, sources, 1, _SCATTER, k // owners + 1, ranges_of=lambda source, words: [within[comm.rank]]
     )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]
-        mine = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
+        own = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
-        mine = comm.backend.empty_like(taken[0])
-    everyones = gather(comm, mine, ROUNDS, within)
-    for owner, (entries, (_, _, part)) in enumerate(zip(everyones, parts, strict=True)):
+        own = comm.backend.empty_like(taken[0])
+    gathered = gather(comm, own, ROUNDS, within)
+    for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
         if entries.nnz > part:
             raise comm.broken(owner, f"{entries.nnz} entries instead of at most {part}")
-    return comm.backend.concatenate_entries(everyones)
+    return comm.backend.concatenate_entries(gathered)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted."""
+    """Return the predicted seconds of a call."""
     P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n
@@ -79,9 +80,9 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="double",
-    summary="the first sums of every range of indices, whose owner keeps the others (error feedback on both sides)",
+    summary="the largest sums of every range of indices, whose owner keeps the others (error feedback on both sides)",
     cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P k b beta",
-    result="at most k entries: of each range the first sums of what ranks send and what its owner has",
+    result="at most k entries: of each range the largest sums of all sent entries and the owner's elements",
     source="the scheme of Tang et al. (DoubleSqueeze), ICML 2019",
     run=double,
     predicted_time=predicted_time,
@@ -89,5 +90,5 @@ ALGORITHM = Algorithm(
     rejects=False,
     by_chunk=False,
     between_nodes=False,
-    contributors_unknown="keeps sums from call to call, which do not say of how many ranks",
+    contributors_unknown="keeps sums from call to call, without their numbers of ranks",
 )

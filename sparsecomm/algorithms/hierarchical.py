@@ -1,18 +1,19 @@
-"""First the ranks of a node, then one leader of every node, then the node again.
+"""A sum inside each node, then another algorithm between one leader per node, then a broadcast inside each node.
 
 Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
 training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between nodes any other algorithm runs.
 
-Cost, for m ranks on each of N nodes: 2 log2 m (alpha' + 8 k beta') inside, in shared memory, where entries travel as
-they are, and what the inner algorithm costs for N ranks.
+Cost, for m ranks on each of N nodes: 2 log2 m (alpha' + 8 k beta') inside a node, in shared memory and in the plain
+format, and the cost of the inner algorithm for N ranks.
 
     node            A: 0 1 2          B: 3 4          C: 5 6
     inside       0 <- 1, 0 <- 2      3 <- 4          5 <- 6         along a tree
     leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
-Result: that of the inner algorithm, on what the nodes have. The same on all ranks: leaders hand it on as it is.
-Dropped: as by the inner algorithm; if that reselects, also what merges inside a node reject, by the rank that merges.
+Result: that of the inner algorithm on the sums of the nodes. The same on all ranks: leaders forward it unchanged.
+Dropped: as by the inner algorithm; if that reselects, also entries rejected by merges inside a node, by the rank that
+merges.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
     """Return the algorithm that runs ``inner`` between nodes, after a sum inside them."""
 
     def run(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
-        mine = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
+        same_node = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
         first = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
         leaders = sorted(first.values())
-        node = comm.subgroup(mine, 1, plain=True)
+        node = comm.subgroup(same_node, 1, plain=True)
         combine = reselecting(node, gradient, k) if inner.reselects else node.backend.merge
         entries = reduce(node, gradient, gradient.topk(k), combine)
         if node.rank == 0:
             entries = inner.run(comm.subgroup(leaders, 2), gradient.with_selection(entries), k)
-        return broadcast(comm.subgroup(mine, 3, plain=True), entries, k if inner.reselects else None)
+        return broadcast(comm.subgroup(same_node, 3, plain=True), entries, k if inner.reselects else None)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link
@@ -53,7 +54,7 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
 
     return Algorithm(
         name=name,
-        summary=f"{inner.name} between nodes, after every node has made its own sum",
+        summary=f"{inner.name} between nodes, after a sum inside each node",
         cost=f"2 log2(m) messages inside a node of m ranks, and {inner.name} between nodes",
         result=f"that of {inner.name}, on the sums of the nodes",
         source=f"Shi et al., MLSys 2021; {inner.source}",
@@ -63,5 +64,5 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         rejects=inner.rejects,
         between_nodes=False,
         unsupported=inner.unsupported,
-        contributors_unknown="sends the sums of nodes, which do not say of how many ranks",
+        contributors_unknown="sends the sums of nodes without their numbers of ranks",
     )

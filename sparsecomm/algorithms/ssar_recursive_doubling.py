@@ -3,12 +3,12 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Recursive_double). The pattern, and the drawing, are those of `sparsecomm.algorithms.butterfly`.
 
-Cost: log2 P alpha + between log2 P k b beta, where all ranks select the same indices, and (P - 1) k b beta, where each
-selects others. Two more messages where P is no power of two.
+Cost: log2 P alpha + between log2 P k b beta, if all ranks select the same indices, and (P - 1) k b beta, if all select
+different ones. Two more messages if P is not a power of two.
 
-Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: all ranks of a group add in
-the same order (lower ranks first). Dropped: of what quantizing to a narrow format takes, every rank of a group that
-holds the same entries keeps an equal shard. Nothing is rejected.
+Result: up to k P entries, the exact sum of all selections. The same on all ranks: all ranks of a group add in the same
+order (lower ranks first). Dropped: rounding errors, of which every rank of a group with the same entries records an
+equal shard. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ssar_recursive_doubling(comm: Communicator, gradient: Contribution, k: int) 
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted for entries that are everywhere apart: an upper bound."""
+    """Return the predicted seconds of a call if all ranks select different indices: an upper bound."""
     P, k = problem.P, problem.k
     folds = 1 if P & (P - 1) else 0
     links = [(problem.link(costs, 1 << j + folds), min(1 << j + folds, P)) for j in range(P.bit_length() - 1)]
@@ -52,5 +52,5 @@ ALGORITHM = Algorithm(
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="merges sums of several ranks, which do not say of how many",
+    contributors_unknown="merges sums of several ranks without their numbers of ranks",
 )

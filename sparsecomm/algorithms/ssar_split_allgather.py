@@ -1,25 +1,24 @@
 """The exact sum of all ranks' top-k: added up by ranges of indices, then gathered.
 
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
-(SSAR_Split_allgather), with ranges that hold equally many entries, from the second call on.
+(SSAR_Split_allgather). From the second call on, ranges hold equally many entries (`sparsecomm.primitives.ranges`).
 
-Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, where all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, where each selects others; one trip more where ranks go by other ranges.
-The drawing is the first half of `sparsecomm.algorithms.split`.
+Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, if all ranks select the same indices, and
+(P - 1)(1 + 1/P) k b beta, if all select different ones; one trip more if the ranks' ranges differ.
 
-Result: up to k P entries, the exact sum of what the ranks selected. The same on all ranks: one rank adds up each range.
-Dropped: what quantizing to a narrow format takes, which stays with the rank that sends. Nothing is rejected.
+Result: up to k P entries, the exact sum of all selections. The same on all ranks: one rank adds up each range. Dropped:
+rounding errors, by the rank that sends. Nothing is rejected.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
-from sparsecomm.algorithms.split import num_owners, ranges_of, scatter, scatter_time, watch
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
+from sparsecomm.primitives.ranges import num_owners, ranges_of, rebalance, scatter, scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -27,18 +26,18 @@ __all__ = ["ALGORITHM"]
 
 def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
-    mine = gradient.topk(k)
+    own = gradient.topk(k)
     if comm.size == 1:
-        return mine
-    pieces, _ = scatter(comm, gradient, mine, k)
+        return own
+    pieces, _ = scatter(comm, gradient, own, k)
     sums = averaged_and_quantized(comm, gradient, *sums_of(comm, pieces))
-    everyones = gather(comm, sums, ROUNDS, ranges_of(comm, k))
-    watch(comm, [each.nnz for each in everyones])
-    return comm.backend.concatenate_entries(everyones)
+    gathered = gather(comm, sums, ROUNDS, ranges_of(comm, k))
+    rebalance(comm, [each.nnz for each in gathered])
+    return comm.backend.concatenate_entries(gathered)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted for entries that are everywhere apart: an upper bound."""
+    """Return the predicted seconds of a call if all ranks select different indices: an upper bound."""
     P, k = problem.P, problem.k
     if P == 1:
         return costs.select * problem.n

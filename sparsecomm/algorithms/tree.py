@@ -1,7 +1,8 @@
 """gTopKAllReduce along a tree.
 
 Source: Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. Theirs is for P = 2^j and loses entries; this one takes any P.
+networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses
+entries; this one supports any P.
 
 Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
 
@@ -9,10 +10,10 @@ Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
     step 0    0+1 <- 1    2+3 <- 3    4+5 <- 5     6
     step 1   0..3 <------ 2+3        4..6 <------- 6
     step 2   0..6 <------------------ 4+5+6
-    then the same edges backwards carry the result to everyone.
+    Then the result travels back along the same edges.
 
-Result: k entries, approximate: what was rejected below is not seen above. The same on all ranks: one rank computes it.
-Dropped: by the rank that merges, what the merge rejects; by the rank that sends, what quantizing takes.
+Result: k entries, approximate, because rejected entries do not reach later merges. The same on all ranks, because one
+rank computes it. Dropped: rejected entries, by the rank that merges; rounding errors, by the rank that sends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def tree(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
 
 
 def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
-    """Return what merges two vectors into their top-k, and records the others as dropped."""
+    """Return a function that merges two vectors into their top-k and records the other entries as dropped."""
 
     def reselect(lower: SparseVector, upper: SparseVector) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
@@ -47,33 +48,33 @@ def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
     return reselect
 
 
-def reduce(comm: Communicator, gradient: Contribution, mine: SparseVector, combine: Combine) -> SparseVector:
-    """Return all ranks' vectors combined at rank 0, and at the others what they sent to their parents."""
+def reduce(comm: Communicator, gradient: Contribution, own: SparseVector, combine: Combine) -> SparseVector:
+    """Return the combined vectors of all ranks on rank 0; on other ranks, the vector sent to the parent."""
     for step in range(_height(comm)):
         child = comm.rank + (1 << step)
         if child < comm.size:
-            mine = combine(mine, comm.receive(child, step))
+            own = combine(own, comm.receive(child, step))
     if comm.rank > 0:
-        mine = comm.quantized(mine, gradient)
-        comm.send(mine, _parent(comm), _height(comm))
-    return mine
+        own = comm.quantized(own, gradient)
+        comm.send(own, _parent(comm), _height(comm))
+    return own
 
 
-def broadcast(comm: Communicator, mine: SparseVector | None, max_entries: int | None = None) -> SparseVector:
-    """Return rank 0's vector, of at most ``max_entries``, at every rank; what the others give is not looked at."""
+def broadcast(comm: Communicator, own: SparseVector | None, max_entries: int | None = None) -> SparseVector:
+    """Return the vector of rank 0, of at most ``max_entries``, on every rank; vectors of other ranks are ignored."""
     steps, height = log2_ceil(comm.size), _height(comm)
     if comm.rank > 0:
-        mine = comm.receive(_parent(comm), steps + height, max_entries)
-    assert mine is not None
+        own = comm.receive(_parent(comm), steps + height, max_entries)
+    assert own is not None
     for step in reversed(range(height)):
         child = comm.rank + (1 << step)
         if child < comm.size:
-            comm.send(mine, child, steps + step)
-    return mine
+            comm.send(own, child, steps + step)
+    return own
 
 
 def _height(comm: Communicator) -> int:
-    """Return in how many steps a rank has children: those below its lowest set bit."""
+    """Return the number of steps in which this rank may have a child: those below its lowest set bit."""
     return ((comm.rank & -comm.rank).bit_length() - 1) if comm.rank else log2_ceil(comm.size)
 
 
@@ -82,7 +83,7 @@ def _parent(comm: Communicator) -> int:
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:
-    """Return the seconds of a call, as predicted."""
+    """Return the predicted seconds of a call."""
     k = problem.k
     links = [problem.link(costs, 1 << step, sharing=1) for step in range(log2_ceil(problem.P))]
     work = 2 * k * (costs.merge + problem.codec(costs))
@@ -99,5 +100,5 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
-    contributors_unknown="merges sums of several ranks, which do not say of how many",
+    contributors_unknown="merges sums of several ranks without their numbers of ranks",
 )

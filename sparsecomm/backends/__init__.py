@@ -1,4 +1,4 @@
-"""The arithmetic of a device: its backend."""
+"""The arithmetic of devices: one `Backend` per device and owner."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import threading
 
 from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
-from sparsecomm.tensors.interop import Device, Tensor
-from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.tensors.interop import Device
 
 __all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
 
@@ -18,9 +17,9 @@ default_float_mode = _cpu.default_float_mode
 
 
 class Backends:
-    """The backends of one owner, such as a call queue, who uses them from one thread at a time.
+    """The backends of one owner, such as a call queue, which uses them from one thread at a time.
 
-    There is one for each CUDA device, made when it is first asked for. Nobody else has their memory or their streams.
+    There is one per CUDA device, made on first use. No other owner uses their memory or streams.
     """
 
     def __init__(self) -> None:
@@ -31,12 +30,12 @@ class Backends:
         """Return the owner's backend of ``device``.
 
         Raises:
-            InvalidInputError: it cannot be used; the message says what is missing.
+            InvalidInputError: the device cannot be used; the text says what is missing.
         """
         if device.kind == "cpu":
-            return CpuBackend(scratch=self._scratch)  # anew, as settings may have changed
+            return CpuBackend(scratch=self._scratch)  # a new one, because settings may have changed
         if device.index not in self._cuda:
-            from sparsecomm.backends import cuda  # here: most calls need none of it
+            from sparsecomm.backends import cuda  # imported here, because most programs do not need it
 
             self._cuda.setdefault(device.index, cuda.of(device.index))
         return self._cuda[device.index]
@@ -51,18 +50,9 @@ _of_thread = _OfThread()
 
 
 def of(device: Device) -> Backend:
-    """Return the calling thread's own backend of ``device``: for work that belongs to no call.
+    """Return the calling thread's own backend of ``device``, for work outside of calls.
 
     Raises:
-        InvalidInputError: it cannot be used; the message says what is missing.
+        InvalidInputError: as `Backends.of`.
     """
     return _of_thread.backends.of(device)
-
-
-def _densify(out: Tensor, entries: SparseVector) -> None:
-    backend = of(out.device)
-    with backend.on_stream(out):
-        backend.densify(out, entries)
-
-
-SparseVector.densify = staticmethod(_densify)

@@ -1,14 +1,11 @@
 # distutils: language = c++
-"""The arithmetic of host memory: the C++ kernels of ``kernels/cpu``.
+"""`CpuBackend`: the backend of host memory, which calls the C++ kernels in ``kernels/cpu``.
 
-The GIL is released while a kernel works. Every kernel that computes is called in the default mode of the processor's
-arithmetic: see float_mode.hpp.
+Kernels run without the GIL, and those that compute in the processor's default float mode: see float_mode.hpp.
 """
 
 cimport cython
-from libc.stdint cimport uintptr_t
 from libc.string cimport memset
-from libcpp cimport bool as cbool
 from libcpp.vector cimport vector
 
 from functools import wraps
@@ -24,91 +21,18 @@ from sparsecomm.transport.memory import HOST
 
 cimport numpy as cnp
 
+from sparsecomm.backends.kernels cimport *
 from sparsecomm.tensors._dlpack cimport Tensor
 
 cnp.import_array()
 
 
-cdef extern from "kernels.hpp" namespace "sparsecomm" nogil:
-    cdef enum class Type(int):
-        f16
-        bf16
-        f32
-        f64
-
-    cdef cppclass Dense:
-        void* data
-        Type type
-        size_t size
-
-    cdef cppclass Sparse:
-        const void* indices
-        const void* values
-        size_t count
-
-    cdef cppclass SparseOut:
-        void* indices
-        void* values
-        size_t count
-
-    cdef cppclass Collected:
-        pass
-
-    cdef enum class Kind(int):
-        exact
-
-    cdef cppclass Memory "sparsecomm::Scratch":
-        void* take(size_t, size_t*) except +
-        void give(void*, size_t) noexcept
-
-    size_t c_topk "sparsecomm::in_default_mode<sparsecomm::topk>"(Dense, Dense*, size_t, cbool, void*, void*, int, Memory&) except +
-    size_t c_take_topk "sparsecomm::in_default_mode<sparsecomm::take_topk>"(Dense, size_t, cbool, void*, void*, int, Memory&) except +
-    size_t c_topk_by_chunk "sparsecomm::in_default_mode<sparsecomm::topk_by_chunk>"(Dense, Dense*, size_t, size_t, double, cbool, void*, void*, int, Memory&) except +
-    size_t chunk_room(size_t, size_t, size_t)
-    Collected* threshold_collect "sparsecomm::in_default_mode<sparsecomm::threshold_collect>"(Dense, Dense*, double, int, size_t*, Memory&) except +
-    void threshold_write "sparsecomm::in_default_mode<sparsecomm::threshold_write>"(Collected*, cbool, void*, void*) except +
-    void threshold_free(Collected*)
-    void c_merge "sparsecomm::in_default_mode<sparsecomm::merge>"(Sparse, Sparse, cbool, cbool, SparseOut*) except +
-    void c_sum_and_count "sparsecomm::in_default_mode<sparsecomm::sum_and_count>"(const Sparse*, size_t, cbool, cbool, SparseOut*, void*, Memory&) except +
-    void c_divide_by "sparsecomm::in_default_mode<sparsecomm::divide_by>"(Sparse, const void*, cbool, cbool, SparseOut*) except +
-    void c_merge_topk "sparsecomm::in_default_mode<sparsecomm::merge_topk>"(Sparse, Sparse, size_t, cbool, cbool, SparseOut*, SparseOut*, Memory&) except +
-    void c_values_at "sparsecomm::in_default_mode<sparsecomm::values_at>"(Sparse, const void*, size_t, cbool, cbool, void*) except +
-    void c_scatter_add "sparsecomm::in_default_mode<sparsecomm::scatter_add>"(Dense, Sparse, cbool) except +
-    void c_scatter_add_where "sparsecomm::in_default_mode<sparsecomm::scatter_add_where>"(Dense, Sparse, const void*, size_t, cbool, cbool) except +
-    cbool c_densify "sparsecomm::in_default_mode<sparsecomm::densify>"(Dense, Sparse, cbool, int) except +
-    void c_widen "sparsecomm::in_default_mode<sparsecomm::widen>"(Dense, const Dense*, void*, int) except +
-    cppclass Moments:
-        void* mean
-        void* squares
-        int* last
-
-    cbool c_add_quotient "sparsecomm::in_default_mode<sparsecomm::add_quotient>"(Dense, const void*, double, double, cbool, void*, int) except +
-    double c_largest "sparsecomm::in_default_mode<sparsecomm::largest>"(Dense, int) except +
-    void c_adamw "sparsecomm::in_default_mode<sparsecomm::adamw>"(Dense, Moments, void*, Sparse, cbool, const void*, size_t, double, double, int, int) except +
-    cbool c_add_difference "sparsecomm::in_default_mode<sparsecomm::add_difference>"(const void*, Dense, double, cbool, void*, int) except +
-    void c_mix "sparsecomm::in_default_mode<sparsecomm::mix>"(Dense, double, const void*, int) except +
-    void c_add "sparsecomm::in_default_mode<sparsecomm::add>"(void*, const void*, size_t, cbool, int) except +
-    void c_narrow "sparsecomm::in_default_mode<sparsecomm::narrow>"(const void*, Dense, int) except +
-    cbool c_well_formed "sparsecomm::in_default_mode<sparsecomm::well_formed>"(Sparse, size_t, size_t, cbool, cbool)
-    size_t packed_bytes(Sparse, Kind, cbool, cbool)
-    void c_pack "sparsecomm::in_default_mode<sparsecomm::pack>"(Sparse, Kind, cbool, cbool, void*)
-    const char* check_packed(const void*, size_t, size_t, size_t, Kind, cbool)
-    const char* c_unpack "sparsecomm::in_default_mode<sparsecomm::unpack>"(const void*, size_t, size_t, size_t, Kind, cbool, cbool, void*, void*)
-    size_t c_quantize_values "sparsecomm::in_default_mode<sparsecomm::quantize_values>"(const float*, size_t, Kind, float*, float*)
-    const char* c_simd_name "sparsecomm::simd_name"()
-    cbool c_use_simd "sparsecomm::use_simd"(const char*)
-
-
-cdef extern from "float_mode.hpp":
-    object call_in_default_mode "sparsecomm::in_default_mode<PyObject_Call>"(object, tuple, dict)
-
-
 cdef enum:
-    POOLED = 1 << 16  # bytes from which fresh pages cost more than what is written to them
+    POOLED = 1 << 16  # bytes from which allocating pages takes longer than writing to them
 
 
 cdef inline cbool of_int64(size_t size) noexcept nogil:
-    """Whether indices into so many elements are int64."""
+    """Return whether indices of ``size`` elements are int64."""
     return size >= <size_t> 1 << 31
 
 
@@ -125,7 +49,7 @@ cdef inline cbool is_float64(Tensor x) noexcept:
 
 
 cdef inline Dense dense(Tensor x) noexcept:
-    """Return a tensor as kernels take it; nothing that they may look at for None."""
+    """Return a tensor as a kernel argument; uninitialized for None."""
     cdef Dense d
     if x is not None:
         d.data = <void*> x.pointer
@@ -135,14 +59,14 @@ cdef inline Dense dense(Tensor x) noexcept:
 
 
 cdef class Scratch:
-    """The scratch memory of one owner's backends, which calls use again one after another."""
+    """Memory that the backends of one owner reuse from call to call."""
 
     cdef Memory memory
 
 
 @cython.no_gc
 cdef class Block:
-    """Scratch memory of an array, which is used again when the array is gone."""
+    """Owns the scratch memory of an array, and returns it to the pool when the array is deleted."""
 
     cdef Scratch scratch
     cdef void* memory
@@ -154,7 +78,7 @@ cdef class Block:
 
 
 cdef cnp.ndarray empty(Scratch scratch, size_t count, int type_number):
-    """Return a new array, not initialised."""
+    """Return a new, uninitialized array."""
     cdef cnp.npy_intp length = <cnp.npy_intp> count
     cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
     cdef Block block
@@ -173,29 +97,29 @@ cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
     return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
 
 
-cdef int expect(cnp.ndarray array, size_t itemsize, str what, Py_ssize_t size=-1) except -1:
-    """Raise unless an array is flat, contiguous, and of so many elements of so many bytes: kernels trust that."""
+cdef int expect(cnp.ndarray array, size_t itemsize, str name, Py_ssize_t size=-1) except -1:
+    """Raise unless an array is flat, contiguous and has ``size`` elements of ``itemsize`` bytes, as kernels require."""
     if not is_flat(array, itemsize) or size >= 0 and cnp.PyArray_DIM(array, 0) != size:
         raise ValueError(
-            f"{what}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of "
+            f"{name}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of "
             f"{f'{size} elements of ' if size >= 0 else ''}{itemsize} bytes each"
         )
     return 0
 
 
 cdef class Entries:
-    """The arrays of a sparse vector, which users see and may have replaced. They are checked, and kept."""
+    """The arrays of a sparse vector. They are checked, because users may have replaced them, and kept alive."""
 
     cdef cnp.ndarray indices, values
-    cdef Sparse given
+    cdef Sparse data
     cdef size_t size
     cdef cbool int64_indices, float64_values
 
     def __cinit__(self, entries):
         self.indices, self.values, self.size = entries.indices, entries.values, entries.size
         self.int64_indices, self.float64_values = of_int64(self.size), cnp.PyArray_ITEMSIZE(self.values) == 8
-        self.given.indices, self.given.values = cnp.PyArray_DATA(self.indices), cnp.PyArray_DATA(self.values)
-        self.given.count = <size_t> cnp.PyArray_SIZE(self.values)
+        self.data.indices, self.data.values = cnp.PyArray_DATA(self.indices), cnp.PyArray_DATA(self.values)
+        self.data.count = <size_t> cnp.PyArray_SIZE(self.values)
         if not (is_flat(self.indices, 8 if self.int64_indices else 4) and is_flat(self.values, 8 if self.float64_values else 4)
                 and cnp.PyArray_DIM(self.indices, 0) == cnp.PyArray_DIM(self.values, 0)):
             raise self.changed(self.float64_values)
@@ -203,8 +127,8 @@ cdef class Entries:
     cdef object changed(self, cbool float64_values):
         return InvalidInputError(
             f"SparseVector: its arrays were changed to {self.indices.dtype} of shape {(<object> self.indices).shape} and "
-            f"{self.values.dtype} of shape {(<object> self.values).shape}; expected flat contiguous ones of one length, of "
-            f"int{64 if self.int64_indices else 32} and float{64 if float64_values else 32}; make a new vector instead"
+            f"{self.values.dtype} of shape {(<object> self.values).shape}; expected flat contiguous arrays of equal length "
+            f"with int{64 if self.int64_indices else 32} and float{64 if float64_values else 32}; make a new vector instead"
         )
 
     cdef int expect(self, cbool float64_values) except -1:
@@ -214,14 +138,14 @@ cdef class Entries:
 
 
 cdef inline Entries of(entries, cbool float64_values):
-    """Return the arrays of a vector whose values are float64, or float32."""
+    """Return the checked arrays of a vector whose values must be float64, or float32."""
     cdef Entries found = Entries.__new__(Entries, entries)
     found.expect(float64_values)
     return found
 
 
 cdef class Room:
-    """New arrays for the entries that a kernel finds in a vector of ``size`` elements."""
+    """New arrays for up to ``count`` entries that a kernel finds in a vector of ``size`` elements."""
 
     cdef cnp.ndarray indices, values
     cdef SparseOut out
@@ -229,14 +153,14 @@ cdef class Room:
     cdef object shape
 
     cdef object vector(self, size_t found, cbool copy=False):
-        """Return the first entries; ``copy``: not as views, which would keep all of the memory."""
+        """Return the first ``found`` entries; ``copy``: copy them instead of keeping all of the memory alive."""
         if found < self.count:
             self.indices, self.values = self.indices[:found], self.values[:found]
             if copy:
                 try:
                     self.indices, self.values = self.indices.copy(), self.values.copy()
                 except MemoryError:
-                    pass  # what holds more memory than it needs is as good
+                    pass  # use views
         return trusted(self.indices, self.values, self.size, self.shape)
 
 
@@ -260,13 +184,14 @@ cdef object trusted(indices, values, size_t size, shape):
 
 cdef Kind checked_kind(kind, cbool float64_values) except *:
     if float64_values and kind.code != <int> Kind.exact:
-        raise ValueError("float64 values are sent as they are only")
+        raise ValueError("float64 values cannot be rounded; expected the kind exact")
     return <Kind> <int> kind.code
 
 
 def default_float_mode(function):
-    """Make a function compute as kernels do, whatever the mode of the thread that calls it: NumPy's arithmetic in it rounds
-    to nearest even, and has denormals.
+    """Decorate a function to run in the default float mode, whatever the mode of the calling thread.
+
+    In this mode, NumPy's arithmetic rounds to nearest even and supports denormals.
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):
@@ -275,7 +200,7 @@ def default_float_mode(function):
 
 
 class AtOnce:
-    """A context, and a `sparsecomm.backends.base.Timeline`, of work that is done when a method returns."""
+    """A context, and a `sparsecomm.backends.base.Timeline`, for work that is complete when a method returns."""
 
     def on_stream(self, x):
         return self
@@ -294,13 +219,13 @@ AT_ONCE = AtOnce()
 
 
 class CpuBackend(Backend):
-    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads; ``scratch``: of its own if None."""
+    """A `sparsecomm.backends.base.Backend` for host memory, with ``threads`` threads and memory from ``scratch``."""
 
     def __init__(self, threads=None, scratch=None):
         self.threads = config.threads() if threads is None else threads
         self.scratch = Scratch() if scratch is None else scratch
         if (asked := config.simd()) is not None and asked != simd() and not use_simd(asked):
-            raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor lacks it; unset it, or set portable")
+            raise InvalidInputError(f"SPARSECOMM_SIMD={asked}: this processor does not support it; unset it, or set portable")
 
     def on_stream(self, x):
         return AT_ONCE
@@ -327,13 +252,13 @@ class CpuBackend(Backend):
 
     def topk(self, Tensor x not None, size_t k, Tensor residual):
         cdef Dense data = dense(x), r = dense(residual)
-        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef cbool has_residual = residual is not None
         cdef Scratch scratch = self.scratch
         cdef Room entries = room(scratch, min(k, data.size), data.size, x.shape, is_float64(x))
         cdef int threads = self.threads
         cdef size_t found
         with nogil:
-            found = c_topk(data, kept_back, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
+            found = c_topk(data, &r if has_residual else NULL, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
         return entries.vector(found, True)
 
     def take_topk(self, Tensor x not None, size_t k):
@@ -348,11 +273,11 @@ class CpuBackend(Backend):
 
     def topk_by_chunk(self, Tensor x not None, size_t k, size_t chunk, Tensor residual, double decay=1.0):
         cdef Dense data = dense(x), r = dense(residual)
-        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef cbool has_residual = residual is not None
         chunk = min(chunk, max(data.size, k))
         if min(chunk, data.size) > (<size_t> 1 << 31):
             raise InvalidInputError(
-                f"chunk={chunk} of {data.size} elements: expected at most 2^31 on a CPU; select from the whole instead"
+                f"chunk={chunk} of {data.size} elements: must be at most 2^31 on a CPU; select without chunks instead"
             )
         cdef Scratch scratch = self.scratch
         cdef Room entries = room(scratch, chunk_room(data.size, k, chunk), data.size, x.shape, is_float64(x))
@@ -360,21 +285,21 @@ class CpuBackend(Backend):
         cdef size_t found
         with nogil:
             found = c_topk_by_chunk(
-                data, kept_back, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads,
+                data, &r if has_residual else NULL, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads,
                 scratch.memory,
             )
         return entries.vector(found, True)
 
     def threshold(self, Tensor x not None, double tau, Tensor residual):
         cdef Dense data = dense(x), r = dense(residual)
-        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef cbool has_residual = residual is not None
         cdef int threads = self.threads
         cdef size_t found = 0
         cdef Scratch scratch = self.scratch
         cdef Collected* collected
         cdef Room entries
         with nogil:
-            collected = threshold_collect(data, kept_back, tau, threads, &found, scratch.memory)
+            collected = threshold_collect(data, &r if has_residual else NULL, tau, threads, &found, scratch.memory)
         try:
             entries = room(scratch, found, data.size, x.shape, is_float64(x))
         except BaseException:
@@ -431,7 +356,7 @@ class CpuBackend(Backend):
             means.indices, means.values, means.count, size = NULL, cnp.PyArray_DATA(whole), to.size, to.size
         else:
             sparse = of(entries, is_float64(weights))
-            means, int64_indices, size = sparse.given, sparse.int64_indices, sparse.size
+            means, int64_indices, size = sparse.data, sparse.int64_indices, sparse.size
         expect(mean, itemsize, "mean", weights.size)
         expect(squares, itemsize, "squares", weights.size)
         expect(last, 4, "last", weights.size)
@@ -475,7 +400,7 @@ class CpuBackend(Backend):
         cdef Dense to = dense(dense_tensor)
         cdef Entries added = of(entries, is_float64(dense_tensor))
         with nogil:
-            c_scatter_add(to, added.given, added.int64_indices)
+            c_scatter_add(to, added.data, added.int64_indices)
 
     def scatter_add_where(self, Tensor dense_tensor not None, entries, others, cbool present):
         cdef Dense to = dense(dense_tensor)
@@ -485,7 +410,7 @@ class CpuBackend(Backend):
         cdef const void* other = cnp.PyArray_DATA(among)
         cdef size_t count = <size_t> cnp.PyArray_DIM(among, 0)
         with nogil:
-            c_scatter_add_where(to, added.given, other, count, added.int64_indices, present)
+            c_scatter_add_where(to, added.data, other, count, added.int64_indices, present)
 
     def densify(self, Tensor out not None, entries):
         if isinstance(entries, DenseSum):
@@ -495,22 +420,22 @@ class CpuBackend(Backend):
         cdef int threads = self.threads
         cdef cbool good
         with nogil:
-            good = c_densify(to, given.given, given.int64_indices, threads)
+            good = c_densify(to, given.data, given.int64_indices, threads)
         if not good:
             raise InvalidInputError(
-                f"SparseVector: an index is not in [0, {out.size}), as its array was written to; make a new vector instead"
+                f"SparseVector: an index is not in [0, {out.size}), because its array was modified; make a new vector instead"
             )
 
     # -- dense sums ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, Tensor x not None, Tensor residual):
         cdef Dense data = dense(x), r = dense(residual)
-        cdef Dense* kept_back = &r if residual is not None else NULL
+        cdef cbool has_residual = residual is not None
         cdef cnp.ndarray total = empty(self.scratch, data.size, value_type(is_float64(x)))
         cdef void* to = cnp.PyArray_DATA(total)
         cdef int threads = self.threads
         with nogil:
-            c_widen(data, kept_back, to, threads)
+            c_widen(data, &r if has_residual else NULL, to, threads)
         return total
 
     mixed = default_float_mode(Backend.mixed)
@@ -546,9 +471,9 @@ class CpuBackend(Backend):
     def merge(self, a, b):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
-        cdef Room total = room(self.scratch, left.given.count + right.given.count, left.size, a.shape, left.float64_values)
+        cdef Room total = room(self.scratch, left.data.count + right.data.count, left.size, a.shape, left.float64_values)
         with nogil:
-            c_merge(left.given, right.given, left.int64_indices, left.float64_values, &total.out)
+            c_merge(left.data, right.data, left.int64_indices, left.float64_values, &total.out)
         return total.vector(total.out.count)
 
     def sum_and_count(self, vectors):
@@ -558,8 +483,8 @@ class CpuBackend(Backend):
         cdef size_t number = 0
         for each in arrays:
             each.expect(first.float64_values)
-            given.push_back(each.given)
-            number += each.given.count
+            given.push_back(each.data)
+            number += each.data.count
         cdef Scratch scratch = self.scratch
         cdef Room sums = room(scratch, number, first.size, vectors[0].shape, first.float64_values)
         cdef cnp.ndarray counts = empty(scratch, number, value_type(first.float64_values))
@@ -573,23 +498,23 @@ class CpuBackend(Backend):
 
     def means(self, entries, cnp.ndarray counts not None):
         cdef Entries given = Entries.__new__(Entries, entries)
-        expect(counts, 8 if given.float64_values else 4, "counts", <Py_ssize_t> given.given.count)
+        expect(counts, 8 if given.float64_values else 4, "counts", <Py_ssize_t> given.data.count)
         cdef const void* by = cnp.PyArray_DATA(counts)
-        cdef Room quotients = room(self.scratch, given.given.count, given.size, entries.shape, given.float64_values)
+        cdef Room quotients = room(self.scratch, given.data.count, given.size, entries.shape, given.float64_values)
         with nogil:
-            c_divide_by(given.given, by, given.int64_indices, given.float64_values, &quotients.out)
+            c_divide_by(given.data, by, given.int64_indices, given.float64_values, &quotients.out)
         return quotients.vector(quotients.out.count)
 
     def merge_topk(self, a, b, size_t k):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
-        cdef size_t both = left.given.count + right.given.count
+        cdef size_t both = left.data.count + right.data.count
         cdef Scratch scratch = self.scratch
         cdef Room kept = room(scratch, min(k, both), left.size, a.shape, left.float64_values)
         cdef Room lost = room(scratch, both - k if both > k else 0, left.size, a.shape, left.float64_values)
         with nogil:
             c_merge_topk(
-                left.given, right.given, k, left.int64_indices, left.float64_values, &kept.out, &lost.out, scratch.memory
+                left.data, right.data, k, left.int64_indices, left.float64_values, &kept.out, &lost.out, scratch.memory
             )
         return kept.vector(kept.out.count), lost.vector(lost.out.count)
 
@@ -602,7 +527,7 @@ class CpuBackend(Backend):
         cdef cnp.ndarray found = empty(self.scratch, count, value_type(given.float64_values))
         cdef void* to = cnp.PyArray_DATA(found)
         with nogil:
-            c_values_at(given.given, other, count, given.int64_indices, given.float64_values, to)
+            c_values_at(given.data, other, count, given.int64_indices, given.float64_values, to)
         return found
 
     def concatenate_entries(self, list vectors not None):
@@ -625,18 +550,18 @@ class CpuBackend(Backend):
     def well_formed(self, entries, size_t begin=0, end=None):
         cdef Entries given = Entries.__new__(Entries, entries)
         cdef size_t stop = given.size if end is None else end
-        return bool(c_well_formed(given.given, begin, stop, given.int64_indices, given.float64_values))
+        return bool(c_well_formed(given.data, begin, stop, given.int64_indices, given.float64_values))
 
     # -- packed entries -----------------------------------------------------------------------------------------------
 
     def pack(self, entries, kind):
         cdef Entries given = Entries.__new__(Entries, entries)
         cdef Kind checked = checked_kind(kind, given.float64_values)
-        cdef size_t nbytes = packed_bytes(given.given, checked, given.int64_indices, given.float64_values)
+        cdef size_t nbytes = packed_bytes(given.data, checked, given.int64_indices, given.float64_values)
         cdef cnp.ndarray packed = empty(self.scratch, nbytes, cnp.NPY_UINT8)
         cdef void* to = cnp.PyArray_DATA(packed)
         with nogil:
-            c_pack(given.given, checked, given.int64_indices, given.float64_values, to)
+            c_pack(given.data, checked, given.int64_indices, given.float64_values, to)
         return packed
 
     def unpack(self, cnp.ndarray data not None, head, size_t count, size_t n, kind, cbool float64_values):
@@ -659,7 +584,7 @@ class CpuBackend(Backend):
     def quantize_values(self, cnp.ndarray values not None, kind):
         cdef Kind checked = checked_kind(kind, False)
         if checked == Kind.exact:
-            raise ValueError("values that are sent as they are have nothing to round")
+            raise ValueError("the kind exact does not round values")
         expect(values, 4, "values")
         cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
         cdef cnp.ndarray rounded = empty(self.scratch, count, cnp.NPY_FLOAT32), errors = empty(self.scratch, count, cnp.NPY_FLOAT32)
@@ -672,10 +597,10 @@ class CpuBackend(Backend):
 
 
 def simd():
-    """Return the instruction set that the kernels run on: "avx512", "avx2" or "portable"."""
+    """Return the instruction set of the kernels: "avx512", "avx2" or "portable"."""
     return c_simd_name().decode()
 
 
 def use_simd(str name):
-    """Run on another instruction set from now on. Return False if this processor lacks it."""
+    """Use another instruction set from now on. Return False if the processor does not support it."""
     return bool(c_use_simd(name.encode()))

@@ -60,7 +60,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     cupy = {f"{d.name} {d.version}" for d in distributions() if d.name and re.fullmatch("cupy(-cuda.*)?", d.name)}
     yield "CuPy", ", ".join(sorted(cupy)) or "not installed"
     yield "CUDA driver", _cuda_driver()
-    yield "launcher", "; ".join(f"{its.launcher}: {its.said}" for its in launches()) or "none"
+    yield "launcher", "; ".join(f"{its.launcher}: {its.variables}" for its in launches()) or "none"
     built = [f"{abi.ABIS[name].mpis} (ABI {name})" for name in abi.built()]
     yield "built for", ", ".join(built) or f"no MPI, only process groups of torch.distributed. {abi.ADVICE}"
     yield from _mpi_facts()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.backends.base import adamw_step, unit
+from sparsecomm.backends.adamw import adamw_step, unit
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.call import SumCall
 from sparsecomm.calls.sparse import prepare
 from sparsecomm.checks import quote

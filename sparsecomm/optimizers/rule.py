@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from sparsecomm.backends import Backend
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
@@ -51,7 +51,7 @@ _MAX_WAIT = 1 << 14  # a weight that has waited longer makes this many steps
 def coefficients(
     xp: Any, waited: Any, t: Any, lr: Any, betas: tuple[Any, Any], weight_decay: Any
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return the six coefficients of `sparsecomm.backends.base.adamw_step`.
+    """Return the six coefficients of `sparsecomm.backends.adamw.adamw_step`.
 
     Args:
         xp: the array library: numpy or jax.numpy.

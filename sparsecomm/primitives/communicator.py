@@ -1,8 +1,8 @@
-"""The ranks of one collective call, as an algorithm sees them: entries out, entries in, every message checked."""
+"""`Communicator`: the ranks of one collective call, as an algorithm sees them. It checks every received message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
@@ -12,47 +12,45 @@ from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import HOST, MessageMemory
+from sparsecomm.transport.memory import MessageMemory
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator", "Drops", "Parcel", "Range"]
 
-Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and whole numbers from 0 to 2^64 - 1
+Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers ("words") from 0 to 2^64 - 1
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
+
+_LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
+_ENTRY_BYTES = 12  # approximate bytes of an entry and the key of its value
+_ROUND_BITS = 20  # of the round number in a header, below the number of the stage
 
 
 class Drops(Protocol):
-    """Who records what is dropped: a `Contribution`, or what records it only to tell that later."""
+    """An object that records dropped entries: a `Contribution`, or a list that is passed to one later."""
 
     def drop(self, entries: SparseVector) -> None:
         """Record entries that this rank has dropped."""
 
 
-_FAR = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # where trips matter most
-
-_ENTRY_BYTES = 12  # of an entry and the key of its value, about
-_ROUND_BITS = 20  # of the round number in a header, below the number of the stage
-
-
 class Communicator:
-    """``size`` ranks that make calls of one signature, of which this is number ``rank``.
+    """``size`` ranks that make calls of one signature; this is rank ``rank`` of them.
 
-    `begin` begins a call, and `end` or `abort` ends it; all that is sent and received belongs to the call under way.
+    `begin` begins a call, and `end` or `abort` ends it. All messages belong to the current call.
 
-    Methods that send block until their arguments may be changed; methods that receive block until the message is here.
-    What they return is new and belongs to the caller; its arrays may be views of the message, which they keep alive.
-    Ranks are numbered within this communicator, in errors as in the transport. Both sides of a message give the same
-    ``round_no``, from 0 to 2^20 - 1.
+    Methods that send return when their arguments may be changed; methods that receive return when the message has
+    arrived. Their results are new and belong to the caller; arrays may be views of the message, which they keep alive.
+    Both sides of a message pass the same ``round_no``, from 0 to 2^20 - 1. Ranks are numbered within this communicator,
+    except in errors, which use the transport's numbers.
 
-    All of them raise, as `Transport.receive` does, `TimeoutError`, `RankFailedError` or `TransportError` where a rank
-    does not answer, and `CollectiveMismatchError` where it makes another call or its message is not the one expected.
+    Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
+    answer, and `CollectiveMismatchError` if it makes another call or its message is not the expected one.
 
     Attributes:
         rank, size: as in MPI.
-        node_of_rank: for each rank, the number of the node that it runs on.
-        backend: the arithmetic of the device on which this rank's gradient is.
-        kept: what the algorithm keeps from call to call. It may differ between ranks, after calls that some of them
-            left: what must not differ is compared in the next call.
+        node_of_rank: node number of each rank.
+        backend: of the device of this rank's gradient.
+        cache: data that the algorithm keeps from call to call. It may differ between ranks after calls that only some
+            of them have left, so algorithms compare in the next call what must be equal.
     """
 
     def __init__(
@@ -62,51 +60,58 @@ class Communicator:
 
         Args:
             transport: between the ranks.
-            backend: of the device of the gradient.
+            backend: of the gradient's device.
             messages: of the calls.
-            wire: the format in which entries travel.
+            wire: format of entries in messages.
             costs: of messages, the same on all ranks; ``None``: those of a network with long delays.
         """
-        self._costs = costs or _FAR
-        self.kept: dict[str, Any] = {}
+        self._costs = costs or _LONG_DELAYS
+        self.cache: dict[str, Any] = {}
         self._transport, self._messages, self.backend = transport, messages, backend
         self._memory: MessageMemory = messages.memory
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
-
-    @property
-    def description(self) -> str:
-        """What the ranks of its calls must agree on, in words."""
-        return self._messages.call.describe()
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
         """Begin the next call.
 
         Args:
-            label: a checksum of what the ranks' calls must have in common besides.
-            incomplete: this rank's contribution lacks a part; `incomplete` then tells all ranks.
+            label: a checksum that must be equal on all ranks.
+            incomplete: this rank's contribution lacks a part. The property `incomplete` then reports this on all ranks.
 
         Raises:
             InvalidInputError: the call cannot be made; none has begun.
-            TransportError: another rank has left this call already. `abort` must follow.
+            TransportError: another rank has already left this call. `abort` must follow.
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)
         call = messages.begin(transport.number + 1, label, self._memory, incomplete)
         transport.begin(call, messages.mismatch)
 
-    def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
-        """Return a communicator of some of these ranks, this one among them, for a stage of the algorithm.
+    def end(self) -> None:
+        """Mark the call as complete on this rank."""
+        self._transport.end()
 
-        It belongs to the same call, and no message is sent.
+    def abort(self, error: BaseException) -> None:
+        """Leave the call with ``error`` and notify the other ranks, which leave it, too: see `Transport.abort`.
+
+        Clears the cache, which may contain wrong numbers of a peer.
+        """
+        self.cache.clear()
+        self._transport.abort(error)
+
+    def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
+        """Return a communicator of some of these ranks, including this one, for a stage of the algorithm.
+
+        It belongs to the same call. No message is sent.
 
         Args:
-            ranks: their numbers here, in the order of their numbers there.
-            stage: above that of this communicator, and another one for every subgroup that a rank is in.
-            plain: send entries in the plain format, whatever that of the call is.
+            ranks: their numbers here, in the order of their numbers in the subgroup.
+            stage: larger than the stage of this communicator, and different for each subgroup of a rank.
+            plain: send entries in the plain format, whatever the format of the call is.
         """
         group = Communicator.__new__(Communicator)
         group._transport, group._messages, group.backend = self._transport, self._messages, self.backend
-        group._memory, group._costs, group.kept = self._memory, self._costs, self.kept
+        group._memory, group._costs, group.cache = self._memory, self._costs, self.cache
         members, node_of_rank = [self._ranks[r] for r in ranks], [self.node_of_rank[r] for r in ranks]
         wire = PLAIN if plain else self._wire
         group._set_ranks(members, members.index(self._ranks[self.rank]), node_of_rank, wire, stage)
@@ -119,6 +124,23 @@ class Communicator:
         self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
+    # -- properties of the call ---------------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """The call signature as text."""
+        return self._messages.call.describe()
+
+    @property
+    def number(self) -> int:
+        """The number of the call, the same on all ranks."""
+        return self._transport.number
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the gradient."""
+        return self._messages.call.n
+
     @property
     def fold(self) -> Fold:
         """This rank's part in recursive doubling."""
@@ -128,12 +150,12 @@ class Communicator:
 
     @property
     def averages(self) -> bool:
-        """Whether each entry of the result is to be the mean over the ranks that contributed to it."""
+        """Whether each entry of the result is the mean over the ranks that contributed to it."""
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
 
     @property
     def shows_sums(self) -> bool:
-        """Whether the values that travel are sums, bit for bit: neither rounded nor divided."""
+        """Whether messages contain exact sums: neither rounded nor divided."""
         return self._wire.kind is EXACT and not self.averages
 
     @property
@@ -142,42 +164,32 @@ class Communicator:
         return self._messages.incomplete
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the gradient."""
-        return self._messages.call.n
-
-    @property
-    def number(self) -> int:
-        """The number of the call, the same on all ranks."""
-        return self._transport.number
-
-    @property
     def reaches_all_at_once(self) -> bool:
         """Whether small messages go to all ranks at once rather than from rank to rank: see `Costs.at_once`."""
         return self._costs.at_once(self.size, len(set(self.node_of_rank)))
 
     def is_less_than_a_trip(self, entries: int) -> bool:
-        """Return whether so many entries of the gradient, for each rank, take less time to send than a trip."""
+        """Return whether sending ``entries`` entries per rank takes less time than a trip."""
         return self.takes_less_than_a_trip(entries, self._costs)
 
     @staticmethod
     def takes_less_than_a_trip(entries: int, costs: Costs) -> bool:
-        """Return what `is_less_than_a_trip` returns at these costs."""
+        """Return `is_less_than_a_trip` at these costs."""
         return entries * _ENTRY_BYTES * costs.link.beta < costs.link.alpha
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def quantized(self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1) -> SparseVector:
-        """Return entries as the other ranks will see them: with values rounded to the wire format's kind.
+        """Return the entries as other ranks receive them, with values rounded to the wire format's kind.
 
-        ``gradient`` records what rounding takes away. Everything that `send` and its kin are given has been
-        quantized; doing it again changes nothing. Where the format is exact, these are the same entries.
+        All entries must be quantized before they are sent. Doing so twice changes nothing. If the format is exact, the
+        same entries are returned.
 
         Args:
-            entries: are not changed.
-            gradient: of this rank.
-            shard, num_shards: where ``num_shards`` ranks hold the same entries and quantize them, this rank records
-                only shard number ``shard`` of what rounding takes.
+            entries: not changed.
+            gradient: records the rounding errors.
+            shard, num_shards: if ``num_shards`` ranks quantize the same entries, this rank records only this shard of
+                the errors.
         """
         if self._wire.kind is EXACT:
             return entries
@@ -186,9 +198,9 @@ class Communicator:
         return narrow
 
     def quantized_means(self, sums: SparseVector, counts: Array, gradient: Drops) -> SparseVector:
-        """Return sums divided by ``counts``, shape ``(nnz,)``, as the other ranks will see them: see `quantized`.
+        """Return sums divided by ``counts``, shape ``(nnz,)``, as other ranks receive them: see `quantized`.
 
-        Rounded means times counts, and what ``gradient`` records, add up to the sums.
+        The rounded means times the counts and the errors that ``gradient`` records add up to the sums.
         """
         means = self.backend.means(sums, counts)
         if self._wire.kind is EXACT:
@@ -198,14 +210,14 @@ class Communicator:
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:
-        """Send entries, quantized before, to rank ``to``."""
+        """Send quantized entries to rank ``to``."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         self._transport.isend(message, self._ranks[to], self._memory).wait()
 
     def receive(self, source: int, round_no: int, max_entries: int | None = None) -> SparseVector:
         """Return the entries that rank ``source`` sends: well formed, with the gradient's size and shape.
 
-        ``max_entries``: how many these may be; ``None``: any number.
+        ``max_entries``: their maximum number; ``None``: any number.
         """
         message = self._transport.receive(self._ranks[source], self._memory, self._max_bytes)
         entries = self._read(message, source, round_no)
@@ -214,147 +226,117 @@ class Communicator:
         return entries
 
     def exchange(self, entries: SparseVector, to: int, source: int, round_no: int) -> SparseVector:
-        """Send entries to rank ``to`` and return those of rank ``source``, both under way at once."""
+        """Send quantized entries to rank ``to`` while receiving those of rank ``source``; return the latter."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         received = self._transport.exchange(
             message, self._ranks[to], self._ranks[source], self._memory, self._max_bytes
         )
         return self._read(received, source, round_no)
 
-    def exchange_lists(
-        self, mine: list[SparseVector], to: int, ranges: Sequence[Range], source: int, round_no: int
-    ) -> list[SparseVector]:
-        """Send several vectors to rank ``to`` in one message, and return those of rank ``source``.
-
-        ``ranges``: for each vector to be received, the range in which its indices must lie.
-        """
-        message = self._messages.parcel(mine, (), self._wire, self._stage + round_no)
-        sender, max_bytes = self._ranks[source], len(ranges) * self._max_bytes
-        received = self._transport.exchange(message, self._ranks[to], sender, self._memory, max_bytes)
-        vectors, _ = self._messages.read_parcel(received, self._wire, sender, self._stage + round_no, len(ranges))
-        return [self._checked(v, sender, each) for v, each in zip(vectors, ranges, strict=True)]
+    # -- several messages at once, in one trip ------------------------------------------------------------------------
 
     def exchange_parcels(
         self,
         parcels: Mapping[int, Parcel],
-        sources: Sequence[int],
+        sources: Iterable[int],
         num_vectors: int,
         round_no: int,
         count: int = 0,
         *,
         or_none: bool = False,
-        range_of: Callable[[int, Sequence[int]], Range | None] | None = None,
+        ranges_of: Callable[[int, Sequence[int]], Sequence[Range] | None] | None = None,
     ) -> dict[int, Parcel]:
-        """Send some ranks vectors and words, and return those of the ``sources``, all under way at once: in one trip.
+        """Send vectors and words to some ranks while receiving those of others; return the latter by rank.
 
         Args:
-            parcels: by rank; many may be given the same object, and this one's is not looked at.
+            parcels: by rank. Several ranks may be given the same object. This rank's parcel is ignored.
             sources: other ranks.
-            num_vectors: of a parcel.
-            round_no: see above.
-            count: about how many entries a parcel has; if more come, they are copied once more.
+            num_vectors: number of vectors in a received parcel.
+            round_no: see the class.
+            count: approximate number of entries in a parcel; if more come, they are copied once more.
             or_none: a parcel may have no vectors.
-            range_of: ``range_of(source, words)`` returns the range in which the indices of a parcel's vectors must lie;
-                ``None``: anywhere.
+            ranges_of: ``ranges_of(source, words)`` returns, for each vector of a parcel, the range of its indices;
+                ``None``: all indices are allowed.
         """
-        made: dict[int, Bytes] = {}
-        sends = []
-        for distance in range(1, self.size):  # no rank is the first of all
-            to = (self.rank + distance) % self.size
-            if to in parcels:
-                vectors, words = parcels[to]
-                if id(parcels[to]) not in made:
-                    made[id(parcels[to])] = self._messages.parcel(vectors, words, self._wire, self._stage + round_no)
-                sends.append((self._ranks[to], made[id(parcels[to])]))
-        order = sorted(sources, key=lambda source: (self.rank - source) % self.size)
-        senders = [self._ranks[source] for source in order]
-        expected = self._messages.max_bytes(count, self._wire) + 256
-        received = self._transport.exchange_all(sends, senders, self._memory, expected)
+        step, wire = self._stage + round_no, self._wire
+        received = self._exchange_all(
+            parcels,
+            lambda parcel: self._messages.parcel(parcel[0], parcel[1], wire, step),
+            sources,
+            self._messages.max_bytes(count, wire) + 256,
+        )
         found: dict[int, Parcel] = {}
-        for source, sender, message in zip(order, senders, received, strict=True):
-            vectors, words = self._messages.read_parcel(
-                message, self._wire, sender, self._stage + round_no, num_vectors, or_none=or_none
-            )
-            within = None if range_of is None else range_of(source, words)
-            found[source] = [self._checked(v, sender, within) for v in vectors], words
+        for source, message in received:
+            sender = self._ranks[source]
+            vectors, words = self._messages.read_parcel(message, wire, sender, step, num_vectors, or_none=or_none)
+            ranges = None if ranges_of is None else ranges_of(source, words)
+            for i, vector in enumerate(vectors):
+                self._check(vector, sender, None if ranges is None else ranges[i])
+            found[source] = vectors, words
         return found
+
+    def send_words(self, words: Sequence[int], to: int, round_no: int) -> None:
+        """Send words, integers from 0 to 2^64 - 1, to rank ``to``."""
+        self.exchange_parcels({to: ((), words)}, (), 0, round_no)
+
+    def receive_words(self, source: int, expected: int, round_no: int) -> Sequence[int]:
+        """Return the ``expected`` words that rank ``source`` sends."""
+        _, words = self.exchange_parcels({}, (source,), 0, round_no)[source]
+        if len(words) != expected:
+            raise self.broken(source, f"{len(words)} numbers instead of {expected}")
+        return words
 
     def exchange_segments(
         self, segments: Mapping[int, Array], lengths: Mapping[int, int], round_no: int
     ) -> dict[int, Array]:
-        """Send each other rank a flat array of the accumulator's dtype, and return theirs: in one trip.
+        """Send flat arrays of the accumulator dtype to some ranks while receiving those of others; return the latter.
 
-        ``segments``: by rank, what it is sent; ``lengths``: by rank, how many elements come from it.
+        Args:
+            segments: by rank. Several ranks may be given the same object. This rank's segment is ignored.
+            lengths: by rank, the number of elements that it sends.
+            round_no: see the class.
         """
-        made: dict[int, Bytes] = {}
-        sends, sources = [], []
-        for distance in range(1, self.size):
-            to = (self.rank + distance) % self.size
-            if id(segments[to]) not in made:
-                made[id(segments[to])] = self._messages.dense(segments[to], self._stage + round_no)
-            sends.append((self._ranks[to], made[id(segments[to])]))
-            sources.append((self.rank - distance) % self.size)
-        max_bytes = HEADER_BYTES + max(lengths.values()) * segments[self.rank].itemsize
-        received = self._transport.exchange_all(sends, [self._ranks[s] for s in sources], self._memory, max_bytes)
-        found = {}
-        for source, message in zip(sources, received, strict=True):
-            sender, expected = self._ranks[source], lengths[source]
-            found[source] = self._messages.read_dense(message, sender, self._stage + round_no, expected)
-        return found
+        step, itemsize = self._stage + round_no, next(iter(segments.values())).itemsize
+        sources = [source for source in lengths if source != self.rank]
+        received = self._exchange_all(
+            segments,
+            lambda segment: self._messages.dense(segment, step),
+            sources,
+            HEADER_BYTES + max(lengths.values()) * itemsize,
+        )
+        read = self._messages.read_dense
+        return {source: read(message, self._ranks[source], step, lengths[source]) for source, message in received}
 
-    def exchange_dense(self, segment: Array, to: int, source: int, expected: int, round_no: int) -> Array:
-        """Send a flat array of the accumulator's dtype to rank ``to`` and return that of rank ``source``.
+    def _exchange_all(
+        self, items: Mapping[int, Any], encode: Callable[[Any], Bytes], sources: Iterable[int], expected: int
+    ) -> Iterable[tuple[int, Bytes]]:
+        """Send encoded items to ranks while receiving from ``sources``; return sources and messages."""
+        messages: dict[int, Bytes] = {}  # by the identity of the item
+        sends = []
+        for to in sorted(items, key=lambda to: (to - self.rank) % self.size):  # no rank is the first of all
+            if to != self.rank:
+                item = items[to]
+                if id(item) not in messages:
+                    messages[id(item)] = encode(item)
+                sends.append((self._ranks[to], messages[id(item)]))
+        order = sorted(sources, key=lambda source: (self.rank - source) % self.size)
+        senders = [self._ranks[source] for source in order]
+        return zip(order, self._transport.exchange_all(sends, senders, self._memory, expected), strict=True)
 
-        It has ``expected`` elements.
-        """
-        max_bytes = HEADER_BYTES + expected * segment.itemsize
-        message = self._messages.dense(segment, self._stage + round_no)
-        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], self._memory, max_bytes)
-        return self._messages.read_dense(received, self._ranks[source], self._stage + round_no, expected)
-
-    # -- words: whole numbers from 0 to 2^64 - 1, on the host ---------------------------------------------------------
-
-    def send_words(self, words: list[int], to: int, round_no: int) -> None:
-        """Send words to rank ``to``."""
-        self._transport.isend(self._messages.words(words, self._stage + round_no), self._ranks[to]).wait()
-
-    def receive_words(self, source: int, expected: int, round_no: int) -> list[int]:
-        """Return the ``expected`` words that rank ``source`` sends."""
-        message = self._transport.receive(self._ranks[source], HOST, HEADER_BYTES + 8 * expected)
-        return self._messages.read_words(message, self._ranks[source], self._stage + round_no, expected)
-
-    def exchange_words(self, words: list[int], to: int, source: int, expected: int, round_no: int) -> list[int]:
-        """Send words to rank ``to`` and return the ``expected`` ones of rank ``source``."""
-        message = self._messages.words(words, self._stage + round_no)
-        max_bytes = HEADER_BYTES + 8 * expected
-        received = self._transport.exchange(message, self._ranks[to], self._ranks[source], HOST, max_bytes)
-        return self._messages.read_words(received, self._ranks[source], self._stage + round_no, expected)
-
-    # -- the call -----------------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
-        """Return the error for what rank ``source`` has sent, if it does not fit: ``seen``."""
+        """Return the error for an unexpected message from rank ``source`` with the content ``seen``."""
         return self._messages.broken(self._ranks[source], seen)
-
-    def end(self) -> None:
-        """Mark the call as complete on this rank."""
-        self._transport.end()
-
-    def abort(self, error: BaseException) -> None:
-        """Leave the call with ``error``, and tell the other ranks, which leave it too: see `Transport.abort`.
-
-        What the algorithm has kept is forgotten: wrong numbers of a peer may be in it.
-        """
-        self.kept.clear()
-        self._transport.abort(error)
 
     def _read(self, message: Bytes, source: int, round_no: int) -> SparseVector:
         sender = self._ranks[source]
-        return self._checked(self._messages.read_entries(message, self._wire, sender, self._stage + round_no), sender)
+        entries = self._messages.read_entries(message, self._wire, sender, self._stage + round_no)
+        self._check(entries, sender)
+        return entries
 
-    def _checked(self, entries: SparseVector, sender: int, within: Range | None = None) -> SparseVector:
+    def _check(self, entries: SparseVector, sender: int, within: Range | None = None) -> None:
         begin, end = within or (0, entries.size)
         if not self.backend.well_formed(entries, begin, end):
             seen = f"entries whose indices do not increase, or are not in [{begin}, {end}), or whose values are zero"
             raise self._messages.broken(sender, seen)
-        return entries

@@ -1,7 +1,7 @@
-"""Sums as the result of a call, or means over the ranks that contributed: ``op="mean_of_contributors"``.
+"""Sums, or with ``op="mean_of_contributors"`` means over the ranks that contributed to each entry.
 
-A rank contributes to an entry if it sends one at that index. Only who has all ranks' entries of an index side by side
-can count them. Entries travel without counts, so the sum of two sums has none.
+A rank contributes to an entry if it sends one at that index. Contributors can be counted only while the entries of all
+ranks are separate, because messages contain no counts.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ __all__ = ["averaged", "averaged_and_quantized", "sums_of"]
 
 
 def averaged(comm: Communicator, vectors: list[SparseVector]) -> SparseVector:
-    """Return the sums of ``vectors``, one of each rank that has any; divided, if the call asks for means."""
-    sums, counted = sums_of(comm, vectors)
-    return sums if counted is None else comm.backend.means(sums, counted.values)
+    """Return the sum of ``vectors``, each of one rank; divided by the counts if the call asks for means."""
+    sums, counts = sums_of(comm, vectors)
+    return sums if counts is None else comm.backend.means(sums, counts.values)
 
 
 def sums_of(comm: Communicator, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:
-    """Return the sums of ``vectors``, and of how many of them each is; ``None`` unless the call asks for means."""
+    """Return the sum of ``vectors``, and the number of contributors of each entry if the call asks for means."""
     if comm.averages:
         return comm.backend.sum_and_count(vectors)
     return comm.backend.sum_in_pairs(vectors), None
 
 
 def averaged_and_quantized(
-    comm: Communicator, gradient: Drops, sums: SparseVector, counted: SparseVector | None
+    comm: Communicator, gradient: Drops, sums: SparseVector, counts: SparseVector | None
 ) -> SparseVector:
-    """Return sums, divided if the call asks for means, as the other ranks will see them.
+    """Return sums, divided if the call asks for means, as other ranks receive them.
 
     Args:
         comm: the ranks.
-        gradient: records what rounding takes.
-        sums: some of those that `sums_of` returned.
-        counted: what it returned beside them.
+        gradient: records rounding errors.
+        sums: some of the sums that `sums_of` returned.
+        counts: the counts that it returned.
     """
-    if counted is None:
+    if counts is None:
         return comm.quantized(sums, gradient)
-    return comm.quantized_means(sums, comm.backend.values_at(counted, sums), gradient)
+    return comm.quantized_means(sums, comm.backend.values_at(counts, sums), gradient)

@@ -1,4 +1,4 @@
-"""The cost model: what messages and work cost, and the sizes of a call that decide it."""
+"""The cost model: the costs of messages and of work, and the sizes of a call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Costs", "Link", "Problem", "log2_ceil"]
 class Link:
     """A network between ranks: a message of B bytes takes ``alpha + beta * B`` seconds.
 
-    Messages that leave at once share the delay: m of them, of B bytes in all, to or from m ranks, take
+    Messages sent at once share the delay: m messages of B bytes in all, to or from m ranks, take
     ``alpha + (m - 1) * gap + beta * B`` (LogGP: Alexandrov et al., SPAA 1995).
 
     Attributes:
-        alpha: seconds until a message without bytes has come: a trip.
+        alpha: seconds until an empty message has arrived.
         beta: seconds per byte.
-        gap: seconds from one of several messages at once to the next, which sender and receiver need for it.
+        gap: seconds that sender and receiver need for each further message of several.
     """
 
     alpha: float
@@ -27,7 +27,7 @@ class Link:
     gap: float = 0.0
 
     def trip(self, messages: int, nbytes: float) -> float:
-        """Return the seconds of so many messages at once, of so many bytes in all; 0 of none."""
+        """Return the seconds of ``messages`` messages at once, of ``nbytes`` in all; 0 if there are none."""
         return self.alpha + (messages - 1) * self.gap + nbytes * self.beta if messages else 0.0
 
 
@@ -36,13 +36,13 @@ class Costs:
     """The costs of messages and of work.
 
     Attributes:
-        link: between nodes; ranks of one node share it.
-        node: between ranks of one machine; ``None``: as ``link``.
-        select: seconds per element for the top-k of residual + x.
-        merge: seconds per entry that goes into a merge.
-        codec: seconds per entry for packing it and unpacking it again.
-        add: seconds per element for a dense sum of two vectors.
-        call: seconds for any of these on hardly any entries.
+        link: between nodes; the ranks of a node share it.
+        node: between ranks of one node; ``None``: as ``link``.
+        select: seconds per element of the top-k of residual + x.
+        merge: seconds per input entry of a merge.
+        codec: seconds per entry of packing and unpacking.
+        add: seconds per element of a dense sum of two vectors.
+        call: seconds of any of these operations on few entries.
     """
 
     link: Link
@@ -54,10 +54,9 @@ class Costs:
     call: float = 0.0
 
     def at_once(self, P: int, num_nodes: int) -> bool:
-        """Return whether P ranks had better send what they have to all others at once.
+        """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.
 
-        Otherwise each hands on what it has heard, in log2 P steps. The bytes are as many either way, but for headers:
-        P - 2 gaps are weighed against all trips but the first.
+        Both ways send the same bytes, except for headers. The decision compares P - 2 gaps with all trips but one.
         """
         link = self.link if num_nodes > 1 or self.node is None else self.node
         header = HEADER_BYTES * link.beta
@@ -69,13 +68,13 @@ class Problem:
     """The sizes that decide a cost.
 
     Attributes:
-        P: ranks.
-        n, k: elements, and entries that each rank selects.
-        entry_bytes: of an entry on the way, on average.
-        element_bytes: of a dense element.
-        num_nodes: machines, over which the ranks are spread evenly; ``None``: one for every rank.
+        P: number of ranks.
+        n, k: number of elements, and of entries that each rank selects.
+        entry_bytes: mean bytes of an entry in a message.
+        element_bytes: bytes of a dense element.
+        num_nodes: number of nodes, which have equally many ranks; ``None``: one per rank.
         packed: whether entries are packed and unpacked.
-        hidden: whether the values that travel do not show whose sums are the largest: they are rounded, or means.
+        hidden: whether values in messages do not show which sums are the largest, because they are rounded or means.
     """
 
     P: int
@@ -92,16 +91,16 @@ class Problem:
         return 1 if self.num_nodes is None else -(-self.P // self.num_nodes)
 
     def link(self, costs: Costs, distance: int | None = None, sharing: int | None = None) -> Link:
-        """Return the link to the rank ``distance`` away, ``sharing`` messages at once; without either, to all at once.
+        """Return the link to the rank at ``distance``; by default, to all ranks at once.
 
-        The ranks of a machine share its link, all of them unless ``sharing`` says how many. In ``alpha`` and ``gap``
-        are the header, and what it takes to begin to work on a message: to merge it, and to pack and unpack it.
+        ``sharing`` ranks of a node use its link at the same time; by default, all of them. ``alpha`` and ``gap``
+        include the header and the fixed costs of handling a message: merging, and packing and unpacking.
         """
         m, node = self.per_node, costs.node or costs.link
         if m >= self.P or (distance is not None and distance < m):
             link = node
         else:
-            fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the machine
+            fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the node
             gap = fraction * costs.link.gap + (1 - fraction) * node.gap
             link = Link(costs.link.alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
         begins = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
@@ -113,5 +112,5 @@ class Problem:
 
 
 def log2_ceil(P: int) -> int:
-    """Return the steps in which P ranks can hear of each other, two by two."""
+    """Return log2(P), rounded up."""
     return (P - 1).bit_length()

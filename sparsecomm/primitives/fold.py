@@ -1,8 +1,8 @@
-"""The fold: how recursive doubling takes in numbers of ranks that are no power of two.
+"""`Fold`: a step that reduces P ranks to a power of two before recursive doubling.
 
-P = 2^steps + rem. The first 2 rem ranks act in pairs of neighbours: before the first step the even rank sends what it
-has to the odd one, which takes part for both, and after the last step the odd rank sends the result back. The others,
-and the odd ones of the pairs, have new ranks from 0 to 2^steps - 1, in their order. The names are MPICH's (Thakur,
+P = 2^steps + rem. The first 2 rem ranks form pairs of neighbours. Before the first step, the even rank of a pair sends
+its entries to the odd one, which takes part for both. After the last step, the odd rank sends the result back. The odd
+ranks of pairs and all other ranks have new ranks from 0 to 2^steps - 1, in their order. The names are MPICH's (Thakur,
 Rabenseifner and Gropp, IJHPCA 2005, Section 4.3).
 
     rank       0    1    2    3    4    5    6       P = 7: steps = 2, rem = 3
@@ -23,12 +23,12 @@ class Fold:
     """A rank's part in the fold.
 
     Attributes:
-        steps: of recursive doubling; floor(log2 P).
-        rem: pairs of neighbours that act as one.
-        newrank: this rank's number among the 2^steps that take part; -1 for a rank that hands over.
-        hands_over: whether this rank sends all it has to ``partner`` and only receives the result.
-        partner: the other rank of this rank's pair; -1 if it is in none.
-        peers: by step, the rank to exchange with: that whose new rank differs in the bit of the step.
+        steps: number of steps of recursive doubling, floor(log2 P).
+        rem: number of pairs.
+        newrank: this rank's number among the 2^steps that take part; -1 for the even rank of a pair.
+        hands_over: whether this rank is the even one of a pair, which sends to ``partner`` and receives the result.
+        partner: the other rank of this rank's pair; -1 if it has none.
+        peers: for each step, the rank to exchange with, whose new rank differs in the bit of this step.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class Fold:
 
     @classmethod
     def of(cls, rank: int, size: int) -> Fold:
-        """Return the part of rank ``rank`` of ``size``."""
+        """Return the part of rank ``rank`` among ``size`` ranks."""
         steps = size.bit_length() - 1
         rem = size - (1 << steps)
         if rank < 2 * rem and rank % 2 == 0:

@@ -1,16 +1,15 @@
-"""Gathers that several algorithms share.
+"""Gathers and broadcasts that several algorithms share, with their predicted times.
 
-Where delays are long, each rank sends what it has to all others at once, in one trip; otherwise ranks hand on what they
-have heard, in log2 P steps. `Costs.at_once` decides, the same on all ranks.
+If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward what they have received,
+in log2 P steps. `Costs.at_once` decides, with the same result on all ranks.
 
-Each takes the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks. Predicted times stand
-beside them.
+Each function uses the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from functools import partial
 
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
@@ -20,137 +19,156 @@ __all__ = ["ROUNDS", "broadcast_words", "exchange_with_all", "gather", "gather_t
 
 ROUNDS = 64
 
-T = TypeVar("T")
-
-# Sends items to ``dst`` while it receives those of makers from ``src``: exchange(items, dst, makers, src, round_no).
-Exchange = Callable[[list[T], int, list[int], int, int], list[T]]
-
 
 def gather(
-    comm: Communicator, mine: SparseVector, round_no: int, ranges: Sequence[Range] | None = None
+    comm: Communicator, own: SparseVector, round_no: int, ranges: Sequence[Range] | None = None
 ) -> list[SparseVector]:
-    """Return the vectors of all ranks, in order of rank.
+    """Return the vectors of all ranks, ordered by rank.
 
-    ``ranges``: of indices, for each of the first ranks, whose vectors alone are gathered.
+    ``ranges``: gather only the vectors of the first ``len(ranges)`` ranks, whose indices must be in these ranges.
     """
-    num_makers = comm.size if ranges is None else len(ranges)
-    if comm.reaches_all_at_once:
-        found = exchange_with_all(comm, ((mine,), ()), 1, round_no, mine.nnz, num_makers, ranges=ranges)
-        return [vector for vectors, _ in found for vector in vectors]
-    within = [(0, comm.num_elements)] * num_makers if ranges is None else ranges
-
-    def exchange(items: list[SparseVector], dst: int, makers: list[int], src: int, step: int) -> list[SparseVector]:
-        return comm.exchange_lists(items, dst, [within[maker] for maker in makers], src, step)
-
-    return _bruck(comm, mine, exchange, round_no, num_makers)
+    gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
+    senders = None if ranges is None else len(ranges)
+    return [
+        vector
+        for vectors, _ in gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
+        for vector in vectors
+    ]
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
-    """Return the words of all ranks, in order of rank. All ranks give equally many words."""
-    length = len(words)
-    if comm.reaches_all_at_once:
-        everyones = [list(found) for _, found in exchange_with_all(comm, ((), words), 0, round_no)]
-        for rank, found in enumerate(everyones):
-            if len(found) != length:
-                raise comm.broken(rank, f"{len(found)} numbers instead of {length}")
-        return everyones
-
-    def exchange(items: list[list[int]], dst: int, makers: list[int], src: int, round_no: int) -> list[list[int]]:
-        sent = [word for item in items for word in item]
-        received = comm.exchange_words(sent, dst, src, len(makers) * length, round_no)
-        return [received[i * length : (i + 1) * length] for i in range(len(makers))]
-
-    return _bruck(comm, words, exchange, round_no)
-
-
-def exchange_with_all(
-    comm: Communicator,
-    mine: Parcel,
-    num_vectors: int,
-    round_no: int,
-    count: int = 0,
-    num_makers: int | None = None,
-    *,
-    or_none: bool = False,
-    ranges: Sequence[Range] | None = None,
-) -> list[Parcel]:
-    """Return the parcels of all ranks, or of the first ``num_makers``, in order of rank: in one trip.
-
-    The arguments are those of `Communicator.exchange_parcels`. Who is no maker sends nothing. ``ranges``: for each
-    maker, the range in which the indices of its vectors must lie.
-    """
-    makers = range(comm.size if num_makers is None else num_makers)
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    sends = dict.fromkeys(others, mine) if comm.rank in makers else {}
-    sources = [maker for maker in makers if maker != comm.rank]
-    range_of = None if ranges is None else lambda maker, words: ranges[maker]
-    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, range_of=range_of)
-    found[comm.rank] = mine
-    return [found[maker] for maker in makers]
-
-
-def _bruck(comm: Communicator, mine: T, exchange: Exchange[T], round_no: int, num_makers: int | None = None) -> list[T]:
-    """Return the items of all ranks, or of the first ``num_makers`` (Bruck et al., IEEE TPDS 1997, Section 3).
-
-    ceil(log2 P) messages; all the items but its own reach every rank once.
-
-        rank       0      1      2      3      4      5      6
-        at first   0      1      2      3      4      5      6
-        step 0     01     12     23     34     45     56     60      from rank + 1
-        step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
-        step 2     all: the three items missing, from rank + 4
-    """
-    rank, size = comm.rank, comm.size
-    num_makers = size if num_makers is None else num_makers
-
-    def makers(first: int, count: int) -> list[int]:
-        return [maker % size for maker in range(first, first + count) if maker % size < num_makers]
-
-    held = dict.fromkeys(makers(rank, 1), mine)
-    for step in range(log2_ceil(size)):
-        distance = 1 << step
-        new = min(distance, size - distance)
-        sent, expected = [held[maker] for maker in makers(rank, new)], makers(rank + distance, new)
-        dst, src = (rank - distance) % size, (rank + distance) % size
-        received = exchange(sent, dst, expected, src, round_no + step)
-        held.update(zip(expected, received, strict=True))
-    return [held[maker] for maker in range(num_makers)]
-
-
-def gather_time(problem: Problem, costs: Costs, entries: float, num_makers: int | None = None) -> float:
-    """Return the predicted seconds of `gather`, for ``entries`` in all, an equal part from each maker.
-
-    Where not all ranks are makers, those that have everything soon send it more often.
-    """
-    P = problem.P
-    num_makers = P if num_makers is None else num_makers
-    if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
-        sent = (P - 1) / num_makers  # of all, by a maker; whoever is none receives all
-        nbytes = max(sent, 1 - 1 / num_makers if num_makers == P else 1) * entries * problem.entry_bytes
-        return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
-    repeats = 1.0 if num_makers == P else (1 + log2_ceil(-(-P // num_makers))) * P / (P - 1)
-    nbytes = repeats * entries * problem.entry_bytes + 16 * num_makers
-    seconds = 0.0
-    for step in range(log2_ceil(P)):  # to the rank 2^step away, which up to 2^step ranks of a node share
-        link = problem.link(costs, sharing=min(1 << step, problem.per_node))
-        seconds += link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta
-    return seconds
+    """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
+    gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
+    found = [list(theirs) for _, theirs in gathered(comm, ((), words), 0, round_no)]
+    for rank, theirs in enumerate(found):
+        _check_count(comm, rank, theirs, len(words))
+    return found
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
-    """Return the words of rank 0: from it to all, or along a binomial tree, in whose step j each rank below 2^j sends
-    to the rank 2^j above it.
+    """Return the words of rank 0, which sends them to all ranks at once or along a binomial tree.
+
+    In step j of the tree, each rank below 2^j sends to the rank 2^j above it.
     """
     rank, size = comm.rank, comm.size
     if comm.reaches_all_at_once:
-        (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_makers=1)
-        if len(found) != len(words):
-            raise comm.broken(0, f"{len(found)} numbers instead of {len(words)}")
+        (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
+        _check_count(comm, 0, found, len(words))
         return list(found)
     for step in range(log2_ceil(size)):
         distance = 1 << step
         if rank < distance and rank + distance < size:
             comm.send_words(words, rank + distance, round_no + step)
         elif distance <= rank < 2 * distance:
-            words = comm.receive_words(rank - distance, len(words), round_no + step)
+            words = list(comm.receive_words(rank - distance, len(words), round_no + step))
     return words
+
+
+def _check_count(comm: Communicator, source: int, words: Sequence[int], expected: int) -> None:
+    if len(words) != expected:
+        raise comm.broken(source, f"{len(words)} numbers instead of {expected}")
+
+
+def exchange_with_all(
+    comm: Communicator,
+    own: Parcel,
+    num_vectors: int,
+    round_no: int,
+    count: int = 0,
+    num_senders: int | None = None,
+    *,
+    or_none: bool = False,
+    ranges: Sequence[Range] | None = None,
+) -> list[Parcel]:
+    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank: in one trip.
+
+    The arguments are those of `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors'
+    indices.
+    """
+    senders = range(comm.size if num_senders is None else num_senders)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = dict.fromkeys(others, own) if comm.rank in senders else {}
+    sources = [sender for sender in senders if sender != comm.rank]
+    ranges_of = None if ranges is None else lambda sender, words: [ranges[sender]] * num_vectors
+    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, ranges_of=ranges_of)
+    found[comm.rank] = own
+    return [found[sender] for sender in senders]
+
+
+def _bruck(
+    comm: Communicator,
+    own: Parcel,
+    num_vectors: int,
+    round_no: int,
+    count: int = 0,
+    num_senders: int | None = None,
+    *,
+    ranges: Sequence[Range] | None = None,
+) -> list[Parcel]:
+    """Return what `exchange_with_all` does, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
+
+    All parcels must have the same numbers of vectors and words. ceil(log2 P) messages; every rank receives each parcel
+    of another rank once.
+
+        rank       0      1      2      3      4      5      6
+        at first   0      1      2      3      4      5      6
+        step 0     01     12     23     34     45     56     60      from rank + 1
+        step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
+        step 2     all: the three parcels missing, from rank + 4
+    """
+    rank, size, num_words = comm.rank, comm.size, len(own[1])
+    num_senders = size if num_senders is None else num_senders
+
+    def senders(first: int, length: int) -> list[int]:
+        return [sender % size for sender in range(first, first + length) if sender % size < num_senders]
+
+    held = dict.fromkeys(senders(rank, 1), own)
+    for step in range(log2_ceil(size)):
+        distance = 1 << step
+        length = min(distance, size - distance)
+        sent, expected = [held[sender] for sender in senders(rank, length)], senders(rank + distance, length)
+        parcel = [v for vectors, _ in sent for v in vectors], [word for _, words in sent for word in words]
+        dst, src = (rank - distance) % size, (rank + distance) % size
+        ranges_of = None
+        if ranges is not None:
+            within = [ranges[sender] for sender in expected for _ in range(num_vectors)]
+            ranges_of = partial(_constant, within)
+        vectors, words = comm.exchange_parcels(
+            {dst: parcel},
+            (src,),
+            num_vectors * len(expected),
+            round_no + step,
+            count * len(expected),
+            ranges_of=ranges_of,
+        )[src]
+        _check_count(comm, src, words, num_words * len(expected))
+        for i, sender in enumerate(expected):
+            held[sender] = (
+                vectors[i * num_vectors : (i + 1) * num_vectors],
+                words[i * num_words : (i + 1) * num_words],
+            )
+    return [held[sender] for sender in range(num_senders)]
+
+
+def _constant(ranges: Sequence[Range], source: int, words: Sequence[int]) -> Sequence[Range]:
+    return ranges
+
+
+def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:
+    """Return the predicted seconds of `gather` for ``entries`` in all, an equal part from each sender.
+
+    If not all ranks are senders, some ranks have everything early and send it more than once.
+    """
+    P = problem.P
+    num_senders = P if num_senders is None else num_senders
+    if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
+        sent = (P - 1) / num_senders  # times all entries, by a sender; other ranks receive all entries
+        nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
+        return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
+    repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)
+    nbytes = repeats * entries * problem.entry_bytes + 16 * num_senders
+    seconds = 0.0
+    for step in range(log2_ceil(P)):  # to the rank 2^step away, which up to 2^step ranks of a node share
+        link = problem.link(costs, sharing=min(1 << step, problem.per_node))
+        seconds += link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta
+    return seconds

@@ -63,7 +63,7 @@ class Buckets:
         """Remove what algorithms keep from call to call."""
         for bucket in self.all:
             if bucket.latest is not None:
-                bucket.latest.comm.kept.clear()
+                bucket.latest.comm.cache.clear()
 
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return flat views of residuals and velocities by name. There are no velocities without momentum."""

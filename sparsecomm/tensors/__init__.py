@@ -1,1 +1,1 @@
-"""Tensors: what the library takes in (DLPack), and the sparse vectors that it gives back."""
+"""Tensors of other libraries, imported by DLPack, and the sparse vectors that calls return."""

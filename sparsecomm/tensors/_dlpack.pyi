@@ -5,7 +5,7 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device
 
 class Import:
-    """The tensor of a consumed capsule. The exporter's memory is released when this object dies."""
+    """The tensor of a consumed capsule. Deleting this object releases the exporter's memory."""
 
     pointer: int
     size: int
@@ -21,7 +21,7 @@ class Import:
     def __init__(self, capsule: object) -> None: ...
 
 class Tensor:
-    """Contiguous memory of somebody else's array. ``owner`` keeps it alive."""
+    """Contiguous memory of another library's array. ``owner`` keeps it alive."""
 
     pointer: int
     size: int

@@ -1,7 +1,7 @@
-"""Tensors, and how memory is read from DLPack capsules and from plain arrays. Policy and messages are in `interop`.
+"""`Tensor`, and reading the memory of DLPack capsules and plain arrays. `interop` decides what is allowed.
 
-The structures are those of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html), written out here: they are
-an ABI, stable within a major version, and the one header that would be needed is not worth a dependency.
+The structs are those of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html). They are an ABI that is stable
+within a major version, so copying them here avoids a dependency.
 """
 
 cimport numpy as cnp
@@ -13,75 +13,68 @@ from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 cnp.import_array()
 
-cdef extern from *:
-    """
-    #include <stdint.h>
-    typedef struct { int32_t type, id; } sc_DLDevice;
-    typedef struct { uint8_t code, bits; uint16_t lanes; } sc_DLDataType;
-    typedef struct {
-        void* data; sc_DLDevice device; int32_t ndim; sc_DLDataType dtype; int64_t *shape, *strides;
-        uint64_t byte_offset;
-    } sc_DLTensor;
-    typedef struct sc_DLManaged { sc_DLTensor tensor; void* context; void (*deleter)(struct sc_DLManaged*); } sc_DLManaged;
-    typedef struct sc_DLVersioned {
-        uint32_t major, minor; void* context; void (*deleter)(struct sc_DLVersioned*); uint64_t flags; sc_DLTensor tensor;
-    } sc_DLVersioned;
-    typedef struct {
-        uint32_t major, minor; void* previous; void* allocator; int (*from_object)(void*, sc_DLVersioned**);
-    } sc_DLExchange;  /* the beginning of DLPackExchangeAPI */
-    """
-    ctypedef struct Device "sc_DLDevice":
-        int32_t type
-        int32_t id
-    ctypedef struct DataType "sc_DLDataType":
-        uint8_t code
-        uint8_t bits
-        uint16_t lanes
-    ctypedef struct DLTensor "sc_DLTensor":
-        void* data
-        Device device
-        int32_t ndim
-        DataType dtype
-        int64_t* shape
-        int64_t* strides
-        uint64_t byte_offset
-    ctypedef struct Managed "sc_DLManaged":
-        DLTensor tensor
-        void (*deleter)(Managed*)
-    ctypedef struct Versioned "sc_DLVersioned":
-        uint32_t major
-        uint32_t minor
-        void (*deleter)(Versioned*)
-        uint64_t flags
-        DLTensor tensor
-    ctypedef struct Exchange "sc_DLExchange":
-        uint32_t major
-        int (*from_object)(void*, Versioned**) noexcept
+cdef struct Device:
+    int32_t type
+    int32_t id
+
+cdef struct DataType:
+    uint8_t code
+    uint8_t bits
+    uint16_t lanes
+
+cdef struct DLTensor:
+    void* data
+    Device device
+    int32_t ndim
+    DataType dtype
+    int64_t* shape
+    int64_t* strides
+    uint64_t byte_offset
+
+cdef struct Managed:
+    DLTensor tensor
+    void* context
+    void (*deleter)(Managed*) noexcept
+
+cdef struct Versioned:
+    uint32_t major
+    uint32_t minor
+    void* context
+    void (*deleter)(Versioned*) noexcept
+    uint64_t flags
+    DLTensor tensor
+
+cdef struct Exchange:  # the beginning of DLPackExchangeAPI
+    uint32_t major
+    uint32_t minor
+    void* previous
+    void* allocator
+    int (*from_object)(void*, Versioned**) noexcept
 
 cdef uint64_t READ_ONLY = 1, IS_COPIED = 2
-cdef int64_t MAX_SIZE = 2**60 - 1  # elements: the bytes of as many of the widest type can still be counted
+cdef int64_t MAX_SIZE = 2**60 - 1  # elements: their bytes must fit in an int64
 
 
 cdef class Import:
-    """The tensor of a consumed capsule. The exporter's memory is released when this object dies."""
+    """The tensor of a consumed capsule. Deleting this object releases the exporter's memory."""
 
     cdef Managed* managed
     cdef Versioned* versioned
-    cdef readonly uintptr_t pointer  # 0: there is no memory
+    cdef readonly uintptr_t pointer  # 0: none
     cdef readonly int64_t size
     cdef readonly tuple shape
     cdef readonly int code, bits, lanes, device_type, device_id
     cdef readonly bint contiguous, readonly, copied
 
     def __cinit__(self, capsule):
-        """``capsule``: None where the memory comes from a library's C functions."""
+        """``capsule``: a fresh DLPack capsule, or None if the memory comes from a library's C functions."""
         cdef Versioned* versioned
         if capsule is None:
             return
         if PyCapsule_IsValid(capsule, "dltensor_versioned"):
             versioned = <Versioned*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
-            if versioned.major > 1:  # the rest may be laid out differently; the capsule, not consumed, frees itself
-                raise BufferError(f"DLPack version {versioned.major}.{versioned.minor}, and only 1.x is understood")
+            if versioned.major > 1:  # the layout may differ; the capsule is not consumed and frees itself
+                raise BufferError(f"DLPack version {versioned.major}.{versioned.minor} is not supported; expected 1.x")
             PyCapsule_SetName(capsule, "used_dltensor_versioned")
             self.versioned = versioned
             self.describe(&versioned.tensor, versioned.flags)
@@ -114,7 +107,7 @@ cdef class Import:
             size, contiguous = 0, True
         self.shape = tuple([t.shape[i] for i in range(t.ndim)])
         if not possible:
-            raise BufferError(f"a tensor of shape {self.shape}, which is no shape of an array in memory")
+            raise BufferError(f"shape {self.shape} is invalid")
         self.pointer = 0 if t.data == NULL else <uintptr_t>t.data + t.byte_offset
         self.size = size
         self.contiguous = contiguous
@@ -132,12 +125,12 @@ cdef class Import:
 
 
 cdef class Tensor:
-    """Contiguous memory of somebody else's array, on a device.
+    """Contiguous memory of another library's array.
 
     Attributes:
-        pointer: the address of its first element.
-        owner: keeps the memory.
-        stream: of a CUDA tensor: where its memory is ready to be used, as DLPack numbers streams.
+        pointer: address of the first element.
+        owner: keeps the memory alive.
+        stream: for a CUDA tensor, the stream on which its memory is ready, as numbered by DLPack.
     """
 
     def __init__(self, pointer, size, shape, dtype, device, readonly, owner, stream=None):
@@ -146,25 +139,25 @@ cdef class Tensor:
 
     @property
     def nbytes(self):
-        """Bytes of its elements."""
+        """Number of bytes."""
         return self.size * self.dtype.itemsize
 
     def part(self, begin, end):
-        """Return elements ``begin`` to ``end`` as a flat tensor, which shares the memory."""
+        """Return elements ``begin`` to ``end`` as a flat tensor. Shares memory."""
         pointer = self.pointer + begin * self.dtype.itemsize
         size = end - begin
         return Tensor(pointer, size, (size,), self.dtype, self.device, self.readonly, self.owner, self.stream)
 
 
 def overlap(Tensor a not None, Tensor b not None):
-    """Return whether two tensors share a byte. CUDA has one address space: those of host and GPUs never coincide."""
+    """Return whether two tensors share memory. CUDA has one address space for the host and all GPUs."""
     cdef Py_ssize_t each = ITEMSIZES[a.code], other = ITEMSIZES[b.code]
     return a.size > 0 and b.size > 0 and a.pointer < b.pointer + b.size * other and b.pointer < a.pointer + a.size * each
 
 
 cdef Py_ssize_t[4] ITEMSIZES = [2, 2, 4, 8]  # by code of the dtype
 cdef list DTYPES = [FLOAT16, BFLOAT16, FLOAT32, FLOAT64]  # by code
-cdef dict exchanges = {}  # the capsules of C functions, by the type whose objects they take
+cdef dict exchanges = {}  # type of an object -> capsule of its C functions
 
 
 cdef Tensor host_tensor(uintptr_t pointer, Py_ssize_t size, tuple shape, int code, device, bint readonly, owner):
@@ -175,16 +168,16 @@ cdef Tensor host_tensor(uintptr_t pointer, Py_ssize_t size, tuple shape, int cod
 
 
 def plain(obj, bint writable, cpu):
-    """Return a tensor of host memory at once, for the arrays that most calls get; None where policy has to look.
+    """Return the tensor of a common kind of host array, quickly; None if `interop` must check the array.
 
-    These are NumPy's own, and those of types with DLPack's C functions, such as PyTorch's tensors. ``cpu``: the device.
+    Common kinds are NumPy arrays and types with DLPack's C functions, such as PyTorch tensors. ``cpu``: the device.
     """
     if type(obj) is cnp.ndarray:
         return plain_array(obj, writable, cpu)
     cls = type(obj)
     capsule = exchanges.get(cls)
     if capsule is None:
-        capsule = cls.__dict__.get("__dlpack_c_exchange_api__")  # those of a type of its own: a subclass may mean more
+        capsule = cls.__dict__.get("__dlpack_c_exchange_api__")  # of this type, because a subclass may differ
         if capsule is None or not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
             return None
         exchanges[cls] = capsule
@@ -194,7 +187,7 @@ def plain(obj, bint writable, cpu):
         return None
     cdef Versioned* exported = NULL
     if exchange.from_object(<void*>obj, &exported):
-        PyErr_Clear()  # `__dlpack__` raises the same
+        PyErr_Clear()  # `__dlpack__` raises the same error later
         return None
     cdef Import memory = Import.__new__(Import, None)
     memory.versioned = exported
@@ -224,12 +217,12 @@ cdef plain_array(cnp.ndarray array, bint writable, cpu):
 
 
 def address(cnp.ndarray array not None):
-    """Where the elements of a NumPy array begin, ten times faster than ``array.ctypes.data``."""
+    """Return the address of a NumPy array's elements, ten times faster than ``array.ctypes.data``."""
     return <uintptr_t>cnp.PyArray_DATA(array)
 
 
 def view(uintptr_t pointer, cnp.npy_intp size, cnp.dtype dtype not None, bint readonly, owner):
-    """A flat NumPy array over foreign memory. It keeps ``owner`` alive."""
+    """Return a flat NumPy array of foreign memory that keeps ``owner`` alive."""
     cdef cnp.ndarray array = cnp.PyArray_SimpleNewFromData(1, &size, dtype.num, <void*>pointer)
     cnp.set_array_base(array, owner)
     if readonly:

@@ -1,4 +1,4 @@
-"""The element types of gradients. The codes are those of the C++ kernels and of the wire."""
+"""The element dtypes of gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ DTypeName: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its name, its code, its size in bytes, and the NumPy type with which its bits can be viewed."""
+    """An element dtype.
+
+    Attributes:
+        name: its name.
+        code: its number in C++ kernels and in messages.
+        itemsize: bytes of an element.
+        view: the NumPy dtype for viewing its memory.
+    """
 
     name: str
     code: int
@@ -24,12 +31,12 @@ class DType:
 
     @property
     def accumulator(self) -> np.dtype:
-        """The type in which sums of this type are carried: float32 for 16-bit types and float32, else float64."""
+        """The dtype in which values are added: float32 for 16-bit dtypes and float32, else float64."""
         return np.dtype(np.float64 if self.itemsize == 8 else np.float32)
 
     @property
     def rounds_to_infinity(self) -> float:
-        """The smallest magnitude in the accumulator that is rounded to infinity in this type."""
+        """The smallest magnitude of the accumulator dtype that rounds to infinity in this dtype."""
         return {"float16": 65520.0, "bfloat16": (2 - 2**-8) * 2.0**127}.get(self.name, math.inf)
 
     def __str__(self) -> str:
@@ -37,7 +44,7 @@ class DType:
 
 
 FLOAT16 = DType("float16", 0, 2, "<f2")
-BFLOAT16 = DType("bfloat16", 1, 2, "<u2")  # NumPy has no bfloat16: its bits
+BFLOAT16 = DType("bfloat16", 1, 2, "<u2")  # NumPy has no bfloat16
 FLOAT32 = DType("float32", 2, 4, "<f4")
 FLOAT64 = DType("float64", 3, 8, "<f8")
 DTYPES = {d.name: d for d in (FLOAT16, BFLOAT16, FLOAT32, FLOAT64)}

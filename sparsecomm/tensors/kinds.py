@@ -1,4 +1,4 @@
-"""The kinds of packed values: how the value of an entry travels. Wire formats and kernels take them from here."""
+"""`ValueKind`: how wire formats and kernels encode the values of entries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class ValueKind:
     """A kind of values in messages.
 
     Attributes:
-        name: of the kind.
+        name: its name.
         code: its number in ``Kind`` of kernels/cpu/kernels.hpp.
-        codec: the structure of kernels/cuda/packed.cu that converts its values.
-        itemsize: bytes of a value; 0 for the bytes of the accumulator's type, which travels as it is.
-        planes: bits of a value where these stand apart, a word of 64 bits for every block; 0 where values are bytes.
-        block: number of values in a row that have bytes in common; 0 if none do.
-        shared: bytes that a block has in common.
+        codec: the struct in kernels/cuda/packed.cu that converts its values.
+        itemsize: bytes of a value; 0: those of the accumulator dtype, which is not converted.
+        planes: number of bit planes of a value, each of which has a 64-bit word per block; 0 if values are bytes.
+        block: number of consecutive values that share bytes; 0 if none do.
+        shared: bytes that the values of a block share.
     """
 
     name: str

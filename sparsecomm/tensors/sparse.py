@@ -1,10 +1,10 @@
-"""SparseVector: the entries of a long vector that are not zero."""
+"""`SparseVector`: the nonzero entries of a long vector."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,32 +20,29 @@ __all__ = ["INT64_SIZE", "Array", "DenseSum", "SparseVector", "index_dtype"]
 
 
 _new = object.__new__
-INT64_SIZE = 2**31  # vectors of so many elements and more have int64 indices
+INT64_SIZE = 2**31  # vectors with at least this many elements have int64 indices
 
 
 def index_dtype(size: int) -> ArrayDType:
-    """Return the type of indices into ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
+    """Return the index dtype for ``size`` elements: int32 up to 2^31 - 1 elements, int64 above."""
     return np.dtype(np.int32 if size < INT64_SIZE else np.int64)
 
 
 class SparseVector:
-    """A vector of ``size`` elements, of which ``nnz`` are listed and the others are zero.
+    """A vector of ``size`` elements with ``nnz`` entries; all other elements are zero.
 
     Attributes:
         indices: strictly increasing, int32 for ``size`` < 2^31 and int64 above, shape ``(nnz,)``.
-        values: float32, or float64 for float64 gradients, shape ``(nnz,)``: the type in which sums are carried.
+        values: float32, or float64 for float64 gradients (the accumulator dtype), shape ``(nnz,)``.
         size: number of elements of the dense vector.
-        shape: shape of the dense tensor, ``(size,)`` unless it came from a tensor of another shape.
+        shape: shape of the dense tensor; ``(size,)`` unless it was made from a tensor of another shape.
 
-    ``indices`` and ``values`` are NumPy arrays (CuPy arrays for CUDA tensors), whatever the gradient was. `to_torch`
-    returns a sparse tensor of PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Other libraries take the
-    arrays by DLPack: ``jnp.from_dlpack(values)``.
+    ``indices`` and ``values`` are NumPy arrays, or CuPy arrays for CUDA tensors, whatever the library of the gradient.
+    `to_torch` returns a sparse tensor of PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Other libraries
+    import the arrays by DLPack: ``jnp.from_dlpack(values)``.
     """
 
     __slots__ = ("indices", "shape", "size", "values")
-
-    # Writes a vector to dense memory. `sparsecomm.backends`, which this layer may not import, sets it.
-    densify: ClassVar[Callable[[interop.Tensor, SparseVector], None]]
 
     indices: Array
     values: Array
@@ -53,11 +50,11 @@ class SparseVector:
     shape: tuple[int, ...]
 
     def __init__(self, indices: object, values: object, size: int, shape: tuple[int, ...] | None = None) -> None:
-        """Make a vector of arrays, which are checked; those of other types are converted.
+        """Make a vector from arrays, which are checked, and converted if they have other dtypes.
 
         Raises:
-            InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), the values are
-                not real numbers, or there is no such size or shape.
+            InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), values are not
+                real numbers, or the size or shape is invalid.
         """
         interop.refuse_masked(indices, "indices")
         interop.refuse_masked(values, "values")
@@ -67,28 +64,28 @@ class SparseVector:
         except FAULTS as error:
             raise InvalidInputError(
                 f"SparseVector: got indices of type {type(indices).__name__}, values of type {type(values).__name__} "
-                f"and shape={quote(shape)}; expected arrays, and a shape of ints ({type(error).__name__})"
+                f"and shape={quote(shape)}; expected arrays, and a tuple of ints as shape ({type(error).__name__})"
             ) from error
         elements = to_int(size)
         of_shape = tuple(found for length in lengths if (found := to_int(length)) is not None)
         if elements is None or len(of_shape) < len(lengths) or math.prod(of_shape) != elements:
             raise InvalidInputError(
                 f"SparseVector: got size={quote(size)} and shape={quote(shape)}; expected a size from 0 to 2^63 - 1, "
-                "and a shape of so many elements"
+                "and a shape with that number of elements"
             )
         if index.ndim != 1 or index.shape != value.shape:
             raise InvalidInputError(
-                f"SparseVector: expected two flat arrays of one length, got {index.shape} indices "
-                f"and {value.shape} values"
+                f"SparseVector: got {index.shape} indices and {value.shape} values; expected two flat arrays of one "
+                "length"
             )
         if index.size and index.dtype.kind not in "iu":
-            raise InvalidInputError(f"SparseVector: expected integer indices, got {index.dtype}")
+            raise InvalidInputError(f"SparseVector: got indices of dtype {index.dtype}; expected integers")
         if value.dtype.kind not in "fiu" and value.dtype.name != "bfloat16":
-            raise InvalidInputError(f"SparseVector: expected real values, got {value.dtype}")
+            raise InvalidInputError(f"SparseVector: got values of dtype {value.dtype}; expected real numbers")
         if index.size and not (index[0] >= 0 and index[-1] < elements and bool(np.all(index[1:] > index[:-1]))):
             raise InvalidInputError(
-                f"SparseVector: expected strictly increasing indices in [0, {elements}); sort them, and "
-                "add up the values of equal ones"
+                f"SparseVector: indices must increase strictly and lie in [0, {elements}); sort them and add up the "
+                "values of equal indices"
             )
         self.indices = np.ascontiguousarray(index, index_dtype(elements))
         self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
@@ -96,13 +93,13 @@ class SparseVector:
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:
-        """Return a vector of arrays that a kernel made or a decoder checked, without checks or copies."""
-        made: SparseVector = _new(cls)
-        made.indices = indices
-        made.values = values
-        made.size = size
-        made.shape = shape
-        return made
+        """Make a vector from valid arrays of a kernel or a decoder, without checks or copies."""
+        vector: SparseVector = _new(cls)
+        vector.indices = indices
+        vector.values = values
+        vector.size = size
+        vector.shape = shape
+        return vector
 
     @property
     def nnz(self) -> int:
@@ -115,41 +112,47 @@ class SparseVector:
 
     @property
     def _like(self) -> Array:
-        """Return an array of the kind, and on the device, of the values."""
+        """An array of the library, the dtype and the device of the values."""
         return self.values
 
     @property
     def device(self) -> interop.Device:
-        """The device on which the entries are."""
+        """The device of the entries."""
         kind, index = self._like.__dlpack_device__()
         return interop.CPU if kind == 1 else interop.Device("cuda", index)
 
     @property
     def density(self) -> float:
-        """``nnz / size``; 0 for a vector of no elements."""
+        """``nnz / size``; 0 if ``size`` is 0."""
         return self.nnz / self.size if self.size else 0.0
 
     def part(self, begin: int, end: int) -> SparseVector:
-        """Return entries number ``begin`` to ``end``, as a vector of the same size. It shares memory."""
+        """Return the entries from position ``begin`` to ``end`` as a vector of the same size. Shares memory."""
         return SparseVector.trusted(self.indices[begin:end], self.values[begin:end], self.size, self.shape)
 
     def shard(self, index: int, count: int) -> SparseVector:
-        """Return shard number ``index`` of ``count`` that have equally many entries, but for one, as views."""
+        """Return shard ``index`` of ``count`` equal shards of the entries. Shares memory."""
         return self if count == 1 else self.part(self.nnz * index // count, self.nnz * (index + 1) // count)
 
+    def at(self, positions: Array) -> SparseVector:
+        """Return the entries at ascending positions, or where a boolean mask is true."""
+        return SparseVector.trusted(self.indices[positions], self.values[positions], self.size, self.shape)
+
     def to_dense(self, out: Any = None) -> Any:
-        """Return the dense tensor: ``out`` if given, else a new array of ``shape`` in the type of ``values``.
+        """Return the dense tensor: ``out`` if given, else a new array of ``shape`` with the dtype of ``values``.
 
         Args:
-            out: contiguous and writable, of ``size`` elements, on the device of the entries, any of the four float
-                types; 16-bit types are rounded to nearest even.
+            out: contiguous and writable, with ``size`` elements, on the device of the entries, of any of the four
+                float dtypes; 16-bit dtypes are rounded to nearest even.
 
         Raises:
-            InvalidInputError: ``out`` cannot be used. In host memory, also: the arrays of this vector were written to,
-                and an index is not in [0, size). On a CUDA device such an entry is left out.
+            InvalidInputError: ``out`` cannot be used. In host memory, also if the arrays of this vector were modified
+                and an index is not in [0, size). On a CUDA device, such an entry is omitted.
         """
+        from sparsecomm import backends  # imported here, because backends import this module
+
         if out is None:
-            out = np.empty_like(self._like, shape=self.shape)  # CuPy answers for its own
+            out = np.empty_like(self._like, shape=self.shape)  # dispatches to CuPy
         target = interop.tensor(out, "out", writable=True)
         if target.size != self.size:
             raise InvalidInputError(
@@ -157,16 +160,18 @@ class SparseVector:
             )
         if (target.dtype.itemsize == 8) != (self._accumulator.itemsize == 8):
             raise InvalidInputError(
-                f"out: got {target.dtype}; expected a type whose sums are carried in "
-                f"{self._accumulator}; allocate it with that type"
+                f"out: got {target.dtype}; expected a dtype whose accumulator dtype is {self._accumulator}; "
+                "allocate it with that dtype"
             )
-        SparseVector.densify(target, self)
+        backend = backends.of(target.device)
+        with backend.on_stream(target):
+            backend.densify(target, self)
         return out
 
     def to_torch(self) -> torch.Tensor:
-        """Return it as a sparse COO tensor of PyTorch, of ``shape`` and on its device, coalesced.
+        """Return a coalesced sparse COO tensor of PyTorch with the same shape and device.
 
-        Its values share the memory of ``values``. PyTorch must be installed.
+        It shares the memory of ``values``. PyTorch must be installed.
         """
         import torch
         from torch.utils.dlpack import from_dlpack
@@ -180,22 +185,22 @@ class SparseVector:
 
 
 class DenseSum(SparseVector):
-    """A `SparseVector` that is kept as a dense array. Its entries are found when they are first asked for.
+    """A `SparseVector` stored as a dense array, whose entries are found on first access.
 
-    Callers often want only ``out``: finding up to ``size`` entries would take longer than the sum.
+    Callers often use only ``out``, and finding up to ``size`` entries takes longer than the sum.
     """
 
     __slots__ = ("_entries", "_find", "dense")
 
     def __init__(self, dense: Array, shape: tuple[int, ...], find: Callable[[Array], tuple[Array, Array]]) -> None:
-        """Keep ``dense``, a flat array; ``find`` returns the indices and values of what is not zero."""
+        """Store ``dense``, a flat array; ``find`` returns the indices and values of nonzero elements."""
         self.dense = dense
         self.size, self.shape = int(dense.shape[0]), shape
         self._find = find
         self._entries: tuple[Array, Array] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it as a dense array: what finds its entries belongs to this process."""
+        """Copy and pickle the dense array without ``find``, which belongs to this process."""
         return DenseSum, (self.dense, self.shape, _nonzeros)
 
     @property
@@ -221,7 +226,7 @@ class DenseSum(SparseVector):
 
 
 def _nonzeros(dense: Array) -> tuple[Array, Array]:
-    """Return the indices of what is not zero, and the values, of which all NaN are the same."""
+    """Return the indices and values of nonzero elements. All NaN get the same bits."""
     indices = dense.nonzero()[0].astype(index_dtype(len(dense)))
     values = dense[indices]
     values[values != values] = np.nan

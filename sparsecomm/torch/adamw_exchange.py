@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import AdamWRule

@@ -24,7 +24,7 @@ _METHODS = {
     "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros",
     EXCHANGE: "well_formed",  # checks received entries
     "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
-    "entries_at nth_keys largest_keys keys_at scaled_key split_by_key values_at",
+    "entries_at nth_keys split_by_key values_at",
     "code": "quantize remainder pack unpack",
     "take-back": "scatter_add scatter_add_where add_into cast_into",  # `cast_into` also sets a residual to zero
     "densify": "densify",

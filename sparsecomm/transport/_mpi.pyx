@@ -1,12 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The part of the MPI transport that must be quick: sends, receives, and the way in which a rank waits.
+"""`Endpoint`: the fast part of the MPI transport, which sends, receives and waits.
 
-A message travels in pieces: a first one of at most `FIRST` bytes, which no rank exceeds and which has a place of that
-size before it comes, and longer ones, whose places are made when they have come. A piece that is full announces another.
+A message travels in pieces. The receive of the first piece, of at most `FIRST` bytes, is posted in advance. Memory for
+later, longer pieces is allocated when they have arrived. A full piece announces that another one follows.
 
-Everything is non-blocking underneath. A wait tests MPI for a few tens of microseconds, then lets other processes run
-between tests, then sleeps. In the slow part it calls `poll` of the Python class now and then, which decides whether to
-go on. MPI is called without the GIL.
+All operations are non-blocking. A wait first tests MPI in a busy loop for some tens of microseconds, then yields to
+other processes between tests, then sleeps between them. It regularly calls `poll` of the Python class, which raises to
+end the wait. MPI is called without the GIL.
 """
 
 cimport cython
@@ -57,7 +57,7 @@ cdef extern from *:
     """
     const char *SC_BUILT_WITH
 
-built_with = SC_BUILT_WITH.decode()  # the MPI whose headers were used
+built_with = SC_BUILT_WITH.decode()  # name and version of the MPI whose headers were used
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
@@ -66,33 +66,33 @@ cdef int PROCESS = getpid()
 
 
 def usable():
-    """Return whether MPI can be used: it was not finalised, and this process is the one that has started it."""
+    """Return whether MPI can be used: it is not finalized, and this process is not a fork."""
     cdef int finalized = 0
     MPI_Finalized(&finalized)
     return getpid() == PROCESS and not finalized
 
 
 cdef enum:
-    CONTROL = 0  # the tag of control messages; those of data are above
+    CONTROL = 0  # tag of control messages; data messages have higher tags
     FIRST = 65_536  # bytes in the first piece of a message
 
-cdef double POLL_INTERVAL = 0.05  # seconds between looks at signals, the clock and control messages
-cdef double PING_INTERVAL = 0.25  # seconds until the peer is told that it is waited for; doubles every time
-cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes, before it sleeps
+cdef double POLL_INTERVAL = 0.05  # seconds between checks of signals, the clock and control messages
+cdef double PING_INTERVAL = 0.25  # seconds until the first ping of the peer; the interval doubles after each ping
+cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes before it sleeps
 cdef double MIN_SLEEP = 20e-6, MAX_SLEEP = 200e-6  # seconds
 
 
 cdef double monotonic() noexcept nogil:
-    """Return seconds since some time in the past."""
+    """Return seconds since an arbitrary time."""
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return t.tv_sec + 1e-9 * t.tv_nsec
 
 
 cdef bint give_way(double waited, double spin) noexcept nogil:
-    """Let a moment pass after a test that failed; return whether it was a sleep.
+    """Pause after a failed test: not at all, by yielding, or by sleeping; return whether it slept.
 
-    ``waited``: seconds so far; ``spin``: for how many of them the core is kept busy.
+    ``waited``: seconds of waiting so far; ``spin``: seconds of busy waiting.
     """
     cdef timespec moment
     if waited < spin:
@@ -106,25 +106,25 @@ cdef bint give_way(double waited, double spin) noexcept nogil:
     return True
 
 
-def wait_deaf(double waited, double spin):
-    """Let a moment of a wait pass, as `Endpoint` does; no signal handler runs."""
+def wait_without_signals(double waited, double spin):
+    """Pause once during a wait, as `Endpoint` does. No signal handler runs."""
     with nogil:
         give_way(waited, spin)
 
 
-cdef struct Moved:  # between this rank and a peer
+cdef struct PeerTraffic:
     Py_ssize_t sent, received  # bytes
-    double seconds  # for which this rank has waited for messages to or from it
+    double seconds  # spent waiting for messages to or from the peer
 
 
 cdef struct WaitState:
-    double began  # when the wait began; 0 until the first test has failed
-    double next_poll  # when to poll
-    double next_ping  # after how many seconds of waiting to ping
+    double began  # time at which the first test failed; 0 before
+    double next_poll  # time of the next poll
+    double next_ping  # seconds of waiting after which to ping next
 
 
 cdef shortened(message, Py_ssize_t nbytes, memory):
-    """Return the beginning of a message made by ``memory``; on the host, what follows goes back to the system."""
+    """Return the beginning of a message made by ``memory``. In host memory, free the rest."""
     cdef np.PyArray_Dims shape
     if memory is not HOST:
         return message[:nbytes]
@@ -135,27 +135,27 @@ cdef shortened(message, Py_ssize_t nbytes, memory):
 
 @cython.final
 @cython.freelist(16)
-@cython.no_gc  # which would take the memory of a message under way for garbage, where nobody knows of either
+@cython.no_gc  # garbage collection could free the memory of a message in flight to which nothing else refers
 cdef class Transfer:
-    """A message under way: its memory, and its requests, one per piece."""
+    """A message in flight: its memory, and one MPI request per piece."""
 
     cdef Endpoint endpoint
     cdef int peer
-    cdef object data  # keeps the memory
-    cdef Py_buffer buffer  # keeps it, too, where ``data`` is no array
+    cdef object data  # keeps the memory alive
+    cdef Py_buffer buffer  # keeps it alive, too, if ``data`` is no array
     cdef char *address
     cdef Py_ssize_t nbytes
-    cdef bint posted  # it is a receive of at most so many bytes
-    cdef int received  # bytes of its piece that was complete last
-    cdef MPI_Request single  # spares the common message, of one piece, an allocation
+    cdef bint posted  # a receive posted in advance, of at most ``nbytes``
+    cdef int received  # size of the latest complete piece
+    cdef MPI_Request single  # avoids an allocation for a message of one piece
     cdef MPI_Request *requests
-    cdef Py_ssize_t started, complete  # pieces
+    cdef Py_ssize_t started, complete  # numbers of pieces
 
     def wait(self):
         self.endpoint.wait(self)
 
     cdef int take(self, Endpoint endpoint, int peer, data, int flags) except -1:
-        """Take memory: an array on the host, what has a buffer, or what has an address on a device."""
+        """Set the memory: a NumPy array, an object with a buffer, or a CUDA array."""
         self.endpoint, self.peer, self.data = endpoint, peer, data
         self.requests = &self.single
         if np.PyArray_CheckExact(data) and np.PyArray_IS_C_CONTIGUOUS(data):
@@ -171,9 +171,9 @@ cdef class Transfer:
         return 0
 
     cdef int test(self, bint *done) noexcept nogil:
-        """Test the pieces in order; set ``done`` if all are complete, and return the first error of MPI.
+        """Test the pieces in order, set ``done`` if all are complete, and return MPI's first error code.
 
-        A piece that failed counts as complete: MPI is done with it.
+        A failed piece counts as complete, because MPI no longer uses its memory.
         """
         cdef int code = MPI_SUCCESS
         cdef int flag = 1
@@ -189,7 +189,7 @@ cdef class Transfer:
 
     def __dealloc__(self):
         if self.complete < self.started:
-            Py_INCREF(self.data)  # MPI may still use the memory: better lost than reused
+            Py_INCREF(self.data)  # leak the memory, because MPI may still use it
             return
         if self.requests != &self.single:
             free(self.requests)
@@ -199,8 +199,9 @@ cdef class Transfer:
 cdef class Endpoint:
     """One rank's end of a communicator that nobody else uses.
 
-    The subclass defines how to go on while waiting, ``poll(peer, waited, ping)``, which may raise; which error a code
-    of MPI is, ``failure(code, peer)``; and that for a piece that is too long, ``oversized(source, nbytes)``.
+    A subclass defines ``poll(peer, waited, ping)``, which raises to end a wait; ``failure(code, peer)``, which returns
+    the error for an MPI error code; and ``oversized(source, nbytes)``, which returns the error for a piece that is too
+    long.
     """
 
     cdef MPI_Comm comm
@@ -208,11 +209,11 @@ cdef class Endpoint:
     cdef public int tag  # of the current call's data
     cdef public double timeout  # seconds, of the current call
     cdef public object counters
-    cdef readonly Py_ssize_t limit  # bytes in a piece
-    cdef Py_ssize_t first  # the same of the first one of a message
-    cdef readonly double spin  # seconds for which a wait keeps the core busy
-    cdef set pending  # transfers that have started and were not waited for
-    cdef Moved *moved  # by rank
+    cdef readonly Py_ssize_t limit  # maximum bytes in a piece
+    cdef Py_ssize_t first  # maximum bytes in the first piece of a message
+    cdef readonly double spin  # seconds of busy waiting
+    cdef set pending  # transfers that were started and not waited for
+    cdef PeerTraffic *per_peer  # indexed by rank
 
     def __init__(self, uintptr_t address, Py_ssize_t limit, double spin):
         self.comm = (<MPI_Comm *> address)[0]
@@ -221,16 +222,16 @@ cdef class Endpoint:
         self.limit, self.first = limit, min(limit, FIRST)
         self.spin = spin
         self.pending = set()
-        self.moved = <Moved *> calloc(self.size, sizeof(Moved))
-        if self.moved == NULL:
+        self.per_peer = <PeerTraffic *> calloc(self.size, sizeof(PeerTraffic))
+        if self.per_peer == NULL:
             raise MemoryError
 
     def __dealloc__(self):
-        free(self.moved)
+        free(self.per_peer)
 
     @property
     def closed(self):
-        """Whether MPI cannot be used any more, or `detach` was called."""
+        """Whether MPI can no longer be used, or `detach` was called."""
         return self.comm == MPI_COMM_NULL or not usable()
 
     # -- data -------------------------------------------------------------------------------------------------------
@@ -275,11 +276,12 @@ cdef class Endpoint:
         self.send_pieces(transfer, self.tag, self.first, memory)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += transfer.nbytes
-        self.moved[to].sent += transfer.nbytes
+        self.per_peer[to].sent += transfer.nbytes
         return transfer
 
     cdef int send_pieces(self, Transfer transfer, int tag, Py_ssize_t first, memory) except -1:
-        """Start sending the memory of ``transfer``: ``first`` bytes, then pieces of `limit`, the last one not full."""
+        """Start sending the memory of ``transfer``: ``first`` bytes, then pieces of `limit`, of which the last is not full.
+        """
         cdef Py_ssize_t begin = 0, length = min(first, transfer.nbytes)
         cdef int code
         if transfer.nbytes >= first:
@@ -289,7 +291,7 @@ cdef class Endpoint:
                 raise MemoryError
         self.pending.add(transfer)
         while True:
-            if memory is not HOST:  # a piece leaves while the next one is still being copied
+            if memory is not HOST:  # send a piece while the next one is still being copied
                 memory.ready(transfer.data, begin + length)
             with nogil:
                 code = MPI_Isend(transfer.address + begin, <int> length, MPI_BYTE, transfer.peer, tag, self.comm,
@@ -303,9 +305,9 @@ cdef class Endpoint:
             length = min(self.limit, transfer.nbytes - begin)
 
     cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
-        """Post the receive of the first piece of a message; return None for a message to a device, which is probed for.
+        """Post the receive of the first piece of a message. Return None for device memory, where a probe comes first.
 
-        There is room for ``expected`` bytes, so that a message of no more pieces than expected stays where it is.
+        The memory has room for ``expected`` bytes, so that a message of the expected size is not copied.
         """
         cdef Transfer transfer
         cdef np.npy_intp room = max(expected, self.first)
@@ -325,7 +327,7 @@ cdef class Endpoint:
         return transfer
 
     cdef int cancel(self, Transfer posted) except -1:
-        """Take back a receive. If its message is on the way already, that still comes there."""
+        """Cancel a posted receive. A message already in flight still arrives in its memory."""
         cdef bint done
         if posted is not None and posted.complete < posted.started:
             with nogil:
@@ -338,15 +340,16 @@ cdef class Endpoint:
     cdef finish_receive(self, Transfer posted, int source, memory, Py_ssize_t expected):
         """Receive the pieces of one message, in memory that ``memory`` makes.
 
-        Its length is not announced, and nothing is allocated on a peer's word, but for what a piece has brought: for
-        several pieces there is room for ``expected`` bytes, and for more if more have come.
+        The length of a message is not announced. Memory is allocated only for pieces that have arrived, except that a
+        message of several pieces gets room for ``expected`` bytes.
         """
         cdef MPI_Message piece
-        cdef Py_ssize_t length, end, room, full = self.first
+        cdef Py_ssize_t length, end, full = self.first
+        cdef Transfer transfer
         if posted is None:
             length = self.probe(source, full, &piece)
-            room = length if length < full else max(expected, length)
-            message = self.enlarged(None, room, 0, memory, length, &piece, source)
+            end = length if length < full else max(expected, length)
+            message = self.enlarged(None, end, 0, memory, length, &piece, source)
             self.wait(self.start_matched(message[:length], &piece, source))
         else:
             try:
@@ -359,28 +362,22 @@ cdef class Endpoint:
         while length == full:
             memory.landed(message, end - length, end)
             full = self.limit
-            length = self.probe(source, full, &piece)
-            if end + length > len(message):
-                room = max(end + length, 2 * len(message))
-                message = self.enlarged(message, room, end, memory, length, &piece, source)
-            self.wait(self.start_matched(message[end : end + length], &piece, source))
+            message, transfer = self.start_piece(message, end, source, memory)
+            self.wait(transfer)
+            length = transfer.nbytes
             end += length
         if end > self.first:
             memory.landed(message, end - length, end)
-        self.counters.messages_received += 1
-        self.counters.bytes_received += end
-        self.moved[source].received += end
-        return message if end == len(message) else shortened(message, end, memory)
+        return self.received(message, end, source, memory)
 
     cdef list finish_all(self, list posted, list sources, memory, Py_ssize_t expected):
-        """Receive one message from each source: as `finish_receive`, but the later pieces of all are under way at once."""
-        cdef MPI_Message piece
+        """Receive one message from each source, as `finish_receive` does; later pieces of all are in flight at once."""
         cdef Transfer transfer
-        cdef Py_ssize_t i, length, end, number = len(sources)
+        cdef Py_ssize_t i, count = len(sources)
         cdef list messages = [], ends = [], unfinished = [], started
         if memory is not HOST:
-            return [self.finish_receive(posted[i], sources[i], memory, expected) for i in range(number)]
-        for i in range(number):
+            return [self.finish_receive(posted[i], sources[i], memory, expected) for i in range(count)]
+        for i in range(count):
             transfer = posted[i]
             self.wait(transfer)
             messages.append(transfer.data)
@@ -390,37 +387,49 @@ cdef class Endpoint:
         while unfinished:
             started = []
             for i in unfinished:
-                end = ends[i]
-                length = self.probe(sources[i], self.limit, &piece)
-                if end + length > len(messages[i]):
-                    room = max(end + length, 2 * len(messages[i]))
-                    messages[i] = self.enlarged(messages[i], room, end, memory, length, &piece, sources[i])
-                started.append(self.start_matched(messages[i][end : end + length], &piece, sources[i]))
-                ends[i] = end + length
+                messages[i], transfer = self.start_piece(messages[i], ends[i], sources[i], memory)
+                started.append(transfer)
+                ends[i] += transfer.nbytes
             for transfer in started:
                 self.wait(transfer)
             unfinished = [i for i, transfer in zip(unfinished, started) if transfer.nbytes == self.limit]
-        for i in range(number):
-            self.counters.messages_received += 1
-            self.counters.bytes_received += ends[i]
-            if ends[i] < len(messages[i]):
-                messages[i] = shortened(messages[i], ends[i], memory)
-        return messages
+        return [self.received(messages[i], ends[i], sources[i], memory) for i in range(count)]
+
+    cdef received(self, message, Py_ssize_t nbytes, int source, memory):
+        """Count a complete message of ``nbytes`` and return it without unused memory."""
+        self.counters.messages_received += 1
+        self.counters.bytes_received += nbytes
+        self.per_peer[source].received += nbytes
+        return message if nbytes == len(message) else shortened(message, nbytes, memory)
+
+    cdef tuple start_piece(self, message, Py_ssize_t end, int source, memory):
+        """Start receiving the next piece behind the ``end`` bytes of a message; return the message and the transfer.
+
+        The message is replaced by a larger copy if it has no room for the piece.
+        """
+        cdef MPI_Message piece
+        cdef Py_ssize_t length = self.probe(source, self.limit, &piece)
+        if end + length > len(message):
+            message = self.enlarged(message, max(end + length, 2 * len(message)), end, memory, length, &piece, source)
+        return message, self.start_matched(message[end : end + length], &piece, source)
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):
-        """Return memory of ``room`` bytes with the ``end`` bytes of ``message``, for a piece that has been matched."""
+        """Return ``room`` bytes of memory that begin with the ``end`` bytes of ``message``.
+
+        If this fails, receive the matched ``piece`` of ``length`` bytes elsewhere, so that its sender can free it.
+        """
         try:
             larger = memory.empty(room)
             if end:
                 memory.move(message[:end], larger)
             return larger
-        except BaseException:  # of a signal handler, or there is too little memory
-            self.start_matched(bytearray(length), piece, source)  # so that MPI and the sender can forget it
+        except BaseException:  # from a signal handler, or for lack of memory
+            self.start_matched(bytearray(length), piece, source)
             raise
 
     cdef Py_ssize_t probe(self, int source, Py_ssize_t full, MPI_Message *message) except -1:
-        """Wait for a piece of at most ``full`` bytes; return its length."""
+        """Wait for a piece of at most ``full`` bytes, match it and return its length."""
         cdef WaitState state
         cdef MPI_Status status
         cdef int code, nbytes
@@ -438,12 +447,12 @@ cdef class Endpoint:
                 self.check_and_poll(&state, source)
         self.count_wait(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
-        if not 0 <= nbytes <= full:  # MPI keeps it
+        if not 0 <= nbytes <= full:  # MPI keeps the piece
             raise self.oversized(source, nbytes)
         return nbytes
 
     cdef Transfer start_matched(self, data, MPI_Message *message, int source):
-        """Start receiving a message that a probe has found, into ``data``, which has its length."""
+        """Start receiving a matched piece into ``data``, which has the same length."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
         transfer.take(self, source, data, PyBUF_WRITABLE)
@@ -456,10 +465,9 @@ cdef class Endpoint:
         return transfer
 
     def traffic(self, int peer):
-        """Return bytes sent to a rank, bytes received from it, and seconds in which messages of both were waited for.
-        """
-        cdef Moved *moved = &self.moved[peer]
-        return moved.sent, moved.received, moved.seconds
+        """Return bytes sent to a rank, bytes received from it, and seconds of waiting for messages to or from it."""
+        cdef PeerTraffic *found = &self.per_peer[peer]
+        return found.sent, found.received, found.seconds
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -488,12 +496,12 @@ cdef class Endpoint:
         return 0
 
     cdef void count_wait(self, WaitState *state, int peer) noexcept:
-        """Count a wait that has ended."""
+        """Add the time of a finished wait."""
         if state.began:
-            self.moved[peer].seconds += monotonic() - state.began
+            self.per_peer[peer].seconds += monotonic() - state.began
 
     cdef bint back_off(self, WaitState *state) noexcept nogil:
-        """Let a moment pass after a test that failed; return whether it is time for `check_and_poll`."""
+        """Pause after a failed test; return whether it is time for `check_and_poll`."""
         cdef double now = monotonic()
         cdef int found = 0
         if state.began == 0:
@@ -507,21 +515,21 @@ cdef class Endpoint:
         return found or now >= state.next_poll
 
     cdef int check_and_poll(self, WaitState *state, int peer) except -1:
-        """Handle signals, then let the subclass `poll`."""
+        """Run signal handlers, then call `poll`."""
         cdef double now = monotonic()
         cdef double waited = now - state.began
         cdef bint ping = waited >= state.next_ping
         PyErr_CheckSignals()
         if ping:
-            state.next_ping = 2 * state.next_ping + PING_INTERVAL  # the time between pings doubles
+            state.next_ping = 2 * state.next_ping + PING_INTERVAL  # the interval between pings doubles
         state.next_poll = min(now + POLL_INTERVAL, state.began + self.timeout)
         self.poll(peer, waited, ping)
         return 0
 
-    # -- control messages and what calls leave behind ---------------------------------------------------------------
+    # -- control messages, and cleaning up after calls ----------------------------------------------------------------
 
     def send_control(self, bytes message, int to):
-        """Send a control message; it must be short enough to leave at once."""
+        """Send a control message, which must be short enough for MPI's eager protocol."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         transfer.take(self, to, message, PyBUF_SIMPLE)
         self.send_pieces(transfer, CONTROL, transfer.nbytes + 1, HOST)  # always in one piece
@@ -529,7 +537,7 @@ cdef class Endpoint:
     def recv_control(self, int max_bytes):
         """Return the next control message that has arrived, as (rank, length, bytes), or None.
 
-        One of more than ``max_bytes`` is left to MPI, and its bytes are empty: a peer may never send them.
+        A message of more than ``max_bytes`` is not received, because its bytes may never come; it is returned empty.
         """
         cdef MPI_Message message
         cdef MPI_Status status
@@ -551,7 +559,7 @@ cdef class Endpoint:
         return (status.MPI_SOURCE, nbytes, text) if found else None
 
     def discard(self, int tag):
-        """Receive and forget what has arrived with ``tag``, so that its senders can free their memory."""
+        """Receive and discard all messages that have arrived with ``tag``, so that senders can free their memory."""
         cdef MPI_Message message
         cdef MPI_Status status
         cdef int nbytes
@@ -564,9 +572,9 @@ cdef class Endpoint:
                     self.start_matched(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def reap(self):
-        """Release transfers that earlier calls left and that are complete by now; return how many are not.
+        """Release complete transfers of earlier calls; return the number of incomplete ones.
 
-        Never called during a wait: it would take from it the transfer that is waited for, and its error.
+        Must not be called during a wait, which would lose its transfer and the error of that transfer.
         """
         cdef Transfer transfer
         cdef bint done
@@ -577,10 +585,10 @@ cdef class Endpoint:
         return len(self.pending)
 
     def detach(self, bint broken=False):
-        """Hand over to MPI the transfers that nobody waits for: it completes them, and their memory is never reused.
+        """Stop using the communicator, and leave pending transfers to MPI. Their memory is never reused.
 
-        The communicator is not used any more. Where it is ``broken`` they end with an error instead, which MPI would
-        take for fatal where their requests were freed: these are left as they are.
+        On a ``broken`` communicator, transfers end with an error that is fatal if their requests were freed, so these
+        requests are not freed.
         """
         cdef Transfer transfer
         cdef Py_ssize_t i

@@ -1,8 +1,8 @@
 """The binary interface (ABI) of the MPI that mpi4py has loaded, and the compiled module for it.
 
-MPIs differ in the size and meaning of their handles, so what calls them is compiled once for each of the ABIs there
-are: Open MPI's, that of MPICH and all that derives from it, and the one that MPI 5 standardises. An installation holds
-some of these modules, or all, or none; `load` takes the one that fits.
+MPI libraries differ in the size and meaning of their handles, so the module that calls MPI is compiled once for each
+ABI: Open MPI's, MPICH's, and the standard ABI of MPI 5. An installation contains any number of these modules; `load`
+imports the one for the loaded MPI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsecomm.errors import TransportError
 
 __all__ = ["ABIS", "ADVICE", "Abi", "built", "libraries", "library", "load", "vendor"]
 
-_NAME = "sparsecomm.transport._mpi"  # of the module, whichever file it is loaded from
+_NAME = "sparsecomm.transport._mpi"  # of the module, from whichever file it is loaded
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Abi:
     """An ABI of MPI.
 
     Attributes:
-        mpis: the MPIs that have it, for messages.
-        comm: bytes of an ``MPI_Comm``.
-        status: bytes of an ``MPI_Status``. The two sizes together tell the ABIs apart.
+        mpis: names of the MPI libraries with this ABI, for error texts.
+        comm, status: bytes of an ``MPI_Comm`` and of an ``MPI_Status``, which together identify the ABI.
     """
 
     mpis: str
@@ -46,13 +45,13 @@ ABIS = {
     "mpiabi": Abi("the standard ABI of MPI 5", 8, 32),
 }
 ADVICE = (
-    "Build sparsecomm for the MPI that you run, from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall "
-    "--no-deps .`; or have mpi4py load another MPI: set MPI4PY_LIBMPI to the path of its libmpi.so."
+    "Build sparsecomm for your MPI from a checkout: `MPICC=/path/to/mpicc pip install --force-reinstall --no-deps .`. "
+    "Or let mpi4py load another MPI: set MPI4PY_LIBMPI to the path of its libmpi.so."
 )
 
 
 def built() -> dict[str, Path]:
-    """Return the file of the module of each ABI that there is one for."""
+    """Return the compiled modules, by ABI."""
     folder = Path(__file__).parent
     files = [(name, folder / f"_mpi_{name}{suffix}") for name in ABIS for suffix in reversed(EXTENSION_SUFFIXES)]
     return {name: file for name, file in files if file.exists()}
@@ -62,9 +61,9 @@ def load() -> ModuleType:
     """Import and return ``sparsecomm.transport._mpi``, compiled for the ABI of the MPI that mpi4py has loaded.
 
     Raises:
-        TransportError: there is none, it cannot be loaded, or it calls another library than mpi4py does.
+        TransportError: there is none, it cannot be loaded, or it calls another library than mpi4py.
     """
-    from mpi4py import MPI  # first: it loads libmpi, to which the module has no path of its own
+    from mpi4py import MPI  # loads libmpi, which the module does not do itself
 
     if _NAME in sys.modules:
         return sys.modules[_NAME]
@@ -74,13 +73,13 @@ def load() -> ModuleType:
     if name is None:
         raise TransportError(
             f"mpi4py has loaded {loaded}, whose MPI_Comm has {sizes[0]} bytes and whose MPI_Status has {sizes[1]}: "
-            f"sparsecomm knows no such ABI, only {_describe(ABIS)}. Have mpi4py load one of these MPIs."
+            f"sparsecomm knows no such ABI, only {_describe(ABIS)}. Let mpi4py load one of these."
         )
     modules = built()
     if name not in modules:
-        there = f"has modules for {_describe(modules)}" if modules else "was built without any MPI"
+        state = f"has modules for {_describe(modules)}" if modules else "was built without any MPI"
         raise TransportError(
-            f"mpi4py has loaded {loaded}, of the ABI {name}: sparsecomm {there}, and has none for this ABI. {ADVICE}"
+            f"mpi4py has loaded {loaded}, of the ABI {name}: sparsecomm {state}, and has none for this ABI. {ADVICE}"
         )
     try:
         module = _import(modules[name])
@@ -91,8 +90,8 @@ def load() -> ModuleType:
     if _called_by(modules[name]) != _called_by(MPI.__file__):
         raise TransportError(
             f"two MPIs of one ABI are loaded in this process ({', '.join(map(str, libraries()))}): mpi4py calls "
-            f"{library()}, and sparsecomm's module would call another. Import mpi4py.MPI before what loads the other "
-            "MPI, or have all use one: set MPI4PY_LIBMPI to the path of its libmpi.so."
+            f"{library()}, and sparsecomm's module would call the other one. Import mpi4py.MPI before the package that "
+            "loads the other MPI, or use one MPI for all: set MPI4PY_LIBMPI to the path of its libmpi.so."
         )
     sys.modules[_NAME] = module
     return module
@@ -109,7 +108,7 @@ def vendor() -> str:
 
 @cache
 def library() -> Path | None:
-    """Return the file of the libmpi that mpi4py calls, if the system says."""
+    """Return the file of the libmpi that mpi4py calls; None if unknown."""
     from mpi4py import MPI
 
     address = _called_by(MPI.__file__)
@@ -120,7 +119,7 @@ def library() -> Path | None:
 
 
 def libraries() -> list[Path]:
-    """Return the files of all libmpi that this process has loaded, if the system says: more than one may be."""
+    """Return the files of all libmpi that this process has loaded, which may be several; empty if unknown."""
     return sorted({file for _, _, file in _mapped() if re.match(r"libmpi(ch|_abi|_cray|_gnu\w*)?\.so", file.name)})
 
 
@@ -132,12 +131,12 @@ def _import(file: Path) -> ModuleType:
 
 
 def _called_by(module: str | Path) -> int:
-    """Return the address of the MPI function that a loaded module calls."""
+    """Return the address of the MPI function that a module calls."""
     return ctypes.cast(ctypes.CDLL(str(module)).MPI_Comm_rank, ctypes.c_void_p).value or 0
 
 
 def _mapped() -> list[tuple[int, int, Path]]:
-    """Return the files in this process's memory, with where they begin and end; nothing where there is no /proc."""
+    """Return the files mapped into this process's memory, as (begin, end, file); empty without /proc."""
     with suppress(OSError):
         lines = Path("/proc/self/maps").read_text()
         found = re.findall(r"^(\w+)-(\w+) .*?(/.*)$", lines, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A probe for CUDA-aware MPI, which takes pointers to the memory of CUDA devices."""
+"""A probe for CUDA-aware MPI, which accepts pointers to CUDA device memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _YES_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("
 
 
 def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
-    """Return whether MPI takes pointers to GPU memory, and which probe says so. A wrong yes crashes: in doubt it is no.
+    """Return whether MPI accepts pointers to GPU memory, and which probe answered. In doubt, the answer is no.
 
     Args:
         MPI: the module ``mpi4py.MPI``, or None if it cannot be loaded.
     """
     word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
     if word:
-        known = "the user's word" if word.lower() in _YES_NO else "expected 0 or 1: taken as no"
-        return _YES_NO.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {known}"
+        source = "set by the user" if word.lower() in _YES_NO else "expected 0 or 1; treated as 0"
+        return _YES_NO.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {source}"
     if MPI is None:
         return False, "MPI is not loaded"
     try:
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # found in the libmpi that the module has loaded
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # a symbol of the libmpi that the module has loaded
     except (OSError, AttributeError):
         pass
     else:
@@ -33,4 +33,4 @@ def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
     kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
     if kinds is not None:
         return "cuda" in re.split("[,:]", kinds), f"mpi_memory_alloc_kinds={kinds}"
-    return False, "no probe answered: taken as no"
+    return False, "no probe answered: assumed not to be CUDA-aware"

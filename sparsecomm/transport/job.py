@@ -1,13 +1,12 @@
-"""The job that a launcher has started, as the environment of this process describes it.
+"""The job that a launcher has started, according to the environment of this process.
 
-A launcher tells each process by environment variables how many ranks there are, and which of them it is. An MPI that is
-not the launcher's does not know that, and neither does a program that has not initialised `torch.distributed`: every
-process then has a world of its own, of one rank. `check_alone` tells that from a world of one rank that is meant.
+A launcher tells each process its rank and the world size by environment variables. An MPI that does not belong to the
+launcher, or a program that does not initialize `torch.distributed`, ignores them, and every process becomes a world of
+one rank. `check_alone` distinguishes this from an intended world of one rank.
 
-Which ranks share a node they find out themselves: every rank sends the others an identifier of its node, and equal
-identifiers are one node. ``MPI_Comm_split_type`` would find the same, but it is a blocking collective: a rank that
-never makes the first call on a communicator would hang the others, where `sparsecomm.transport.transport_of` must raise
-`TimeoutError`.
+To find out which ranks share a node, every rank sends the others an identifier of its node. ``MPI_Comm_split_type``
+would do the same, but blocks: a rank that never makes the first call on a communicator would hang the others, where
+`sparsecomm.transport.transport_of` must raise `TimeoutError`.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ __all__ = [
 
 NODE_ID_BYTES = 8
 
-_TORCHRUN, _SLURM = "torchrun", "srun"  # the first stands for all that do as it does
-# The variables that launchers set: how many ranks there are, and which of them this one is, by the first that is there.
+_TORCHRUN, _SLURM = "torchrun", "srun"  # other launchers set torchrun's variables, too
+# The variables set by each launcher: the world size, then the rank, by the first of the others that is set.
 _VARIABLES = {
     _TORCHRUN: ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
     "the mpirun of Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "a launcher of PMI (mpirun of MPICH or of its kin, or srun)": ("PMI_SIZE", "PMI_RANK"),
+    "a launcher of PMI (mpirun of MPICH or a derivative, or srun)": ("PMI_SIZE", "PMI_RANK"),
     "the mpirun of MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    _SLURM: ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # SLURM_NTASKS is there in a batch script, too
+    _SLURM: ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # a batch script has SLURM_NTASKS, too
 }
-_OTHER_RANKS = ("PMIX_RANK", "SLURM_PROCID")  # of launchers that do not say how many ranks there are
+_OTHER_RANKS = ("PMIX_RANK", "SLURM_PROCID")  # set by launchers that do not set the world size
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher's word on this process.
+    """How a launcher has started this process.
 
     Attributes:
         launcher: its name.
-        size: ranks that it has started.
-        rank: the number of this one, on its node if it says no more.
-        said: the variables and their values.
+        size: number of ranks started.
+        rank: this rank; its local rank on the node if only this is known.
+        variables: the environment variables and their values.
     """
 
     launcher: str
     size: int
     rank: int
-    said: str
+    variables: str
 
 
 def launches() -> list[Launch]:
-    """Return what launchers say of this process; several, if one has started another.
+    """Return the launchers of this process; several if one has started another.
 
-    Slurm is left out if there are others: `mpirun` and `torchrun` may have been started by it, in other numbers.
+    Slurm is omitted if there are others, because it may have started `mpirun` or `torchrun` with other numbers.
     """
     found = []
     for launcher, (size, *ranks) in _VARIABLES.items():
@@ -79,16 +78,16 @@ def launches() -> list[Launch]:
 
 
 def rank() -> int | None:
-    """Return the rank of this process as its launcher says; None if none does."""
+    """Return the rank of this process according to its launcher; None if unknown."""
     if found := launches():
         return found[0].rank
     return next((value for name in _OTHER_RANKS if (value := _number(name)) is not None), None)
 
 
 def advice_for_restart() -> str:
-    """Return, for a message, what lets torchrun restart the ranks; "" if it need not be said.
+    """Return advice on how to let torchrun restart the ranks, to append to an error; "" if not needed.
 
-    The ranks of a restart share the agent's store with those before, and gloo may read the addresses of the dead there
+    Restarted ranks share the agent's store with the previous ones, and gloo may read addresses of dead ranks from it
     (PyTorch 2.13).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _number("TORCHELASTIC_MAX_RESTARTS"):
@@ -100,33 +99,32 @@ def advice_for_restart() -> str:
 
 
 def check_alone(found: str, advice: str) -> None:
-    """Check that a world of one rank is meant to have one.
+    """Check that a world of one rank is intended.
 
     Args:
-        found: what has one rank, for the message.
-        advice: what to do, for the message.
+        found: describes the world in the error text.
+        advice: what the user should do.
 
     Raises:
-        InvalidInputError: a launcher says that it has started several ranks, and none that it has started one; and
-            ``SPARSECOMM_ALONE`` is not set.
+        InvalidInputError: launchers report several ranks, none reports one, and ``SPARSECOMM_ALONE`` is not set.
     """
-    said = launches()
-    if config.alone() or not said or min(launch.size for launch in said) == 1:
+    known = launches()
+    if config.alone() or not known or min(launch.size for launch in known) == 1:
         return
-    launch = said[0]
+    launch = known[0]
     raise InvalidInputError(
-        f"{launch.said}: {launch.launcher} has started {launch.size} ranks, but {found}. Each of them would go on "
-        f"alone. {advice} If this process is to be alone, pass comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"
+        f"{launch.variables}: {launch.launcher} has started {launch.size} ranks, but {found}. Each rank would run "
+        f"alone. {advice} If this process should run alone, pass comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"
     )
 
 
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
-    """Check that MPI's world, of one rank, is meant to have one.
+    """Check that MPI's world of one rank is intended.
 
     Args:
         mpi: name and version of MPI.
-        library: its file, if that is known.
-        libraries: of all MPIs that this process has loaded.
+        library: its file, if known.
+        libraries: files of all MPIs that this process has loaded.
 
     Raises:
         InvalidInputError: as `check_alone`.
@@ -135,24 +133,24 @@ def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Seque
     where = f" in {library}" if library else ""
     world = f"the world of MPI ({mpi}{where}) has one"
     if others := [str(file) for file in libraries if file != library]:
-        world += f"; the process has loaded another MPI, too ({', '.join(others)})"
-    initialise = "Call torch.distributed.init_process_group() first"
+        world += f"; the process has also loaded another MPI ({', '.join(others)})"
+    initialize = "Call torch.distributed.init_process_group() first"
     start = f"Start the program with the mpirun of that MPI{_mpirun_of(library)}"
     if _TORCHRUN in launchers:
-        world = f"torch.distributed is not initialised, and {world}"
-        advice = f"{initialise}. {start} if ranks are to talk over MPI."
+        world = f"torch.distributed is not initialized, and {world}"
+        advice = f"{initialize}. {start} if ranks should use MPI."
     elif _SLURM in launchers:
         advice = (
-            f"{start}; or with `srun --mpi=TYPE`, of a type that this MPI knows (`srun --mpi=list`). "
-            f"{initialise} if ranks are to talk over a process group."
+            f"{start}; or with `srun --mpi=TYPE`, with a type that this MPI supports (`srun --mpi=list`). "
+            f"{initialize} if ranks should use a process group."
         )
     else:
-        advice = f"{start}, or install mpi4py and sparsecomm for the MPI of this one."
+        advice = f"{start}, or install mpi4py and sparsecomm for the MPI of this launcher."
     check_alone(world, advice)
 
 
 def node_id() -> bytes:
-    """Return `NODE_ID_BYTES` that tell this node from others: a hash of its host name and of its kernel's boot id."""
+    """Return a hash of `NODE_ID_BYTES` of this node's host name and boot id."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -161,7 +159,7 @@ def node_id() -> bytes:
 
 
 def number_nodes(node_ids: Sequence[bytes]) -> list[int]:
-    """Return, for each rank, the number of its node, counted from 0 in order of rank. ``node_ids``: by rank."""
+    """Number the nodes from 0 in the order of their first ranks; return the node number of each rank."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
     return [numbers[node] for node in node_ids]
 
@@ -172,7 +170,7 @@ def _number(name: str) -> int | None:
 
 
 def _mpirun_of(library: Path | None) -> str:
-    """Return, for a message, the mpirun that was installed with a libmpi."""
+    """Return ", " and the path of the mpirun installed with a libmpi; "" if there is none."""
     if library is not None:
         for name in ("mpirun", "mpiexec"):
             program = library.parent.parent / "bin" / name

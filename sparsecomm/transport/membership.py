@@ -1,4 +1,4 @@
-"""Communicators of other ranks than before: without those that died (ULFM), or with new ones (dynamic processes)."""
+"""Communicators with other ranks than before: without dead ranks (ULFM), or with new ones (dynamic processes)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
             f"rank {comm.Get_rank()}: this MPI ends the job when a rank dies, so there is nothing to shrink. Start "
             "with `mpirun --with-ft ulfm` of Open MPI 5, or restart from a checkpoint: see docs/how-to/lost-rank.md"
         )
-    _leave(comm)
+    _close_transports(comm)
     timeout = config.timeout()
     while True:
-        waited_for = "all other ranks that live to call shrink"
-        smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, waited_for))
+        smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, "all other ranks that live to shrink"))
         if _all_live(smaller, timeout):
             return smaller
-        comm = smaller  # one more died meanwhile, and all know
+        comm = smaller  # another rank died meanwhile, and all know
 
 
 def grow(comm: MPI.Intracomm, count: int, command: Sequence[str]) -> MPI.Intracomm:
-    """Start processes, and return the communicator of all; see `sparsecomm.grow`."""
+    """Start processes and return the communicator of all; see `sparsecomm.grow`."""
     timeout = config.timeout()
     info = MPI.Info.Create({"wdir": os.getcwd()})
 
@@ -49,12 +48,12 @@ def grow(comm: MPI.Intracomm, count: int, command: Sequence[str]) -> MPI.Intraco
 
 
 def join() -> MPI.Intracomm | None:
-    """Return the communicator of those who started this process, and of this one; see `sparsecomm.join`."""
+    """Return the communicator of this process and of the ranks that started it; see `sparsecomm.join`."""
     parent = MPI.Comm.Get_parent()
     if parent == MPI.COMM_NULL:
         return None
     timeout = config.timeout()
-    merged = _in_time(lambda: parent.Merge(high=True), timeout, parent, "those who started this process")
+    merged = _in_time(lambda: parent.Merge(high=True), timeout, parent, "the ranks that started this process")
     return _checked(merged, timeout)
 
 
@@ -68,21 +67,21 @@ def _checked(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     return comm
 
 
-def _leave(comm: MPI.Intracomm) -> None:
-    """Give up the transport of ``comm``, and those that hold dead ranks. Nobody waits for this rank on them any more.
+def _close_transports(comm: MPI.Intracomm) -> None:
+    """Close the transport of ``comm``, and all transports with dead ranks. No rank waits for this one on them any more.
 
-    First all of them, so that no call in flight waits for a rank that waits for another call to end.
+    Retire all of them first, so that no call in progress waits for a rank that waits for another call to end.
     """
     own: object = mpi.existing(comm)
-    left = [transport for transport in Voting.all() if transport is own or transport.failed_ranks()]
-    for transport in left:
+    closing = [transport for transport in Voting.all() if transport is own or transport.failed_ranks()]
+    for transport in closing:
         transport.retire()
-    for transport in left:
+    for transport in closing:
         transport.close()
 
 
 def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
-    """Return whether all ranks of ``comm`` are here and live; the same on all of them, so that all go on together."""
+    """Return whether all ranks of ``comm`` take part and live. The result is the same on all of them."""
     agreement = Agreement(comm, 0.0)
     agreement.vote(1, True)
     if not agreement.decided(1, timeout):
@@ -90,16 +89,16 @@ def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
     return agreement.accepted(1)
 
 
-def _in_time(make: Callable[[], T], timeout: float, comm: MPI.Comm, what: str) -> T:
-    """Return what ``make`` does, which MPI has no form of that does not wait; leave it to itself after ``timeout``."""
+def _in_time(operation: Callable[[], T], timeout: float, comm: MPI.Comm, waited_for: str) -> T:
+    """Return the result of a blocking operation of MPI; raise after ``timeout`` and leave it running in its thread."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        return make()
-    made: list[T] = []
+        return operation()
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(make())
+            results.append(operation())
         except BaseException as error:
             errors.append(error)
 
@@ -108,13 +107,13 @@ def _in_time(make: Callable[[], T], timeout: float, comm: MPI.Comm, what: str) -
     thread.join(timeout)
     if errors:
         raise TransportError(f"rank {comm.Get_rank()}: MPI failed: {errors[0]}") from errors[0]
-    if not made:
-        raise _late(timeout, comm, what)
-    return made[0]
+    if not results:
+        raise _late(timeout, comm, waited_for)
+    return results[0]
 
 
-def _late(timeout: float, comm: MPI.Comm, what: str) -> TimeoutError:
+def _late(timeout: float, comm: MPI.Comm, waited_for: str) -> TimeoutError:
     return TimeoutError(
-        f"rank {comm.Get_rank()} waited {timeout:g} s for {what}. If they are only slow, set SPARSECOMM_TIMEOUT to "
-        "more seconds; otherwise restart the job from a checkpoint."
+        f"rank {comm.Get_rank()} waited {timeout:g} s for {waited_for}. If they are only slow, increase "
+        "SPARSECOMM_TIMEOUT (seconds); otherwise restart the job from a checkpoint."
     )

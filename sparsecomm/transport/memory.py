@@ -1,68 +1,60 @@
-"""Message memory: messages are made and received in it, and arrays of a device are copied to and from it."""
+"""`MessageMemory`: where messages are built and received. `HOST` is host memory."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from sparsecomm.tensors.arrays import Array, Bytes
 
-__all__ = ["HOST", "Bytes", "HostMemory", "MessageMemory"]
+__all__ = ["HOST", "Bytes", "MessageMemory"]
 
 
-class MessageMemory(Protocol):
-    """Memory that a transport can send from and receive into.
+class MessageMemory:
+    """Memory that a transport can send from and receive into. This class is host memory: NumPy arrays.
 
-    A message to be sent is made by `empty`, `put_header` and `put`; the transport calls `ready` before it reads it. A
-    received message is made by the transport with `empty`, and read with `header` and `get`. Where it came in several
-    pieces, the transport has told of them with `landed` and `move`.
+    The sender builds a message with `empty`, `put_header` and `put`; the transport calls `ready` before it reads the
+    message. On the other side, the transport allocates the message with `empty`; the receiver reads it with `header`
+    and `get`. For a message in several pieces, the transport also calls `landed` and `move`.
 
-    The methods as they stand here are those of the host.
+    Memory of another device overrides these methods, whose copies may then be asynchronous.
     """
 
     def empty(self, nbytes: int) -> Bytes:
-        """Return ``nbytes`` of new memory, with any contents."""
+        """Allocate ``nbytes`` of uninitialized memory."""
         return np.empty(nbytes, np.uint8)
 
     def put_header(self, header: bytes, to: Bytes) -> None:
-        """Write ``header``, which is on the host, to the beginning of the message ``to``."""
+        """Write ``header``, which is in host memory, to the beginning of the message ``to``."""
         to[: len(header)] = np.frombuffer(header, np.uint8)
 
     def put(self, array: Array, to: Bytes) -> None:
-        """Begin to copy an array of the device to ``to``, a part of a message with as many bytes.
+        """Start copying an array of the device to ``to``, a part of a message with the same number of bytes.
 
         The array must not change until `ready` has returned for these bytes.
         """
         to[:] = array.view(np.uint8)
 
     def ready(self, message: Bytes, nbytes: int) -> None:
-        """Wait until the first ``nbytes`` of a message are written, so that they may be sent."""
-        return  # they are
+        """Wait until the first ``nbytes`` of a message are written and may be sent."""
 
     def landed(self, message: Bytes, begin: int, end: int) -> None:
-        """Take note that bytes ``begin`` to ``end`` of a message in several pieces have been received, in order."""
-        return  # nothing is to be copied
+        """Record that the transport has received bytes ``begin`` to ``end`` of a message in several pieces."""
 
     def move(self, part: Bytes, to: Bytes) -> None:
-        """Copy ``part``, which has landed, to the beginning of ``to``, a larger message that replaces its own."""
+        """Copy ``part``, which has landed, to the beginning of ``to``, a larger replacement of its message."""
         to[: len(part)] = part
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
-        """Return a copy, on the host, of the first ``nbytes`` of a message, or of all if it is shorter."""
+        """Return a copy in host memory of the first ``nbytes`` of a message, or of all of it if it is shorter."""
         return message[:nbytes].tobytes()
 
     def get(self, data: Bytes, dtype: DTypeLike) -> Array:
-        """Return a part of a message as a flat array of the device, a view where that is possible.
+        """Return a part of a message as a flat array of the device, a view if possible.
 
-        Its bytes are a multiple of the item size of ``dtype``.
+        The number of bytes must be a multiple of the item size of ``dtype``.
         """
         return data.view(dtype)
 
 
-class HostMemory(MessageMemory):
-    """Message memory that is NumPy arrays. Copies are complete when a method returns, and `get` returns views."""
-
-
-HOST = HostMemory()
+HOST = MessageMemory()

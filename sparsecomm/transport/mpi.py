@@ -1,8 +1,8 @@
 """The transport over MPI.
 
-It works on a duplicate of the user's communicator, so that its messages never meet the user's. Data messages carry the
-number of their collective call in the MPI tag; tag 0 is for control messages (`sparsecomm.transport.control`), which
-ranks send when something is wrong and read only while they wait for long.
+It uses a duplicate of the user's communicator, so that its messages never mix with the user's. The MPI tag of a data
+message contains the number of its call. Tag 0 is for control messages (`sparsecomm.transport.control`), which ranks
+send when something is wrong, and read only during long waits.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from sparsecomm.transport.ulfm import ADVICE, DETECTION_TIME, Voting, failed_ran
 __all__ = ["MpiTransport", "VotingTransport", "existing", "of", "usable"]
 
 abi.load()
-from sparsecomm.transport import _mpi  # noqa: E402  # of the ABI that fits
+from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of the loaded MPI
 
-_NUM_TAGS = 2**14  # tags of data are 1 ... _NUM_TAGS; MPI promises at least 32767
-_CONTROL = struct.Struct("<8sqB")  # of a control message: the transport's token, number of the call, kind
-_AT_ONCE = 1000  # control messages that are read before the clock is
+_NUM_TAGS = 2**14  # data messages use tags 1 to _NUM_TAGS; MPI guarantees at least 32767
+_CONTROL = struct.Struct("<8sqB")  # header of a control message: token of the transport, call number, kind
+_MAX_CONTROL_READS = 1000  # control messages read before the next look at the clock
 _FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
-_OF_RANK = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # what a rank tells: a token, its node, its limit of bytes
-_BROADCAST_BYTES = 2**30  # that MPI broadcasts at once: a count has 32 bits before MPI 4
-_CLOSE_TIMEOUT = 5.0  # seconds for which a rank that frees a communicator waits for the others to do so
-_PROCESS = os.getpid()  # mpi4py has started MPI in it
-_SPIN = 50e-6  # seconds for which a wait keeps a core busy, where every rank has one
+_SETUP_RECORD = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # of each rank: token and flag, node id, limit of bytes
+_BROADCAST_BYTES = 2**30  # per broadcast: before MPI 4, a count has 32 bits
+_CLOSE_TIMEOUT = 5.0  # seconds to wait for the other ranks before freeing a communicator
+_PROCESS = os.getpid()  # in which mpi4py has started MPI
+_SPIN = 50e-6  # seconds of busy waiting if every rank has its own core
 
 Request.register(_mpi.Transfer)
 
@@ -57,10 +57,10 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
 
         Args:
             private: a communicator that nobody else uses.
-            token: 8 bytes, the same on all ranks and different from other transports'. MPI may give the identity of a
-                freed communicator to a new one, and a late control message with it.
-            limit: bytes in a piece of a message, the same on all ranks.
-            node_of_rank: for each rank, the number of its node.
+            token: 8 bytes, the same on all ranks and different for each transport. MPI may reuse the identity of a
+                freed communicator, and a late control message could then reach the new one.
+            limit: maximum bytes in one piece of a message, the same on all ranks.
+            node_of_rank: node number of each rank.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
         _mpi.Endpoint.__init__(self, MPI._addressof(private), limit, 0.0 if config.oversubscribed() else _SPIN)
@@ -70,72 +70,71 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self.device_memory = cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
-        self._clean = True  # no call was ever abandoned
-        self._broken = False  # what is under way on the communicator ends with an error
-        self._abandoned: list[int] = []  # calls of which bytes may still arrive
+        self._clean = True  # no call was ever aborted
+        self._broken = False  # messages in flight on the communicator end with an error
+        self._abandoned: list[int] = []  # calls whose data may still arrive
 
     @property
     def members(self) -> Sequence[int]:
-        """For each rank, the number that it has in the job; ranks in their order, where that is not known."""
         numbers = MPI.Group.Translate_ranks(self._comm.group, None, MPI.COMM_WORLD.group)
         return numbers if all(0 <= number < MPI.COMM_WORLD.size for number in numbers) else range(self.size)
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if self.closed:
             raise InvalidInputError(
-                "this transport is closed: its communicator was freed, MPI was finalised, or this process is a fork"
+                "this transport is closed: its communicator was freed, MPI was finalized, or this process is a fork"
             )
 
-    def _start(self) -> None:
+    def _prepare_call(self) -> None:
         self.tag = 1 + self.number % _NUM_TAGS
-        self._listen(0.0)
+        self._receive_control(0.0)
         if self._abandoned:
             self._discard_abandoned()
         self.reap()
-        super()._start()
+        super()._prepare_call()
 
     def _abandon(self, number: int) -> None:
         self._clean = False
         self._abandoned.append(number)
 
     def _discard_abandoned(self) -> None:
-        """Receive what still arrives of abandoned calls, until their tags are about to be used again."""
+        """Receive and discard the data of abandoned calls, until their tags are about to be reused."""
         self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
 
-    def _go_on_from(self, number: int) -> None:
-        for passed in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
-            self._abandon(passed)  # other ranks have sent of it
-        super()._go_on_from(number)
+    def _continue_after(self, number: int) -> None:
+        for skipped in range(max(self.number, number - _NUM_TAGS // 2) + 1, number + 1):
+            self._abandon(skipped)  # other ranks have sent data of this call
+        super()._continue_after(number)
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     def poll(self, peer: int, waited: float, ping: bool) -> None:
-        """Read control messages and the clock, now and then during a wait; return to go on waiting, or raise.
+        """Check control messages and the clock during a wait, and raise if it must end.
 
         Args:
             peer: the rank waited for.
             waited: seconds since the wait began.
-            ping: tell the peer that this rank waits for it.
+            ping: report to the peer that this rank waits for it.
         """
-        self._listen(0.0)
+        self._receive_control(0.0)
         self._check_wait(peer, waited, ping=ping)
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         self.send_control(_CONTROL.pack(self._token, self.number, kind) + text, to)
 
-    def _listen(self, seconds: float) -> None:
+    def _receive_control(self, seconds: float) -> None:
         if seconds:
             time.sleep(min(seconds, 1e-3))
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_CONTROL_READS):
             if (received := self.recv_control(_CONTROL.size + MAX_CONTROL_BYTES)) is None:
                 break
             rank, nbytes, message = received
             if nbytes != len(message) or nbytes < _CONTROL.size:
-                self._refuse(rank, f"a control message of {nbytes} bytes")
+                self._add_unreadable(rank, f"a control message of {nbytes} bytes")
                 continue
             token, number, kind = _CONTROL.unpack_from(message)
             if token == self._token:
@@ -145,10 +144,10 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def peers(self) -> list[PeerTraffic]:
         return [PeerTraffic(rank, *self.traffic(rank)) for rank in range(self.size) if rank != self.rank]
 
-    # -- errors -----------------------------------------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------------------------------
 
     def failure(self, code: int, peer: int) -> TransportError:
-        """Return the error for an error code of MPI; ``peer`` is -1 where it concerns no rank in particular."""
+        """Return the error for an MPI error code; ``peer`` is -1 if it concerns no particular rank."""
         text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         kind = MPI.Get_error_class(code)
@@ -164,11 +163,9 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         return TransportError(f"MPI failed: {text}")
 
     def oversized(self, source: int, nbytes: int) -> TransportError:
-        """Return the error for a piece of so many bytes from ``source``; negative: of more than is known."""
-        seen = f"{nbytes} bytes" if nbytes >= 0 else "too many bytes"
-        return unreadable_error(self.rank, source, f"a message of {seen} in one piece (of at most {self.limit})")
-
-    # -- whole messages to all ranks ----------------------------------------------------------------------------------
+        """Return the error for a piece of ``nbytes`` from ``source``; negative: its size is unknown."""
+        size = f"{nbytes} bytes" if nbytes >= 0 else "too many bytes"
+        return unreadable_error(self.rank, source, f"a message of {size} in one piece (of at most {self.limit})")
 
     def broadcast(self, data: Bytes, root: int) -> None:
         timeout = config.timeout()
@@ -178,21 +175,19 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
                 if not _completes(request, timeout, self._comm):
                     raise TimeoutError(
                         f"rank {self.rank} waited {timeout:g} s for a broadcast from rank {root}. If ranks are only "
-                        "slow, set SPARSECOMM_TIMEOUT to more seconds."
+                        "slow, increase SPARSECOMM_TIMEOUT (seconds)."
                     )
         except MPI.Exception as error:
             raise self.failure(error.Get_error_code(), root) from error
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
     def _close(self) -> None:
-        """Free the private communicator, unless bytes of an abandoned call may still be on their way over it.
+        """Free the private communicator, unless data of an aborted call may still be in flight on it.
 
-        MPI may give its identity to the next communicator, which these bytes would reach. Any rank may have abandoned
-        a call, so all ranks exchange here whether they did; what they sent before that has arrived by then. A rank
-        that does not hear from the others soon, because they do not free theirs, keeps the communicator.
+        MPI may give its identity to the next communicator, which would then receive this data. Any rank may have
+        aborted a call, so all ranks exchange whether they did; everything sent before has arrived by then. A rank that
+        gets no answer soon, because the others do not free their communicators, keeps its own.
 
-        MPI completes transfers that are under way.
+        MPI completes messages in flight.
         """
         if self._comm != MPI.COMM_NULL:
             private, self._comm = self._comm, MPI.Intracomm(MPI.COMM_NULL)
@@ -209,12 +204,12 @@ class VotingTransport(Voting, MpiTransport):
 
 
 class _Setup:
-    """What a communicator keeps of this library, as an attribute: its transport, or what has been done to make it.
+    """The attribute that this library sets on a communicator: its transport, or the progress of making it.
 
-    All ranks tell each other of themselves, rank 0 also a token, whose last byte says whether ranks vote on calls, and
-    meanwhile duplicate the communicator. MPI pairs what all ranks do in its order, so nothing may be begun twice: a
-    setup whose wait was interrupted, or timed out, stays under way and is taken up by the next attempt. One that failed
-    has failed for good.
+    The ranks exchange a record each and duplicate the communicator. Rank 0 also chooses a token, whose last byte says
+    whether ranks vote on calls. MPI pairs collective operations in their order, so none may be started twice: if the
+    wait for a setup was interrupted or timed out, the next attempt continues the same setup. A setup that has failed
+    cannot be repeated.
 
     Attributes:
         transport: ``None`` until all ranks have taken part.
@@ -224,42 +219,42 @@ class _Setup:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         token = os.urandom(8) + bytes([config.voting(default=survives())])
-        self._mine = _OF_RANK.pack(token, job.node_id(), config.max_message_bytes())
-        self._everyones = bytearray(_OF_RANK.size * comm.Get_size())
+        self._own_record = _SETUP_RECORD.pack(token, job.node_id(), config.max_message_bytes())
+        self._records = bytearray(_SETUP_RECORD.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
-        self._requests: list[MPI.Request] = []  # of the steps that have begun
-        self._error: MPI.Exception | None = None  # of a step: its request is gone, and would pass for complete
+        self._requests: list[MPI.Request] = []  # of the operations started so far
+        self._error: MPI.Exception | None = None  # of an operation whose request is gone and would seem complete
 
     def test(self, comm: MPI.Intracomm) -> bool:
-        """Go on with it; return whether there is a transport. Any thread may call it."""
+        """Make progress and return whether the transport exists. Any thread may call it."""
         with _lock:
             if self.transport is not None:
                 return True
             if self._error is not None:
                 raise self._error
             try:
-                done = [request.Test() for request in self._begun(comm)]  # of all: each test lets MPI go on
+                done = [request.Test() for request in self._started(comm)]  # test all: each test lets MPI progress
             except MPI.Exception as error:
                 self._error = error
                 raise
             if all(done):
                 assert self._private is not None
-                tokens, node_ids, limits = zip(*_OF_RANK.iter_unpack(self._everyones), strict=True)
-                limit = max(min(limits), 1)  # the smallest of any rank, whatever a peer says
-                kind = VotingTransport if tokens[0][-1] and len(limits) > 1 else MpiTransport
-                self.transport = kind(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
+                tokens, node_ids, limits = zip(*_SETUP_RECORD.iter_unpack(self._records), strict=True)
+                limit = max(min(limits), 1)  # the smallest of all ranks, whatever a peer sends
+                cls = VotingTransport if tokens[0][-1] and len(limits) > 1 else MpiTransport
+                self.transport = cls(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
                 _kept_alive.remove(self)
             return self.transport is not None
 
-    def _begun(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Begin what has not been begun; return the requests of all of it.
+    def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
+        """Start the operations that have not been started; return the requests of all of them.
 
-        The exchange comes first. Open MPI gives a duplication its tags step by step, out of those of ``comm``, whenever
-        a thread lets it go on (open-mpi/ompi#2025). An exchange that begins later gets its tag between them, at another
-        place on each rank, and the ranks read each other's messages for what they are not.
+        The exchange must come first. Open MPI takes the tags of a duplication from those of ``comm``, step by step
+        whenever a thread lets it progress (open-mpi/ompi#2025). An exchange started later would take its tag in
+        between, at a different step on each rank, and the ranks would mix up their messages.
         """
         if not self._requests:
-            self._requests.append(comm.Iallgather([self._mine, MPI.BYTE], [self._everyones, MPI.BYTE]))
+            self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
         if self._private is None:
             self._private, request = comm.Idup()
             self._requests.append(request)
@@ -267,26 +262,26 @@ class _Setup:
 
 
 def _all_true(value: bool, comm: MPI.Comm) -> bool:
-    """Return whether ``value`` is true on every rank; false where that is not known within `_CLOSE_TIMEOUT` seconds."""
-    mine, everyones = bytearray([value]), bytearray(1)
+    """Return whether ``value`` is true on every rank; false if this is not known within `_CLOSE_TIMEOUT`."""
+    own, result = bytearray([value]), bytearray(1)
     try:
-        request = comm.Iallreduce([mine, MPI.BYTE], [everyones, MPI.BYTE], MPI.BAND)
-        return _completes(request, _CLOSE_TIMEOUT, comm) and everyones[0] == 1
+        request = comm.Iallreduce([own, MPI.BYTE], [result, MPI.BYTE], MPI.BAND)
+        return _completes(request, _CLOSE_TIMEOUT, comm) and result[0] == 1
     except (MPI.Exception, RankFailedError):
         return False
 
 
 def _completes(request: MPI.Request, timeout: float, comm: MPI.Comm) -> bool:
-    """Wait for a request of ``comm`` for so many seconds; return whether it is complete. See `wait_until`."""
+    """Wait up to ``timeout`` seconds for a request of ``comm``; return whether it is complete. See `wait_until`."""
     _kept_alive.append(request)
     if complete := wait_until(request.Test, timeout, comm):
         _kept_alive.remove(request)
     return complete
 
 
-_lock = threading.RLock()  # of setups, and of `_key` while it is made; nobody waits while holding it
+_lock = threading.RLock()  # protects setups, and the creation of `_key`; never held during a wait
 _kept_alive: list[_Setup | MPI.Request] = []  # MPI may still write to their memory
-_key = MPI.KEYVAL_INVALID  # of the attribute that is a `_Setup`
+_key = MPI.KEYVAL_INVALID  # of the communicator attribute that is a `_Setup`
 
 
 def of(comm: MPI.Intracomm | None) -> MpiTransport:
@@ -300,7 +295,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
             job.check_alone_with_mpi(abi.vendor(), abi.library(), abi.libraries())
         return _connect(comm)
     except MPI.Exception as error:
-        failed = failed_ranks(comm, DETECTION_TIME if survives() else 0.0)  # whatever its class, which may be any
+        failed = failed_ranks(comm, DETECTION_TIME if survives() else 0.0)  # the error may be of any class
         if failed:
             raise RankFailedError(
                 f"{format_ranks(failed)} died before the first call (rank {comm.Get_rank()}). {ADVICE}.", failed
@@ -309,7 +304,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
 
 
 def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
-    """Return the transport of a communicator, COMM_WORLD for ``None``; ``None`` if there is none yet.
+    """Return the transport of a communicator (``None``: COMM_WORLD), or ``None`` if it has none yet.
 
     Raises:
         InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.transport_of`.
@@ -327,7 +322,7 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
 
 
 def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Return a communicator, COMM_WORLD for ``None``, if it can be used.
+    """Return ``comm`` (``None``: COMM_WORLD) after checking that it can be used.
 
     Raises:
         InvalidInputError: it cannot: see `sparsecomm.transport.transport_of`.
@@ -335,15 +330,15 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     global _key
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
-            f"process {os.getpid()} is a fork of one that had started MPI, which does not survive that: make the call "
-            f"in process {_PROCESS}, or start processes by spawning"
+            f"process {os.getpid()} is a fork of process {_PROCESS}, in which MPI was started; MPI does not support "
+            f"this. Make the call in process {_PROCESS}, or start processes with the 'spawn' method"
         )
     if not MPI.Is_initialized():
         raise InvalidInputError(
-            "MPI is not initialised. Leave `mpi4py.rc.initialize` true, or call `MPI.Init_thread()` before sparsecomm."
+            "MPI is not initialized. Leave `mpi4py.rc.initialize` true, or call `MPI.Init_thread()` before sparsecomm."
         )
     if MPI.Is_finalized():
-        raise InvalidInputError("MPI is finalised already: call sparsecomm before `MPI.Finalize()`")
+        raise InvalidInputError("MPI is already finalized: call sparsecomm before `MPI.Finalize()`")
     if comm is None:
         comm = MPI.COMM_WORLD
     if comm == MPI.COMM_NULL:
@@ -359,26 +354,27 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
         comm.Get_attr(_key)
     except MPI.Exception as error:
         raise InvalidInputError(
-            f"comm cannot be used, it may have been freed through another handle: {error}"
+            f"comm cannot be used; it may have been freed through another handle: {error}"
         ) from error
     return comm
 
 
 def _connect(comm: MPI.Intracomm) -> MpiTransport:
-    """Make the transport of ``comm``, without trusting that the other ranks do.
+    """Make the transport of ``comm``, without relying on the other ranks to do so.
 
-    Several threads may wait for one. Those that wait for others go on beside them: which comes first may differ between
-    ranks.
+    Several threads may wait for transports at once. They must not wait for each other, because their order may differ
+    between ranks.
     """
     timeout = config.timeout()
     with _lock:
-        setup: object = comm.Get_attr(_key)
-        if not isinstance(setup, _Setup):
+        attribute: object = comm.Get_attr(_key)
+        if isinstance(attribute, _Setup):
+            setup = attribute
+        else:
             setup = _Setup(comm)
             _kept_alive.append(setup)
             comm.Set_attr(_key, setup)
-    started = setup
-    if not wait_until(lambda: started.test(comm), timeout, comm):
+    if not wait_until(lambda: setup.test(comm), timeout, comm):
         others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
         missing = ("" if len(others) == 1 else "at least one of ") + f"{format_ranks(others)} has"
         raise missing_ranks_error(comm.Get_rank(), timeout, "communicator", missing)

@@ -1,4 +1,4 @@
-"""Entries to bytes and back. Every message starts with the header of `sparsecomm.wire.header`."""
+"""Messages: how entries, dense arrays and integers are encoded. `sparsecomm.wire.header` describes the header."""
 
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.base import VectorType, Wire

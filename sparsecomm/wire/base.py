@@ -1,4 +1,4 @@
-"""The interface of a wire format."""
+"""`Wire`: the interface of a wire format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["VectorType", "Wire"]
 
 
 class VectorType(NamedTuple):
-    """The type of the sparse vectors of one call: ``n`` elements, and the dtypes of indices and values."""
+    """The type of a call's sparse vectors: ``n`` elements, and the dtypes of indices and values."""
 
     n: int
     indices: ArrayDType
@@ -25,13 +25,13 @@ class VectorType(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire(ABC):
-    """A wire format: entries to bytes and back. `sparsecomm.wire.formats` has one of these for each format.
+    """A wire format, which encodes entries as bytes. `sparsecomm.wire.formats` has one instance per format.
 
     Attributes:
-        name: what callers ask for, and the docs say.
-        code: its number in the header of messages.
-        kind: of values in a message: `EXACT`, or what `Backend.quantize` rounds them to before they are encoded.
-        packed: whether encoding and decoding take time that the cost model counts.
+        name: the value of ``wire=``.
+        code: its number in message headers.
+        kind: of values in messages: `EXACT`, or the kind to which `Backend.quantize` rounds values before encoding.
+        packed: whether the cost model counts the time of encoding and decoding.
     """
 
     name: str
@@ -41,28 +41,27 @@ class Wire(ABC):
 
     @abstractmethod
     def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
-        """Return arrays of the device whose bytes, one after another, are the entries. They may be the entries' own."""
+        """Encode entries; return arrays of the device whose concatenated bytes are the result. They may be views."""
 
     @abstractmethod
     def max_bytes(self, count: int, vector: VectorType) -> int:
-        """Return an upper bound of the bytes of ``count`` entries."""
+        """Return an upper bound of the encoded size of ``count`` entries."""
 
     @abstractmethod
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
-        """Return the bytes that an entry of k takes on average, if they are spread evenly over all elements."""
+        """Return the mean encoded size of one of k entries that are spread evenly over all elements."""
 
     @abstractmethod
     def decode(
         self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
     ) -> tuple[Array, Array]:
-        """Return the indices and values of ``count`` entries, as flat arrays of the device.
+        """Decode ``count`` entries; return indices and values as flat arrays of the device, views if possible.
 
-        They are views of ``data`` where that is possible. Whether the indices are in order, and values are not zero, is
-        not checked.
+        Does not check that indices increase and that values are not zero.
 
         Args:
             data: a part of a message that ``memory`` has made.
 
         Raises:
-            ValueError: ``data`` are not ``count`` entries.
+            ValueError: ``data`` does not encode ``count`` entries.
         """

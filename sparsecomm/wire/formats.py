@@ -1,11 +1,10 @@
-"""The wire formats: entries to bytes and back.
+"""The wire formats.
 
-A format is one line in the table below, and its name in `WireName`: the name that callers give, its code in the header
-of messages, the kind of its values, and the class that encodes it. The CLI's choices, the cost model, the tests'
-parameters and the tables in the docs come from this table. The code of a format never changes: ranks of different
-versions must not mistake it for another.
+To add a format, add a line to the table below (name, code in message headers, kind of values) and its name to
+`WireName`. The CLI, the cost model, the tests and the docs use this table. The code of a format must never change,
+because ranks of different versions would confuse formats.
 
-Plain: entries as they stand in memory, the array of larger elements first.
+Plain: the arrays of the entries, the one with larger elements first.
 
     values, float32 or float64 | indices, int32 or int64        (indices first where they are int64 beside float32)
 
@@ -15,31 +14,30 @@ Packed: indices in about 2 + log2(n/k) bits, values in 64 to 1.
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 1974; Fano, "On the
 number of bits required to implement an associative memory", MIT 1971. At density 0.001 an index takes 11.96 bits; its
-entropy is 11.41. Unlike bit-packed differences, or Golomb codes, which are no shorter, the length follows from the
-number of entries and the two outermost indices alone, and the position of every entry from its number: any thread can
-write any word, and a decoder knows beforehand what it must find.
+entropy is 11.41. Bit-packed differences and Golomb codes are not shorter. Here, the length depends only on the number
+of entries and on the first and last index, and the position of an entry only on its number. So any thread can write any
+word, and a decoder knows in advance what to expect.
 
-For m entries, all words of 64 bits, little-endian:
+For m entries, in little-endian words of 64 bits:
 
-    first, span    the first index, and the last one less the first
-    low            m times the l low bits of (index - first), where l = log2((span + 1) / m), rounded down; whole words
-    high           one bit for every entry i, at position ((index - first) >> l) + i; whole words
-    values         m values, of one of these kinds
-    zero bytes     to a multiple of 8
+    first, span    the first index, and the last index minus the first
+    low            m times the l low bits of (index - first), with l = floor(log2((span + 1) / m)); whole words
+    high           one bit per entry i, at position ((index - first) >> l) + i; whole words
+    values         m values of one of the kinds below
+    padding        zero bytes to a multiple of 8
 
-    float32, float64, bfloat16, float16    as they are
-    int8              m bytes, and then for every 64 values one byte, their exponent: values are q 2^(exponent - 126),
-                      q from -126 to 126; q = 127 and -127 stand for the infinities, q = -128 for NaN
-    int4, int2, sign  for every 64 values 4, 2 or 1 words: the signs, and then the bits of the levels j, lowest first;
-                      bits of no value are zero. Then for every 64 values `low`, 2 bytes, the bits of a bfloat16
-                      p 2^q > 0 with p < 256 and q >= -133; then, but for sign, for every 64 values `step`, 1 byte.
-                      Values are +- (p + j * step * UNIT) 2^q, j from 0 to 7, 1 or 0, UNIT = 2 for int4 and 16 for
-                      int2. They are finite: where one of the m values is not, bit 63 of the word of span is set, and
-                      all of them are float32
+    float32, float64, bfloat16, float16    unchanged
+    int8              m bytes q, then one exponent byte per 64 values. Values are q 2^(exponent - 126) with q from -126
+                      to 126; q = 127 and -127 are the infinities, q = -128 is NaN
+    int4, int2, sign  4, 2 or 1 words per 64 values: the signs, then the bits of the levels j, lowest first; unused bits
+                      are zero. Then, per 64 values, `low`: the 2 bytes of a bfloat16 p 2^q > 0 with p < 256 and
+                      q >= -133. Then, except for sign, per 64 values `step`: 1 byte. Values are
+                      +- (p + j * step * UNIT) 2^q with j up to 7, 1 or 0, and UNIT = 2 for int4 and 16 for int2. If one
+                      of the m values is not finite, bit 63 of the word of span is set, and all values are float32
 
-No bytes at all for no entries. Values that are to travel narrow have been quantized before (`Backend.quantize`), so
-that what rounding took away is known and kept: packing loses nothing. Of int4, int2 and sign, the smallest magnitude of
-64 then has level 0 and the largest the last level, so that low and step follow from these two.
+No entries take no bytes. Values of a narrow kind are quantized before packing (`Backend.quantize`), so that rounding
+errors are known and kept, and packing loses nothing. For int4, int2 and sign, the smallest of 64 magnitudes then has
+level 0 and the largest the last level, which determines low and step.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ from sparsecomm.wire.base import VectorType, Wire
 
 __all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE", "Packed", "Plain", "WireName"]
 
-WireName: TypeAlias = Literal[  # "auto" and those of the table
+WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "auto",
     "plain",
     "packed",
@@ -73,7 +71,7 @@ _HEAD = 16  # bytes of the packed format: first and span
 
 
 class Plain(Wire):
-    """The plain format, which loses nothing and computes nothing."""
+    """The plain format, which copies arrays."""
 
     packed = False
 
@@ -93,7 +91,7 @@ class Plain(Wire):
         index, value = vector.indices, vector.values
         expected = count * (index.itemsize + value.itemsize)
         if len(data) != expected:
-            raise ValueError(f"{count} entries in {len(data)} bytes; expected {expected}")
+            raise ValueError(f"{count} entries in {len(data)} bytes; expected {expected} bytes")
         if index.itemsize > value.itemsize:
             middle = count * index.itemsize
             return memory.get(data[:middle], index), memory.get(data[middle:], value)
@@ -102,9 +100,9 @@ class Plain(Wire):
 
 
 class Packed(Wire):
-    """A packed format: Elias-Fano indices, and values of one kind.
+    """A packed format: Elias-Fano coded indices and values of one kind.
 
-    `max_bytes` allows for float32 values, as which those of a few bits may travel; `bytes_per_entry` does not.
+    `max_bytes` includes the case that values of a few bits are sent as float32; `bytes_per_entry` does not.
     """
 
     def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
@@ -113,7 +111,7 @@ class Packed(Wire):
     def max_bytes(self, count: int, vector: VectorType) -> int:
         if not count:
             return 0
-        low = max(vector.n // count, 1).bit_length() - 1  # indices that spread over all of n take most
+        low = max(vector.n // count, 1).bit_length() - 1  # indices spread over all of n take the most bits
         words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
         kinds = (self.kind, EXACT) if self.kind.planes else (self.kind,)
         return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in kinds) + 16
@@ -136,7 +134,7 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed", 1, EXACT),
     Packed("packed_bfloat16", 2, BFLOAT16),
     Packed("packed_float16", 3, FLOAT16),
-    Packed("packed_int8", 5, INT8),  # 4 was one without infinities
+    Packed("packed_int8", 5, INT8),  # 4 was a format without infinities
     Packed("packed_int4", 6, INT4),
     Packed("packed_int2", 7, INT2),
     Packed("packed_sign", 8, SIGN),

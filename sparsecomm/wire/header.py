@@ -1,29 +1,28 @@
-"""The header of every message: which call it belongs to, and what follows.
+"""The header of every message, which identifies its call and its contents.
 
     offset  bytes  field
          0      4  magic "SPC2"
-         4      1  element type of the gradient (codes of `sparsecomm.tensors.dtypes`)
+         4      1  dtype of the gradient (codes of `sparsecomm.tensors.dtypes`)
          5      1  operation: 0 sum, 1 mean, 2 mean of contributors
          6      1  wire format (codes of `sparsecomm.wire.formats`)
-         7      1  bit 1: there is a residual; 2: there is an out
+         7      1  bit 1: a residual was passed; bit 2: an out was passed
          8      8  n, number of elements
         16      8  k
-        24     24  name of the algorithm, ASCII, padded with zero bytes; of a longer one the first 15 characters, "~",
+        24     24  name of the algorithm, ASCII, padded with zero bytes; of a longer name the first 15 characters, "~",
                    and its CRC-32
-        48      4  checksum of the shape of x; 0 where x is flat, and of calls whose label covers the shapes
-        52      4  elements of a chunk, of each of which entries are selected; 0 where they are selected from the whole,
-                   2^32 - 1 for as many or more
-        56      4  checksum of the costs by which the call was planned; 0 where none matter
-        60      4  checksum of the label; 0 where there is none
-                   -- up to here about the call: equal in all its messages; from here on about the message:
+        48      4  checksum of the shape of x; 0 if x is flat, or if the label covers the shapes
+        52      4  number of elements of a chunk; 0 if entries are selected from the whole, 2^32 - 1 for more
+        56      4  checksum of the costs with which the call was planned; 0 if they do not matter
+        60      4  checksum of the label; 0 if there is none
+                   -- The fields above describe the call and are equal in all its messages; those below, the message. --
         64      8  number of the call on this communicator
-        72      4  rank that made the message
-        76      4  round of the algorithm, in the low 31 bits; the highest bit says that a contribution is incomplete:
-                   that of the sender, or of a rank from which it has received a message with this bit in this call
-        80      8  number of entries, of elements of a dense message, or of words
-        88      8  bytes that follow
+        72      4  rank of the sender
+        76      4  round number in the low 31 bits; the highest bit: a contribution is incomplete, that of the sender or
+                   of a rank from which it has received a message with this bit in this call
+        80      8  number of entries, of elements of a dense message, or the counts of a parcel
+        88      8  number of bytes that follow
 
-Little-endian. Two ranks whose first 64 bytes differ made calls that do not belong together.
+Little-endian. If the first 64 bytes of two ranks differ, their calls do not match.
 """
 
 from __future__ import annotations
@@ -56,38 +55,38 @@ _CALL = struct.Struct("<4sBBBBQQ24sIIII")
 CALL_BYTES = _CALL.size
 HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")  # call, number, sender, round, items, bytes that follow
 HEADER_BYTES = HEADER.size
-LABEL_AT = CALL_BYTES - 4  # where the label's checksum stands
-INCOMPLETE = 1 << 31  # the bit of the round field
+LABEL_AT = CALL_BYTES - 4  # offset of the label's checksum
+INCOMPLETE = 1 << 31  # bit in the round field
 _NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
 _MAGIC = b"SPC2"
 Op: TypeAlias = Literal["sum", "mean", "mean_of_contributors"]
 MEAN_OF_CONTRIBUTORS: Final = "mean_of_contributors"
 OPS: tuple[Op, ...] = get_args(Op)
-MEASUREMENT: Final = "measurement of links"  # the name of the call in which ranks without a profile measure costs
-_GIVEN = "residual", "out"
+MEASUREMENT: Final = "measurement of links"  # algorithm name of the call in which ranks without a profile measure costs
+_OPTIONAL = "residual", "out"
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
 
 
 def shape_checksum(shape: tuple[int, ...]) -> int:
-    """Return the checksum by which ranks compare shapes; 0 for a flat one."""
+    """Return the checksum with which ranks compare shapes; 0 for a flat shape."""
     return 0 if len(shape) == 1 else zlib.crc32(repr(shape).encode()) or 1
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The arguments on which the ranks of one collective call must agree.
+    """The arguments that must be equal on all ranks of a call.
 
     Attributes:
         algorithm: its name.
-        dtype: the code of the gradient's element type, in `sparsecomm.tensors.dtypes`.
-        op: an index into `OPS`.
-        wire: the code of the wire format.
-        n, k: elements, and entries that each rank selects.
-        costs: the checksum of the costs by which the call was planned; 0 where none matter.
-        label: the checksum of the label; 0 where there is none.
-        chunk: elements of a chunk; 0 where there are none.
-        shape: the checksum of x's shape; 0 where it is flat.
+        dtype: code of the gradient's dtype, in `sparsecomm.tensors.dtypes`.
+        op: index into `OPS`.
+        wire: code of the wire format.
+        n, k: number of elements, and of entries that each rank selects.
+        costs: checksum of the costs with which the call was planned; 0 if they do not matter.
+        label: checksum of the label; 0 if there is none.
+        chunk: number of elements of a chunk; 0 if there are no chunks.
+        shape: checksum of x's shape; 0 if it is flat.
         residual, out: whether the caller has passed one.
     """
 
@@ -107,7 +106,7 @@ class CallSignature:
     def pack(self) -> bytes:
         """Return the first `CALL_BYTES` of a header."""
         name = self.algorithm.encode("ascii")
-        if len(name) > _NAME_BYTES:  # its beginning, and a checksum of the whole
+        if len(name) > _NAME_BYTES:  # its beginning and a checksum of all of it
             name = name[: _NAME_BYTES - 9] + b"~%08x" % zlib.crc32(name)
         return _CALL.pack(
             _MAGIC,
@@ -126,7 +125,7 @@ class CallSignature:
 
     @classmethod
     def unpack(cls, data: bytes) -> CallSignature | None:
-        """Return the signature that ``data`` starts with; None if these bytes are no header."""
+        """Return the signature at the beginning of ``data``; None if this is not a header."""
         if len(data) < CALL_BYTES:
             return None
         magic, dtype, op, wire, flags, n, k, name, shape, chunk, costs, label = _CALL.unpack_from(data)
@@ -136,7 +135,7 @@ class CallSignature:
         return cls(algorithm, dtype, op, wire, n, k, costs, label, chunk, shape, bool(flags & 2), bool(flags & 4))
 
     def describe(self, shape: str = "") -> str:
-        """Return the signature in words, for messages to users; with the ``shape`` of x, if that is told."""
+        """Return the signature as text for users, with the ``shape`` of x if given."""
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
@@ -144,7 +143,7 @@ class CallSignature:
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
         shaped = f" of {shape}" if shape else ""
-        given = " and ".join(name for name in _GIVEN if getattr(self, name))
+        given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
         return (
             f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}"
             f"{f', with {given}' if given else ''}{chosen}{labelled}"
@@ -153,33 +152,33 @@ class CallSignature:
     def mismatch(
         self, rank: int, theirs: bytes, their_rank: int, shape: tuple[int, ...] = ()
     ) -> CollectiveMismatchError:
-        """Return the error for a message of another call, which names what differs.
+        """Return the error for a message of another call, which names the fields that differ.
 
         Args:
             rank: this rank.
-            theirs: the header of the message.
-            their_rank: the rank that sent it.
-            shape: of x on this rank, of which the message has a checksum only.
+            theirs: header of the message.
+            their_rank: its sender.
+            shape: shape of x on this rank, of which the signature has only a checksum.
         """
         other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
                 f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
-                "no message of this version of sparsecomm; install one version on all ranks"
+                "no message of this version of sparsecomm; install the same version on all ranks"
             )
-        mine = CallSignature.unpack(self.pack())  # names may have been cut
+        mine = CallSignature.unpack(self.pack())  # cuts a long name
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
         if "label" in fields:
             advice += (
-                "; labels stand for the name, for the shapes of JAX arrays, or for a Reducer's step and its tensors, "
-                "their order and settings"
+                "; a label covers the name, the shapes of JAX arrays, or a Reducer's step and its tensors, their order "
+                "and settings"
             )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
-            advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none: then they measure"
+            advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure"
         elif MEASUREMENT in (self.algorithm, other.algorithm):
-            advice += "; ranks that have no profile measure, so give all the same one (SPARSECOMM_PROFILE), or none"
-        for name in _GIVEN:
+            advice += "; ranks without a profile measure, so give all ranks the same one (SPARSECOMM_PROFILE), or none"
+        for name in _OPTIONAL:
             if name in fields:
                 advice += f"; pass {name}= on all ranks, or on none"
         shapes = "", ""

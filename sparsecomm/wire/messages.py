@@ -1,4 +1,4 @@
-"""Whole messages of calls of one signature: header and payload, made and checked."""
+"""`Messages`: builds the messages of calls of one signature, and checks and reads received ones."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.memory import HOST, MessageMemory
 from sparsecomm.wire.base import VectorType, Wire
+from sparsecomm.wire.formats import PLAIN
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, CallSignature
 
 __all__ = ["Messages"]
 
-_LONG = 1 << 20  # bytes from which NumPy's memory, of large pages, is written faster than that of a bytearray
-_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # bytes of a number, as two bits
-_WORD_DTYPES = {0: np.dtype(np.uint8)} | {np.dtype(t).itemsize: np.dtype(t) for t in ("u1", "<u2", "<u4", "<u8")}
+_LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
+_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code of the bytes of an integer
 
 
 class Messages:
-    """The messages of calls of one signature: those that this rank sends, and those that it accepts from others.
+    """The messages of calls of one signature.
 
-    ``entries``, ``parcel``, ``dense`` and ``words`` each return a new message of this rank for communication round
-    ``round_no``. Their counterparts ``read_...`` take a whole message from rank ``source``, check that it is of this
-    call and round, and return its contents: arrays are views of the message where that is possible, so it must stay
-    unchanged. All ranks are numbered as in the transport.
+    `entries`, `parcel`, `dense` and `words` each return a new message of this rank for communication round
+    ``round_no``. Their counterparts ``read_...`` take a message from rank ``source``, check that it belongs to this
+    call and round, and return its contents. Arrays are views of the message if possible, so it must not change. Ranks
+    are numbered as in the transport.
 
     Attributes:
-        call: what all ranks must agree on.
-        packed: ``call`` as bytes, with the label of the call that `begin` has begun; in every header.
-        memory: where messages of this call are made, but for those of words, which are on the host.
-        incomplete: whether this rank's contribution to this call is incomplete, or a message that was read says that
-            another rank's is. All messages that are made from then on say so. An algorithm in which the result of each
-            rank depends on messages of all others, directly or through others, leaves it equal on all ranks.
+        call: the call signature.
+        packed: the signature as bytes, with the current call's label; the beginning of every header.
+        memory: where messages of this call are made.
+        incomplete: whether this rank's contribution to this call is incomplete, or a message that was read reports that
+            another rank's is. All later messages report it, too. It ends equal on all ranks if the algorithm's result
+            on each rank depends on messages of all others, directly or indirectly.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Messages:
         """Prepare the messages of calls.
 
         Args:
-            call: what this rank calls.
+            call: this rank's call signature.
             rank: this rank.
-            accumulator: the dtype of sums, float32 or float64; values have it before and after they travel.
-            shape: of the gradient, and so of the vectors that are read.
-            backend: that of the gradient's device.
+            accumulator: the accumulator dtype, float32 or float64, which all values have before and after encoding.
+            shape: of the gradient, and of the vectors that are read.
+            backend: of the gradient's device.
         """
         self.call, self.packed = call, call.pack()
         self.memory: MessageMemory = HOST
@@ -60,13 +60,13 @@ class Messages:
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
     def begin(self, number: int, label: int, memory: MessageMemory, incomplete: bool = False) -> bytes:
-        """Prepare for a call with a label, and return `packed`.
+        """Prepare for a call and return `packed`.
 
         Args:
-            number: that it will have on its transport.
+            number: number of the call on its transport.
             label: a checksum.
-            memory: in which its messages are made and received.
-            incomplete: this rank's contribution is.
+            memory: for its messages.
+            incomplete: whether this rank's contribution is incomplete.
         """
         if label != self._label:
             self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
@@ -90,20 +90,20 @@ class Messages:
         return message
 
     def read_entries(self, message: Bytes, wire: Wire, source: int, round_no: int) -> SparseVector:
-        """Return the sparse vector in a message. The order of its entries is not checked here.
+        """Return the sparse vector in a message, without checking the order of its entries.
 
         Raises:
-            CollectiveMismatchError: the message is of another call or round, or broken.
+            CollectiveMismatchError: the message belongs to another call or round, or is invalid.
         """
         items = self._items(message, source, round_no, self.memory)
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
-        """Return the message of several vectors, fewer than 65,536, and of whole numbers from 0 to 2^64 - 1.
+        """Return the message of at most 65,535 vectors, and of words: integers from 0 to 2^64 - 1.
 
-        A table of the vectors' numbers of entries and bytes comes first, then the words, then the entries. The item
-        count of the header has the number of vectors in its lowest 16 bits, 2 bits each for the width of the table's
-        numbers and of words, and the number of words.
+        It consists of a table with each vector's numbers of entries and bytes, the words, and the encoded entries. The
+        item count in the header contains the number of vectors (16 bits), codes of the widths of the table's integers
+        and of words (2 bits each), and the number of words.
         """
         parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
@@ -123,13 +123,15 @@ class Messages:
     def read_parcel(
         self, message: Bytes, wire: Wire, source: int, round_no: int, expected: int, *, or_none: bool = False
     ) -> tuple[list[SparseVector], list[int]]:
-        """Return the vectors, ``expected`` ones, ``or_none``, and the words in a message.
+        """Return the vectors and words in a message, without checking the order of entries.
 
-        The order of the vectors' entries is not checked here.
+        Args:
+            expected: number of vectors.
+            or_none: there may also be no vectors.
 
         Raises:
-            CollectiveMismatchError: the message is of another call or round, has another number of vectors, or is
-                broken.
+            CollectiveMismatchError: the message belongs to another call or round, has another number of vectors, or is
+                invalid.
         """
         items = self._items(message, source, round_no, self.memory)
         count, num_words = items & 0xFFFF, items >> 20
@@ -150,51 +152,31 @@ class Messages:
         return vectors, words
 
     def max_bytes(self, count: int, wire: Wire) -> int:
-        """Return an upper bound of the bytes of a message of ``count`` entries."""
+        """Return an upper bound of the size of a message with ``count`` entries."""
         return HEADER_BYTES + wire.max_bytes(count, self._vector)
 
     # -- other contents -----------------------------------------------------------------------------------------------
 
     def dense(self, segment: Array, round_no: int) -> Bytes:
-        """Return the message of a flat dense segment of the accumulator's dtype."""
+        """Return the message of a flat dense array of the accumulator dtype."""
         message = self._new(round_no, len(segment), segment.nbytes)
         self.memory.put(segment, message[HEADER_BYTES:])
         return message
 
     def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
-        """Return the dense segment of ``expected`` elements in a message.
+        """Return the dense array of ``expected`` elements in a message.
 
         Raises:
-            CollectiveMismatchError: the message is of another call or round, or has more or fewer elements.
+            CollectiveMismatchError: the message belongs to another call or round, or has another number of elements.
         """
         items, dtype = self._items(message, source, round_no, self.memory), self._vector.values
         if items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
-    def words(self, words: list[int], round_no: int) -> Bytes:
-        """Return the message, in host memory, of whole numbers from 0 to 2^64 - 1.
-
-        They travel in the narrowest of 1, 2, 4 and 8 bytes that holds them all: counts are small.
-        """
-        payload: Any = _narrow(words)
-        header = self._header(round_no, len(words), payload.nbytes)
-        return np.frombuffer(bytearray().join((header, payload)), np.uint8)
-
-    def read_words(self, message: Bytes, source: int, round_no: int, expected: int) -> list[int]:
-        """Return the ``expected`` numbers in a message in host memory.
-
-        Raises:
-            CollectiveMismatchError: the message is of another call or round, or has more or fewer numbers.
-        """
-        items = self._items(message, source, round_no, HOST)
-        payload = message[HEADER_BYTES:]
-        dtype = _WORD_DTYPES.get(len(payload) // max(1, expected))
-        fits = dtype is not None and len(payload) == dtype.itemsize * expected
-        if items != expected or not fits:
-            raise self.broken(source, f"{items} numbers in {len(message)} bytes instead of {expected} numbers")
-        words: list[int] = payload.view(dtype).tolist()
-        return words
+    def words(self, words: Sequence[int], round_no: int) -> Bytes:
+        """Return the message of integers from 0 to 2^64 - 1: a parcel without vectors."""
+        return self.parcel((), words, PLAIN, round_no)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
@@ -203,7 +185,7 @@ class Messages:
         return self._call().mismatch(self._rank, theirs, rank, self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
-        """Return the error for a message from ``source`` that does not fit; ``seen`` says what it holds."""
+        """Return the error for an unexpected message from ``source`` with the content ``seen``."""
         return CollectiveMismatchError(
             f"rank {self._rank} received from rank {source} {seen}, in the call {self._call().describe()}; make the "
             "same calls in the same order on all ranks"
@@ -215,7 +197,7 @@ class Messages:
     # -- parts of messages --------------------------------------------------------------------------------------------
 
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
-        """Return a message with its header and ``table``, and room for the rest of its ``nbytes``."""
+        """Return a message with its header and ``table``, and room for the rest of its ``nbytes`` of content."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
         self.memory.put_header(self._header(round_no, items, nbytes) + table, message)
         return message
@@ -225,7 +207,7 @@ class Messages:
         return HEADER.pack(self.packed, self._number, self._rank, flagged, items, nbytes)
 
     def _put(self, arrays: list[Array], message: Bytes, begin: int) -> int:
-        """Write arrays one after another into a message from ``begin`` on; return where they end."""
+        """Write arrays into a message from ``begin`` on; return the position of their end."""
         for array in arrays:
             end = begin + array.nbytes
             self.memory.put(array, message[begin:end])
@@ -233,7 +215,7 @@ class Messages:
         return begin
 
     def _items(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> int:
-        """Return how many items the header says that its message has, after checking that it is the one expected."""
+        """Check the header of a message; return its item count."""
         data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
             if bytes(data[:CALL_BYTES]) == self.packed:
@@ -264,7 +246,7 @@ class Messages:
 
 
 def _narrow(words: Sequence[int]) -> Array:
-    """Return whole numbers in the narrowest of 1, 2, 4 and 8 bytes that holds them all: most are small counts."""
+    """Return integers in the narrowest dtype of 1, 2, 4 or 8 bytes that holds all of them: most are small counts."""
     numbers: Array = np.array(words, np.uint64)
     narrow: Array = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
     return narrow

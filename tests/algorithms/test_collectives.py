@@ -245,7 +245,7 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
     assert any(isinstance(error, sc.TimeoutError) and "rank 1" in str(error) for error in raised), raised
 
 
-@pytest.mark.parametrize("stage", ["connect", "begin"])
+@pytest.mark.parametrize("stage", ["of", "begin"])
 def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ def test_what_it_does_not_support_is_refused_and_never_taken(wire: str) -> None:
 
 def test_it_counts_no_contributors_unless_it_says_so() -> None:
     sc.register_algorithm(replace(CHAIN, automatic=True))
-    with pytest.raises(sc.InvalidInputError, match="does not say that it counts contributors"):
+    with pytest.raises(sc.InvalidInputError, match="does not declare that it counts contributors"):
         summed(2, "chain", op="mean_of_contributors")
     assert len(summed(2, "auto", op="mean_of_contributors")[0]) == 2
 

@@ -209,7 +209,7 @@ def test_whatever_came_before_the_result_is_the_oracles(variant: str, P: int) ->
 def kept_of(transport: simulated.SimulatedTransport) -> dict[str, Any]:
     """Return what the only plan of a transport keeps for its algorithm."""
     (plan,) = queue_of(transport).plans._plans.values()
-    kept: dict[str, Any] = plan.comm.kept
+    kept: dict[str, Any] = plan.comm.cache
     return kept
 
 

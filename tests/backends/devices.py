@@ -47,7 +47,7 @@ class Emulated(Device):
 
     def __init__(self, seed: int = 0, **sizes: int) -> None:
         self.runtime = DeferredRuntime(seed=seed)
-        small: Any = {"radix_max_size": 300, "spare_candidates": 500, "packed_threads": 32, "filter_rounds": 1, **sizes}
+        small: Any = {"radix_max_size": 300, "spare_candidates": 500, "packed_threads": 32, **sizes}
         super().__init__("cuda", CudaBackend(self.runtime, **small))
 
     def tensor(self, array: np.ndarray) -> interop.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from tests import data, reference
 from tests.backends.devices import Device
 

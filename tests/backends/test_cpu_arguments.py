@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsecomm.backends import Backends, CpuBackend
-from sparsecomm.backends.base import Moments
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT

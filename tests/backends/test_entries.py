@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsecomm.backends import keys as selection_keys
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data, reference
@@ -127,24 +128,28 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
         v = vector(nnz, seed, kind=kind, float64_values=float64_values)
         keys, there = order(v, float64_values), put(device, v)
         largest_few = [n for n in (1, nth, nth, nnz) if 1 <= n <= nnz]
-        assert backend.nth_keys(there, largest_few) == [keys[n - 1] for n in largest_few]
+        assert selection_keys.nth_keys(there, largest_few) == [keys[n - 1] for n in largest_few]
         low = keys[nnz // 2] if nnz else 5
         its_own = np.array([key(x, float64_values) for x in v.values], np.uint64)
         near, sure = its_own >= low, its_own >= low + above
         for high, expected in ((None, np.zeros(nnz, bool)), (low + above, sure)):
-            largest, others = backend.split_by_key(there, low, high)
+            largest, others = selection_keys.split_by_key(there, low, high)
             same(largest, v.indices[expected], v.values[expected])
             same(others, v.indices[near & ~expected], v.values[near & ~expected])
-            assert backend.keys_at(there, others) == its_own[near & ~expected].tolist()
-        assert backend.scaled_key(there, low, [0], keys[:1]) == low == backend.scaled_key(there, low, keys[:1], [0])
+            assert selection_keys.keys_of(backend.values_at(there, others)) == its_own[near & ~expected].tolist()
+        assert (
+            selection_keys.scaled_key(there, low, [0], keys[:1])
+            == low
+            == selection_keys.scaled_key(there, low, keys[:1], [0])
+        )
         one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
-        assert backend.scaled_key(there, one, [one, one], [two, two]) == two
-        assert backend.scaled_key(there, two, [two], [one]) == one
+        assert selection_keys.scaled_key(there, one, [one, one], [two, two]) == two
+        assert selection_keys.scaled_key(there, two, [two], [one]) == one
         for above in (2**63, 2**64, 2**70):  # a bound that nothing reaches
-            assert backend.scaled_key(there, above, [one], [two]) == above
+            assert selection_keys.scaled_key(there, above, [one], [two]) == above
         for number in largest_few[1:2]:
             first = sorted(range(nnz), key=lambda i: -int(its_own[i]))[:number]  # of equals the lower index
-            found, its_keys = backend.largest_keys(its_own.tolist(), [number, 1, nnz, number])
+            found, its_keys = selection_keys.largest_keys(its_own.tolist(), number, [1, nnz, number])
             assert (found.tolist(), its_keys) == (sorted(first), [keys[0], keys[-1], keys[number - 1]])
         positions = list(range(0, nnz, 3))
         same(backend.entries_at(there, positions), v.indices[positions], v.values[positions])

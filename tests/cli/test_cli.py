@@ -194,8 +194,8 @@ class FakeMPI:
 @pytest.mark.parametrize(
     ("word", "query", "kinds", "answer", "probe"),
     [
-        ("1", 0, "mpi,system", True, "the user's word"),
-        ("off", 1, "cuda", False, "the user's word"),
+        ("1", 0, "mpi,system", True, "set by the user"),
+        ("off", 1, "cuda", False, "set by the user"),
         ("perhaps", 1, "cuda", False, "expected 0 or 1"),
         ("", 1, None, True, "MPIX_Query_cuda_support"),
         (" ", 0, "cuda", False, "MPIX_Query_cuda_support"),

@@ -105,7 +105,7 @@ def test_without_an_mpi(wheel: Path, tmp_path: Path) -> None:
     assert status == 1
     _, _, error = said.rpartition("TransportError: ")
     assert error.startswith(
-        "mpi4py cannot be loaded (cannot load MPI library). It needs an MPI: `pip install mpi4py op"
+        "mpi4py cannot be loaded (cannot load MPI library). Install an MPI with `pip install mpi4py op"
     )
 
     env.link("torch")

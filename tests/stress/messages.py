@@ -78,7 +78,7 @@ def _target(rng: np.random.Generator) -> _Target:
         return []
 
     def words(message: NDArray[np.uint8]) -> list[SparseVector]:
-        assert all(0 <= word < 2**64 for word in mine.read_words(message, _SENDER, _ROUND, k))
+        assert all(0 <= word < 2**64 for word in mine.read_parcel(message, wire, _SENDER, _ROUND, 0)[1])
         return []
 
     def control(message: NDArray[np.uint8]) -> list[SparseVector]:

@@ -278,7 +278,7 @@ class Rank(FailureDetector):
                 if peer != self.rank:
                     self._send_control(peer, WAITING, self._call)
 
-    def _listen(self, seconds: float) -> None:
+    def _receive_control(self, seconds: float) -> None:
         if seconds and not self.arrived:
             self._network.sleep(self, self.rank)
         self._take_control()

@@ -167,7 +167,7 @@ class Strangers(Attack):
         import torch
         import torch.distributed as dist
 
-        from sparsecomm.transport.process_group import transport as module
+        from sparsecomm.transport.process_group import joining as module
 
         self._folder, rank = Path(folder), int(number)
 

@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "strided": (lambda: np.ones(6, np.float32)[::2], r"shape \(3,\) that is not contiguous; .*ascontiguousarray"),
     "Fortran": (lambda: np.ones((2, 3), np.float32, "F"), r"shape \(2, 3\) that is not contiguous"),
     "misaligned": (lambda: torch_view(1), r"float32 at address 0x[0-9a-f]+; expected a multiple of 4 bytes; pass"),
-    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool8; expected"),
+    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool; expected"),
     "torch float8": (lambda: torch().ones(3).to(torch().float8_e4m3fn), r"got elements of type float8_e4m3fn;"),
     "torch transposed": (lambda: torch().ones(2, 3).t(), r"shape \(3, 2\) that is not contiguous; .*x\.contiguous"),
     "torch grad": (lambda: torch().ones(3, requires_grad=True), r"requires grad; expected .*x\.detach\(\), or p\.grad"),
@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "torch meta": (lambda: torch().ones(3, device="meta"), r"torch\.Tensor does not export its memory"),
     "torch freed": (torch_freed, r"got a tensor of shape \(1000,\) without memory; expected"),
     "torch implicit zero": (lambda: torch()._efficientzerotensor((5,)), r"\(5,\) without memory; .*torch\.zeros"),
-    "jax tracer": (jax_tracer, r"got a tracer of JAX.*inside jax\.jit .* sparsecomm\.jax\.sparse_allreduce"),
+    "jax tracer": (jax_tracer, r"got a JAX tracer.*inside jax\.jit .* sparsecomm\.jax\.sparse_allreduce"),
     "other object": (lambda: Exporter(lambda: "capsule"), r"which is not a fresh DLPack capsule"),
 }
 
@@ -290,10 +290,9 @@ def test_byte_offset_and_strides_and_scalars() -> None:
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"lanes": 4}, r"type float32 in vectors of 4; expected"),
-        ({"code": 9, "bits": 8}, r"type float8_e4m3b11fnuz; expected"),
-        ({"code": 99, "bits": 8}, r"type number 99 of DLPack, of 8 bits; expected"),
-        ({"bits": 128}, r"type float128; expected"),
+        ({"lanes": 4}, r"type DLPack dtype code 2 with 32 bits in vectors of 4; expected"),
+        ({"code": 99, "bits": 8}, r"type DLPack dtype code 99 with 8 bits; expected"),
+        ({"bits": 128}, r"type DLPack dtype code 2 with 128 bits; expected"),
         ({"strides": (2,), "shape": (4,)}, r"not contiguous"),
         ({"strides": (1, 2), "shape": (2, 4)}, r"not contiguous"),
         ({"strides": (-1,)}, r"not contiguous"),
@@ -302,9 +301,9 @@ def test_byte_offset_and_strides_and_scalars() -> None:
         ({"device_type": 10}, r"on ROCm; expected"),
         ({"device_type": 77}, r"on DLPack device type 77; expected"),
         ({"ndim": -1}, r"-1 dimensions without a shape"),
-        ({"shape": (3, -2)}, r"shape \(3, -2\), which is no shape"),
-        ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\), which is no shape"),
-        ({"shape": (2**60,)}, r"which is no shape"),
+        ({"shape": (3, -2)}, r"shape \(3, -2\) is invalid"),
+        ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\) is invalid"),
+        ({"shape": (2**60,)}, r"is invalid"),
         ({"data": 0, "byte_offset": 4}, r"shape \(8,\) without memory; expected"),
     ],
 )
@@ -332,7 +331,7 @@ def test_flags_that_forbid_writing(flags: int) -> None:
 
 def test_a_future_version_is_left_to_its_exporter() -> None:
     made = HandMade(version=(2, 0))
-    with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0, and only 1\.x is understood"):
+    with pytest.raises(InvalidInputError, match=r"DLPack version 2\.0 is not supported"):
         tensor(made.exporter, "x")
     assert not made.consumed
     assert made.deleted == 0
@@ -386,7 +385,7 @@ def test_types_of_residual_and_out(accept: Callable[..., Tensor], x: DType, dtyp
     if dtype in (x, FLOAT64 if x is FLOAT64 else FLOAT32):
         assert accept(make(dtype), t).dtype is dtype
     else:
-        with pytest.raises(InvalidInputError, match=rf"got {dtype}; expected {x}.*, since x is {x}; allocate"):
+        with pytest.raises(InvalidInputError, match=rf"got {dtype}; expected {x}.*, because x is {x}; allocate"):
             accept(make(dtype), t)
 
 
@@ -395,7 +394,7 @@ def test_shape_device_and_writability(accept: Callable[..., Tensor], name: str) 
     x = tensor(np.ones((2, 3), np.float32), "x")
     with pytest.raises(InvalidInputError, match=rf"^{name}: got shape \(6,\); expected \(2, 3\), the shape of x"):
         accept(np.ones(6, np.float32), x)
-    with pytest.raises(InvalidInputError, match=rf"^{name}: got a tensor on cuda:0; expected cpu, where x is"):
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got a tensor on cuda:0; expected cpu, the device of x"):
         accept(HandMade(device_type=2, shape=(2, 3)).exporter, x)
     advice = r"; .*np\.zeros_like\(x\)" if name == "residual" else r"; .*np\.empty_like\(x\)"  # no copy of x
     with pytest.raises(InvalidInputError, match=rf"^{name}: got a read-only array.*{advice}"):
@@ -410,16 +409,16 @@ def test_overlaps() -> None:
     residual = as_residual(memory[6:], x)
     assert not overlap(x, residual)
     assert as_out(memory[:6], x, residual=residual).pointer == x.pointer
-    with pytest.raises(InvalidInputError, match=r"^residual: its memory overlaps x; expected memory of its own"):
+    with pytest.raises(InvalidInputError, match=r"^residual: its memory overlaps x; expected separate memory"):
         as_residual(memory[:6], x)
     with pytest.raises(InvalidInputError, match=r"^residual: its memory overlaps x"):
         as_residual(memory[5:11], x)
-    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps a part of x; expected x itself or"):
+    with pytest.raises(InvalidInputError, match=r"^out: its memory partly overlaps x; expected x itself or"):
         as_out(memory[1:7], x)
-    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps residual; expected memory of its own"):
+    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps residual; expected separate memory"):
         as_out(memory[6:], x, residual=residual)
     half = tensor(memory.view(np.float16)[:6], "x")
-    with pytest.raises(InvalidInputError, match=r"^out: its memory overlaps a part of x"):
+    with pytest.raises(InvalidInputError, match=r"^out: its memory partly overlaps x"):
         as_out(memory[:6], half)
     empty = tensor(memory[3:3], "x")
     assert not overlap(empty, empty)

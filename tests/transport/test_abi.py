@@ -72,5 +72,7 @@ def test_mpi4py_without_an_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice comes first, and what mpi4py says of where it has looked after it."""
     monkeypatch.setenv("MPI4PY_LIBMPI", "/no/such/libmpi.so")
     _, _, said = python("transport.transport_of(None)").rpartition("TransportError: ")
-    assert said.startswith("mpi4py cannot be loaded (cannot load MPI library). It needs an MPI: `pip install mpi4py op")
+    assert said.startswith(
+        "mpi4py cannot be loaded (cannot load MPI library). Install an MPI with `pip install mpi4py op"
+    )
     assert "/no/such/libmpi.so" in said.splitlines()[1]

@@ -84,7 +84,7 @@ def test_one_of_one_may_be_alone(variables: dict[str, str], monkeypatch: pytest.
 
 def test_the_error_says_which_mpi_was_found_and_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for variables, advice in (
-        (TORCHRUN, r"not initialised, and the world of MPI \(MPI 3.*Call torch.distributed.init_process_group\(\) fir"),
+        (TORCHRUN, r"not initialized, and the world of MPI \(MPI 3.*Call torch.distributed.init_process_group\(\) fir"),
         (MPICH, r"but the world of MPI \(MPI 3.*Start the program with the mpirun of that MPI"),
         (STEP, r"Start .*or with `srun --mpi=TYPE`.*init_process_group\(\) first if"),
     ):
@@ -97,7 +97,7 @@ def test_the_error_says_which_mpi_was_found_and_how_to_start(monkeypatch: pytest
 def test_the_error_names_another_mpi_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to(MPICH, monkeypatch)
     mine, others = Path("/mine/lib/libmpi.so.40"), Path("/other/lib/libmpi.so.12")
-    with pytest.raises(sc.InvalidInputError, match=rf"\(MPI 3 in {mine}\).*another MPI, too \({others}\)"):
+    with pytest.raises(sc.InvalidInputError, match=rf"\(MPI 3 in {mine}\).*also loaded another MPI \({others}\)"):
         job.check_alone_with_mpi("MPI 3", mine, [mine, others])
 
 

@@ -86,10 +86,10 @@ class TestOf:
             "import mpi4py; mpi4py.rc.initialize = False\n"
             "from sparsecomm.transport import transport_of\ntransport_of(None)"
         )
-        assert "MPI is not initialised" in said
+        assert "MPI is not initialized" in said
         assert "MPI.Init_thread()" in said
 
-    def test_finalised(self):
+    def test_finalized(self):
         said = python(
             "from mpi4py import MPI\n"
             "from sparsecomm.transport import transport_of\n"
@@ -99,7 +99,7 @@ class TestOf:
             "except ValueError as error: print(error)\n"
             "transport_of(None)"
         )
-        assert "MPI is finalised already" in said
+        assert "MPI is already finalized" in said
 
     def test_normal_exit_with_open_transports(self):
         assert python("from sparsecomm.transport import transport_of\nt = transport_of(None)\nprint(t.size)") == "1"

@@ -82,14 +82,6 @@ def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], 
         m.read_parcel(longer, format_, 3, 1, len(counts))
 
 
-def test_words() -> None:
-    m = messages()
-    message = m.words([0, 5, 2**64 - 1], round_no=4)
-    assert m.read_words(message, 3, 4, 3) == [0, 5, 2**64 - 1]
-    with pytest.raises(CollectiveMismatchError, match="instead of 2 numbers"):
-        m.read_words(message, 3, 4, 2)
-
-
 @pytest.mark.parametrize("largest", [0, 1, 255, 256, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**64 - 1])
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: int) -> None:
@@ -97,11 +89,11 @@ def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: i
     words = [largest, *range(6)][:count]
     message = m.words(words, round_no=0)
     width = next(width for width in (1, 2, 4, 8) if max(words, default=0) < 256**width)
-    assert len(message) == HEADER_BYTES + width * count
-    assert m.read_words(message, 3, 0, count) == words
-    for cut in range(1, min(width, 8) if count else 0):
+    assert len(message) == HEADER_BYTES + -(-width * count // 8) * 8
+    assert m.read_parcel(message, PLAIN, 3, 0, 0) == ([], words)
+    for cut in range(1, 8 if count else 0):
         with pytest.raises(CollectiveMismatchError, match="of which its header says"):
-            m.read_words(message[:-cut], 3, 0, count)
+            m.read_parcel(message[:-cut], PLAIN, 3, 0, 0)
 
 
 def test_the_header_is_as_documented() -> None:
@@ -164,7 +156,6 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
         lambda: m.read_entries(message, format_, 3, 2),
         lambda: m.read_parcel(message, format_, 3, 2, expected % 30),
         lambda: m.read_dense(message, 3, 2, expected),
-        lambda: m.read_words(message, 3, 2, expected),
     ]
     for read in reads:
         with contextlib.suppress(CollectiveMismatchError):

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.transport.memory import MessageMemory
 
 __all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
@@ -49,7 +50,7 @@ class _Chunk(NamedTuple):
     written: Event
 
 
-class StagedMemory:
+class StagedMemory(MessageMemory):
     """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory, for the messages of one call.
 
     It is copied on the current stream, next to which MPI runs.
@@ -122,7 +123,7 @@ class StagedMemory:
         return copied
 
 
-class DeviceMemory:
+class DeviceMemory(MessageMemory):
     """A `sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:

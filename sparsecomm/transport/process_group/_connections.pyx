@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The connections of `connections.hpp`, for Python: without the GIL while they wait or write."""
+"""Python bindings of `connections.hpp`. They release the GIL while they wait or write."""
 
 from hashlib import shake_128
 
@@ -45,7 +45,7 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
 
     enum CSent "sparsecomm::Sent":
         DONE "sparsecomm::Sent::DONE"
-        UNDER_WAY "sparsecomm::Sent::UNDER_WAY"
+        IN_FLIGHT "sparsecomm::Sent::IN_FLIGHT"
         BROKEN "sparsecomm::Sent::BROKEN"
 
     cdef cppclass CConnections "sparsecomm::Connections":
@@ -71,7 +71,7 @@ TOKEN_BYTES = 16
 @cython.freelist(16)
 @cython.no_gc
 cdef class Received:
-    """Memory of a message that has come, kept by the array that is made of it."""
+    """Owns the memory of a received message for the array that views it."""
 
     cdef char *memory
 
@@ -81,27 +81,27 @@ cdef class Received:
 
 cdef check_token(bytes token):
     if len(token) != TOKEN_BYTES:
-        raise ValueError(f"a token of {len(token)} bytes; expected {TOKEN_BYTES}")
+        raise ValueError(f"token has {len(token)} bytes; expected {TOKEN_BYTES}")
 
 
 cdef class Connections:
     """The connections of a rank to all others; see `connections.hpp`.
 
-    A completion is a tuple: the kind of a message, or what else it tells; the rank of the peer; the number of the
-    message's call; and the message's data, the request of the message that is out, or in words how the connection has
-    broken, or what has come that is no message.
+    A completion is a tuple of its kind, the peer's rank, the call number, and its content: the data of a message, the
+    request of a message whose memory may be reused (`SENT`), or a text that describes how the connection broke
+    (`DISCONNECTED`) or what came that is not a message (`UNREADABLE`).
     """
 
     cdef CConnections *own
     cdef int rank, process
     cdef bytes token
     cdef uint64_t last_request
-    cdef dict lent  # number of a request -> the data of a message under way, and its request
+    cdef dict in_flight  # number of a request -> the data of its message, and the request
 
     def __cinit__(self, int rank, int size, size_t limit, int streams):
         self.rank, self.process = rank, getpid()
         self.token = b""
-        self.lent = {}
+        self.in_flight = {}
         self.own = new CConnections(rank, size, limit, streams)
 
     def __dealloc__(self):
@@ -110,67 +110,67 @@ cdef class Connections:
                 del self.own
 
     def listen(self, str address, bytes token):
-        """Listen on an address of this machine, and start the thread; return the port.
+        """Listen on an address of this machine and start the thread; return the port.
 
         Args:
-            token: `TOKEN_BYTES` random bytes, new in every rendezvous, that only the ranks of the group know.
+            token: `TOKEN_BYTES` random bytes, new in every rendezvous and known only to the ranks of the group.
         """
         check_token(token)
         self.token = token
         return self.own.listen(address.encode())
 
     def set_peer(self, int rank, str address, int port, bytes token):
-        """Set the address at which ``rank`` listens, and its token. Call `listen` first."""
+        """Set the address at which ``rank`` listens, and its token. `listen` must be called before."""
         check_token(token)
         check_token(self.token)
         both = self.token + token if self.rank < rank else token + self.token
         self.own.set_peer(rank, address.encode(), port, shake_128(both).digest(TICKETS_BYTES_))
 
     def start(self, double seconds):
-        """Connect the ranks. A host that is silent for so many seconds is dead."""
+        """Connect the ranks. A host that does not answer for ``seconds`` is dead."""
         self.own.start(seconds)
 
     def join(self, double seconds):
-        """Wait until all ranks are connected, or one cannot be, for so many seconds; return whether all are."""
-        cdef cpp_bool all_joined
+        """Wait up to ``seconds`` until all ranks are connected or one cannot be; return whether all are."""
+        cdef cpp_bool connected
         with nogil:
-            all_joined = self.own.join(seconds)
-        return all_joined
+            connected = self.own.join(seconds)
+        return connected
 
     def is_connected(self, int rank):
-        """Return whether there has been a connection to a rank."""
+        """Return whether a rank was ever connected."""
         return self.own.is_connected(rank)
 
     def failure(self, int rank):
-        """Return why there is no connection to a rank; empty: there is one, or nothing is known."""
+        """Return why a rank cannot be connected; empty if it is connected or the reason is unknown."""
         return self.own.failure(rank).decode(errors="replace")
 
     @property
     def thread_id(self):
-        """The system's number of the thread."""
+        """The system's id of the thread."""
         return self.own.thread_id()
 
     def send(self, int to, int64_t number, np.ndarray data, request):
-        """Start sending the data of call ``number``: contiguous bytes.
+        """Start sending ``data``, contiguous bytes of call ``number``.
 
         Returns:
-            Whether they may be reused. Otherwise the completion `SENT` says when ``request`` is out. None: the
-            connection has broken, and the completion `DISCONNECTED` or `UNREADABLE` says how, soon.
+            True if the memory of ``data`` may be reused. False if not: the completion `SENT` with ``request`` follows.
+            None if the connection is lost: the completion `DISCONNECTED` or `UNREADABLE` follows soon.
         """
         cdef CSent sent
         cdef char *memory = np.PyArray_BYTES(data)
         cdef size_t nbytes = np.PyArray_NBYTES(data)
         cdef uint64_t this = self.last_request + 1
         self.last_request = this
-        self.lent[this] = data, request
+        self.in_flight[this] = data, request
         sent = BROKEN
         try:
             with nogil:
                 sent = self.own.send(to, DATA_, number, memory, nbytes, this)
         finally:
-            if sent != UNDER_WAY:
-                del self.lent[this]
-        if sent == UNDER_WAY:
+            if sent != IN_FLIGHT:
+                del self.in_flight[this]
+        if sent == IN_FLIGHT:
             return False
         return True if sent == DONE else None
 
@@ -182,7 +182,7 @@ cdef class Connections:
             self.own.send(to, kind, number, memory, nbytes, 0)
 
     def next(self, double seconds):
-        """Return the next completion, or None if there is none within so many seconds, or a signal has come."""
+        """Return the next completion, or None if there is none within ``seconds`` or a signal arrives."""
         cdef CCompletion completion
         cdef cpp_bool found
         cdef Received keeper
@@ -195,7 +195,7 @@ cdef class Connections:
         if not found:
             return None
         if completion.kind == SENT_:
-            return SENT_, completion.rank, 0, self.lent.pop(completion.request)[1]
+            return SENT_, completion.rank, 0, self.in_flight.pop(completion.request)[1]
         if completion.kind == DISCONNECTED_ or completion.kind == UNREADABLE_:
             return completion.kind, completion.rank, 0, completion.text.decode(errors="replace")
         keeper = Received.__new__(Received)
@@ -207,20 +207,16 @@ cdef class Connections:
 
     @property
     def pending(self):
-        """How many completions there are now."""
+        """Number of completions in the queue."""
         return self.own.pending()
 
     def traffic(self, int rank):
-        """Return the traffic with a rank.
-
-        Bytes sent and received, the seconds for which some were under way to it, the round trip in seconds, segments
-        sent again, and connections.
-        """
+        """Return the traffic with a rank, as the fields of `PeerTraffic` after ``rank``."""
         cdef CTraffic found = self.own.traffic(rank)
         return found.sent, found.received, found.seconds, found.round_trip, found.retransmits, found.connections
 
     def close(self, double seconds):
-        """Say goodbye, and end the thread; wait until peers have all, or take nothing for so many seconds."""
+        """Say goodbye and end the thread. Wait until peers have received everything, or nothing for ``seconds``."""
         with nogil:
             self.own.close(seconds)
-        self.lent.clear()
+        self.in_flight.clear()

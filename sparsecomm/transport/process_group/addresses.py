@@ -1,4 +1,4 @@
-"""The address of this machine at which other ranks reach it: the one that gloo would choose."""
+"""The address at which other ranks reach this machine, chosen as gloo does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def own_address() -> str:
-    """Return the address of the interface that ``GLOO_SOCKET_IFNAME`` names, else that of the name of this host.
+    """Return the address of the interface ``GLOO_SOCKET_IFNAME``; by default, the address of this host's name.
 
-    A host whose name leads to no address of its own is alone: its ranks reach each other at 127.0.0.1.
+    If the host name does not resolve to an address of this host, return 127.0.0.1, which serves a single machine.
 
     Raises:
         TransportError: there is no such interface, or it has no address.
@@ -42,7 +42,7 @@ def own_address() -> str:
 
 
 def _of_interface(name: str) -> str:
-    """Return the first address of an interface, of IPv4 if it has one."""
+    """Return the first address of an interface, preferably IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -56,5 +56,5 @@ def _of_interface(name: str) -> str:
     known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
     raise TransportError(
         f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']!r}: there is no network interface {name!r} with an "
-        f"address on {socket.gethostname()}. It has: {known}"
+        f"address on {socket.gethostname()}; expected one of {known}"
     )

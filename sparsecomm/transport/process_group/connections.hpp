@@ -1,27 +1,27 @@
-// TCP connections between the ranks of a group, and the messages on them. Linux.
+// TCP connections between the ranks of a group, and the messages on them. Linux only.
 //
-// Frames are described in frames.hpp. Of two ranks the higher one connects. Each connection carries frames both ways.
-// Where the round trip is long, the higher rank opens more of them in the background: each has a window of its own, and
-// a loss on one does not halve the others'. Which piece goes over which is the sender's choice.
+// frames.hpp describes the frames. Of two ranks, the higher one connects. Each connection carries frames both ways. If
+// the round trip is long, the higher rank opens several connections in the background: each has its own congestion
+// window, and a loss on one does not halve the others'. The sender chooses the connection of each piece.
 //
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
 // with a valid ticket. Both ranks derive their tickets from secrets of the rendezvous, and the listener accepts each
-// ticket once, so a hello that was overheard is worth nothing. At most MAX_STRANGERS accepted connections have not said
-// hello; one more closes the oldest. Before the tickets are known, connections wait in the system's queue. It is kept
-// from filling up, by closing the oldest, because TCP asks a full queue again only after a second. A rank may be a
-// victim, too: it connects again, and repeats what it has written, until the listener has answered its hello. The
-// listener closes when all connections are made.
+// ticket once, so a hello that was overheard is useless. At most MAX_STRANGERS accepted connections have not said hello;
+// one more closes the oldest. Before the tickets are known, connections wait in the system's accept queue. The thread
+// closes the oldest ones before the queue is full, because TCP retries a full queue only after a second. This may also
+// close the connection of a rank. The rank then connects again and repeats what it has written, until the listener has
+// answered its hello. The listener closes when all connections are made.
 //
-// Threads: one thread of this module reads from all connections and waits for all. It never runs Python. A caller that
-// sends writes what the system takes at once; the thread writes the rest. One caller at a time may wait in `next`.
-// Who owns what:
-//   - what is read, the assemblies of messages, the list of streams: the thread, without a lock;
-//   - a peer's queue, its streams as places to write to: whoever holds the peer's `lock`;
-//   - completions: whoever holds `inbox_lock_`; then they are the caller's. Locks are taken in this order.
-// A message that is received belongs to the taker of its completion, who frees it. The memory of a long message to be
-// sent belongs to this module until the completion SENT, or until `close` has returned.
+// Threads: one thread of this module reads from all connections and waits for all of them. It never runs Python. A
+// caller that sends writes as much as the system accepts at once; the thread writes the rest. One caller at a time may
+// wait in `next`. Ownership:
+//   - the thread, without a lock: received data, the assemblies of messages, the list of streams;
+//   - the holder of a peer's `lock`: the peer's send queue, and its streams for writing;
+//   - the holder of `inbox_lock_`: completions, until a caller takes them. Locks are acquired in this order.
+// A received message belongs to the caller that takes its completion, and that frees it. The memory of a long message
+// in flight is used until its completion SENT, or until `close` has returned.
 //
-// A forked process keeps none of the sockets: otherwise the peers of a dead rank would not see that it is dead.
+// A forked process closes its copies of the sockets. Otherwise the peers of a dead rank would not notice its death.
 #pragma once
 
 #include "frames.hpp"
@@ -39,36 +39,36 @@
 
 namespace sparsecomm {
 
-// What has happened: a message has come, a long one is out, or a connection is of no use any more.
+// An event: a message was received, the memory of a long one may be reused, or the connection to a peer is lost.
 struct Completion {
     int kind = DATA; // of the message; SENT, DISCONNECTED or UNREADABLE
     int rank = -1;   // the peer
     Message message;
     uint64_t request = 0; // of the message that is out
-    std::string text;     // how the connection has broken, or what has come that is no message
+    std::string text;     // how the connection broke, or what came that is not a message
 };
 
 struct Traffic {
     uint64_t sent = 0, received = 0; // bytes, frames included
-    double seconds = 0;              // for which the system had bytes to send, or waited until they were acknowledged
+    double seconds = 0;              // for which bytes were queued or unacknowledged
     double round_trip = 0;           // seconds
     uint64_t retransmits = 0;        // segments
     int connections = 0;
 };
 
-constexpr size_t BUDGET = 1 << 20; // bytes written, or read, until others have their turn
-// Bytes of a piece that a fresh or an idle connection carries in one trip, which are ten segments with their headers.
+constexpr size_t BUDGET = 1 << 20; // bytes written to or read from a stream before the next one has its turn
+// Bytes of a piece that a new or idle connection carries in one trip: ten segments with their headers.
 constexpr uint32_t WINDOW = 13000;
 constexpr double NEVER = std::numeric_limits<double>::infinity();
 
-enum class Sent { DONE, UNDER_WAY, BROKEN };
+enum class Sent { DONE, IN_FLIGHT, BROKEN };
 
 struct Outgoing { // a message to be sent
     Frame next;   // the header of the next piece
     const char *data = nullptr;
-    std::unique_ptr<char[]> copy;    // of a short one
-    uint64_t request = 0;            // 0: nobody asks
-    uint64_t unwritten = UINT64_MAX; // pieces, where somebody asks
+    std::unique_ptr<char[]> copy;    // of a short message
+    uint64_t request = 0;            // for the completion SENT; 0: none
+    uint64_t unwritten = UINT64_MAX; // number of pieces
 };
 
 struct Stream { // a connection
@@ -77,92 +77,92 @@ struct Stream { // a connection
     uint32_t index = 0;
     bool connecting = false, outgoing = false;
     bool greeted = false; // the other end has said hello
-    bool dropped = false; // of no use any more, and soon deleted
-    double deadline = 0;  // for the hello; of an outgoing connection, for new attempts
-    double retry_at = 0;  // when to connect again; 0: not waiting for that
+    bool dropped = false; // closed, and soon deleted
+    double deadline = 0;  // for the hello; for new attempts of an outgoing connection
+    double retry_at = 0;  // time of the next attempt; 0: none is due
     double pause = 5e-3;  // seconds before the next attempt
-    // Reading. `head` is that of a hello, and then of frames.
+    // Reading. `head` receives the hello, then the headers of frames.
     char head[sizeof(Frame)];
     size_t have = 0; // bytes of it
     Frame frame;
-    char *to = nullptr; // where the piece is to be read to
-    size_t left = 0;    // bytes of the piece
+    char *to = nullptr; // destination of the rest of the piece
+    size_t left = 0;    // bytes of the rest of the piece
     // Writing.
-    std::shared_ptr<Outgoing> message; // a piece of it is being written
+    std::shared_ptr<Outgoing> message; // of the piece that is being written
     Frame header;
-    size_t written = 0; // bytes of header and piece
-    bool followed = true; // a frame of nothing is behind the last piece, or may be done without
-    bool full = false;  // the thread waits until it can be written to
-    std::string unanswered; // what was written to an outgoing connection before its greeting; at most WINDOW bytes
+    size_t written = 0;        // bytes of header and piece
+    bool has_follow_up = true; // an empty frame follows the last piece, or is not needed
+    bool full = false;         // the system accepts no more bytes now
+    std::string unanswered; // bytes written to an outgoing connection before its greeting; at most WINDOW
     bool said_goodbye = false, heard_goodbye = false;
 };
 
 struct Peer {
     sockaddr_storage address = {};
     socklen_t address_size = 0;
-    std::string tickets; // MAX_STREAMS for the hellos of the higher rank, then as many for those of the lower one
-    uint64_t accepted = 0; // bit i: the hello of connection i has come
-    int connections = 0;   // number of connections that the higher rank opens; 0: not known yet
+    std::string tickets; // MAX_STREAMS for hellos of the higher rank, then as many for the answers of the lower one
+    uint64_t accepted = 0; // bit i: the hello of connection i was received
+    int connections = 0;   // number of connections that the higher rank opens; 0: unknown
     Assembly assembly;
     bool lost = false;
     std::atomic<uint64_t> sent{0}, received{0};
-    std::mutex lock; // of what follows
+    std::mutex lock; // of the members below
     std::deque<std::shared_ptr<Outgoing>> queue;
-    std::vector<Stream *> streams; // that can be written to
+    std::vector<Stream *> streams; // for writing
     size_t turn = 0;
     uint64_t sequence = 0;
     bool broken = false; // nothing can be sent any more
-    bool lossy = false;  // segments have been lost
-    const std::shared_ptr<Outgoing> nothing = std::make_shared<Outgoing>(); // to follow what was written
-    bool reached = false; // there has been a connection
-    std::string failure; // why there is none
+    bool lossy = false;  // segments were lost
+    const std::shared_ptr<Outgoing> nothing = std::make_shared<Outgoing>(); // an empty frame
+    bool reached = false; // was ever connected
+    std::string failure;  // why it cannot be connected
 };
 
 class Connections {
   public:
-    // `limit`: bytes in a piece; `streams`: connections to each peer, 0: as the round trip asks for.
+    // `limit`: maximum bytes in a piece; `streams`: connections to each peer, 0: chosen by the round trip.
     Connections(int rank, int size, size_t limit, int streams);
-    ~Connections(); // waits for nothing; never in a forked process, which has none of the threads
+    ~Connections(); // does not wait; must not run in a forked process, which has no threads
 
-    // Listen on an address, such as "10.0.0.1", and start the thread; return the port.
+    // Listen on an address such as "10.0.0.1", start the thread, and return the port.
     int listen(const std::string &address);
-    // Set the address of a lower rank, and the tickets for the connections with any: TICKETS_BYTES.
+    // Set the address of a rank, used if it is lower, and the TICKETS_BYTES of tickets for connections with it.
     void set_peer(int rank, const std::string &address, int port, const std::string &tickets);
-    // Connect the ranks. `seconds`: after so many a silent host is dead.
+    // Connect the ranks. A host that does not answer for `seconds` is dead.
     void start(double seconds);
-    // Wait until all are connected, or one cannot be, for so many seconds.
+    // Wait up to `seconds` until all ranks are connected or one cannot be; return whether all are.
     bool join(double seconds);
-    // Why there is no connection to a rank; "" if there is one, or nothing is known.
+    // Return why a rank cannot be connected; "" if it is connected or the reason is unknown.
     std::string failure(int rank);
     bool is_connected(int rank);
 
-    // Send a message; DONE: its memory may be reused. Otherwise SENT tells, for `request`, which is not 0.
+    // Send a message. DONE: its memory may be reused. IN_FLIGHT: the completion SENT with `request`, not 0, follows.
     Sent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request);
-    // Take the next completion, within so many seconds. Returns early after a signal.
+    // Wait up to `seconds` for the next completion; return early after a signal.
     bool next(double seconds, Completion *to);
     size_t pending();
     Traffic traffic(int rank);
     int thread_id() const { return thread_id_; }
-    // Say goodbye, and end the thread. Waits until all peers have what was sent to them, or take nothing for so many
-    // seconds; for messages that are in their callers' memory, so long at all.
+    // Say goodbye and end the thread. Wait until all peers have received everything, or nothing for `seconds`. Wait at
+    // most `seconds` for messages in the memory of callers.
     void close(double seconds);
 
   private:
     void start_thread();
     void run();
-    void shorten_queue();
-    void handle(Stream *s, uint32_t events);
-    void tend();
-    int tick() const;
-    int accept_one();
+    void trim_accept_queue();
+    void handle_events(Stream *s, uint32_t events);
+    void do_due_work();
+    int poll_timeout() const;
+    int accept_connection();
     void accept();
-    void turn_away_oldest();
+    void drop_oldest_stranger();
     void close_listener_if_done();
     void close_listener();
     void connect_to(int rank, uint32_t index);
     void open_connection(Stream *s);
-    void connected(Stream *s);
-    void unconnected(Stream *s, int error);
+    void connect_finished(Stream *s);
+    void connect_failed(Stream *s, int error);
     void retry(Stream *s);
     int choose_connections(Stream *s) const;
     const char *ticket(int rank, uint32_t index, bool of_connecting) const;
@@ -173,22 +173,22 @@ class Connections {
     bool take_bytes(Stream *s, const char *data, size_t nbytes);
     bool take_header(Stream *s);
     void end_piece(Stream *s);
-    void end_of(Stream *s, int error);
+    void stream_ended(Stream *s, int error);
     void drop(Stream *s);
     void close_stream(Stream *s);
     bool has_streams(int rank);
     void say_goodbye();
-    bool lends();
-    void part(double seconds, double limit);
-    void lose(int rank, int kind, const std::string &why);
+    bool borrows_memory();
+    void await_acknowledgements(double seconds, double limit);
+    void lose_peer(int rank, int kind, const std::string &why);
     void pump(Peer &p, size_t budget);
     bool next_piece(Peer &p, Stream *s);
-    bool follow(Peer &p, Stream *s);
+    bool send_follow_up(Peer &p, Stream *s);
     ssize_t write(Peer &p, Stream *s);
-    void watch(Stream *s, bool writing);
+    void set_events(Stream *s, bool writing);
     void push(Completion completion);
     void wait_for(double seconds, const std::function<bool()> &done);
-    void tell_change();
+    void notify_change();
     Stream *add();
     bool start_watching(Stream *s, int fd, uint32_t events);
     void configure(int fd) const;
@@ -197,24 +197,24 @@ class Connections {
     const int rank_, size_;
     const size_t limit_;
     const int wanted_streams_;
-    int epoll_ = -1, wake_ = -1, ready_ = -1, thread_id_ = 0;
-    double silent_ = 0;
+    int epoll_ = -1, wake_up_ = -1, completion_event_ = -1, thread_id_ = 0;
+    double silence_ = 0;
     Stream *listener_ = nullptr;
     double close_listener_at_ = NEVER, listen_again_at_ = NEVER;
-    std::deque<Stream *> strangers_; // accepted, and have not said hello; oldest first
-    std::vector<std::unique_ptr<Peer>> peers_; // by rank
+    std::deque<Stream *> strangers_; // accepted connections without a hello, oldest first
+    std::vector<std::unique_ptr<Peer>> peers_; // indexed by rank
     std::vector<std::unique_ptr<Stream>> streams_;
     std::vector<char> buffer_;
     std::unique_ptr<std::thread> thread_;
     std::atomic<bool> joining_{false}, stop_{false}, closing_{false}; // joining: the tickets are known
     std::mutex inbox_lock_;
     std::deque<Completion> inbox_;
-    bool waiting_ = false; // a caller waits for `ready_`
+    bool waiting_ = false; // a caller waits for `completion_event_`
     std::mutex changes_lock_;
-    std::condition_variable changed_; // a peer has been connected, or has failed, or has been sent all
-    std::atomic<uint64_t> changes_{0}; // how often; counted with `changes_lock_`, under which no other lock is taken
-    bool retrying_ = false;            // some of `streams_` wait to connect again
-    bool dropped_ = false;             // some of `streams_` are closed
+    std::condition_variable changed_;  // a peer was connected, has failed, or was sent everything
+    std::atomic<uint64_t> changes_{0}; // number of these; guarded by `changes_lock_`, under which no lock is acquired
+    bool retrying_ = false;            // some streams wait for their next attempt to connect
+    bool dropped_ = false;             // some streams are closed
 };
 
 } // namespace sparsecomm

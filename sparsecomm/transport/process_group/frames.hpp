@@ -1,10 +1,10 @@
-// What travels on a connection, and how a peer's messages are put together again. No input or output here.
+// The frames on a connection, and the assembly of a peer's messages from them. No input or output happens here.
 //
-// Both ends of a connection say hello first: 32 bytes, with a ticket that is good for one connection in one direction.
-// Then come frames: a header of 48 bytes, a piece of a message.
-// A message is one piece, or several, of equal lengths but for the last one; its pieces may travel on different
-// connections, in any order. Messages to a peer are numbered, and are delivered in the order of their numbers.
-// All numbers are as in the memory of the sender: an end with another order of bytes finds no magic number.
+// Both ends of a connection first send a hello: 32 bytes, with a ticket that is valid for one connection in one
+// direction. Frames follow: a header of 48 bytes and a piece of a message. A message consists of one piece, or of several
+// pieces of equal length except for the last one, which may travel on different connections in any order. Messages to a
+// peer are numbered and delivered in the order of their numbers. All numbers have the sender's byte order; a receiver
+// with another byte order finds no magic number.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace sparsecomm {
 
-// Kinds of messages; those from 0 on are control messages. What has happened, where it is no message, has a kind, too.
-// NOTHING is no message: see Connections::follow.
+// Kinds of messages (control messages: from 0 on), and of other completions. NOTHING is an empty frame: see
+// Connections::send_follow_up.
 enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6 };
 
 constexpr size_t TICKET_BYTES = 16;
@@ -26,17 +26,17 @@ constexpr size_t TICKETS_BYTES = 2 * MAX_STREAMS * TICKET_BYTES; // of two ranks
 constexpr uint32_t FRAME_MAGIC = 0x53435031;
 constexpr char HELLO_MAGIC[9] = "sparsec2";
 constexpr int64_t MAX_NUMBER = int64_t{1} << 62;
-constexpr uint64_t MAX_BYTES = uint64_t{1} << 48;   // of a message
-constexpr uint64_t MAX_CONTROL = uint64_t{1} << 17; // of a message that is no data
-constexpr uint64_t MAX_AHEAD = uint64_t{1} << 24;   // messages that may come before an earlier one is complete
-constexpr uint32_t MIN_PIECE = 64;                  // bytes in each of several pieces
+constexpr uint64_t MAX_BYTES = uint64_t{1} << 48;   // bytes of a message
+constexpr uint64_t MAX_CONTROL = uint64_t{1} << 17; // bytes of a control message
+constexpr uint64_t MAX_AHEAD = uint64_t{1} << 24;   // messages that may arrive before an earlier one is complete
+constexpr uint32_t MIN_PIECE = 64;                  // minimum bytes in each of several pieces
 
 struct Hello {
     char magic[8];
-    char ticket[TICKET_BYTES]; // known only to the two ranks; the listener accepts it once
+    char ticket[TICKET_BYTES]; // known only to the two ranks; accepted once
     uint32_t rank;             // of the sender
     uint16_t stream;           // index of this connection, among those of the two ranks
-    uint16_t streams;          // number of connections that the sender opens, in the hello of the first
+    uint16_t streams;          // number of connections that the sender opens; only in the first hello
 };
 
 struct Frame {
@@ -60,13 +60,13 @@ inline bool is_valid(const Frame &f) {
            (f.total <= f.piece ? f.offset == 0 : f.piece >= MIN_PIECE && f.length > 0 && f.offset % f.piece == 0);
 }
 
-inline std::string described(const Frame &f) {
+inline std::string describe(const Frame &f) {
     return "a message of kind " + std::to_string(f.kind) + " for call " + std::to_string(f.number) + " with " +
            std::to_string(f.total) + " bytes (number " + std::to_string(f.sequence) + "), of which " +
            std::to_string(f.length) + " follow from byte " + std::to_string(f.offset) + " on";
 }
 
-// A message that has come, in memory of malloc.
+// A received message, in memory from malloc.
 struct Message {
     int32_t kind = DATA;
     int64_t number = 0;
@@ -74,32 +74,32 @@ struct Message {
     uint64_t total = 0;
 };
 
-// The messages of one peer that have come in part, or before an earlier one.
+// The messages of one peer that have arrived partly, or before an earlier one.
 class Assembly {
   public:
     Assembly() = default;
     Assembly(const Assembly &) = delete;
     ~Assembly() { clear(); }
 
-    // Forget what has come in part: nothing more comes.
+    // Discard all messages.
     void clear() {
         for (auto &[sequence, partial] : partial_)
             std::free(partial.message.memory);
         partial_.clear();
     }
 
-    // Take note that a piece follows, and say where it is to be read to. Returns what is wrong with it; empty: nothing.
-    // The system provides memory as bytes come, so that a length alone takes none; nor does a number of pieces.
+    // Begin a piece and set `to`, its destination. Return a description of an invalid piece, otherwise "". The system
+    // provides memory only as bytes arrive, so an announced length or number of pieces alone uses none.
     std::string begin(const Frame &f, char **to) {
         *to = nullptr;
         if (!is_valid(f))
-            return described(f);
+            return describe(f);
         if (f.kind == NOTHING)
             return "";
         if (f.kind == GOODBYE && goodbye_)
-            return ""; // it comes on every connection
+            return ""; // it arrives on every connection
         if (f.sequence < next_ || f.sequence - next_ > MAX_AHEAD || (goodbye_ && f.sequence > last_))
-            return described(f);
+            return describe(f);
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
         if (is_new) {
@@ -111,15 +111,15 @@ class Assembly {
             }
         } else if (f.kind != p.message.kind || f.number != p.message.number || f.total != p.message.total ||
                    f.piece != p.piece) {
-            return described(f) + ", of which another piece was different";
+            return describe(f) + ", which does not fit its other pieces";
         }
         if (!p.mark(f.piece ? f.offset / f.piece : 0))
-            return described(f) + ", which has come already";
+            return describe(f) + ", which has arrived before";
         *to = p.message.memory + f.offset;
         return "";
     }
 
-    // Take note that a piece is complete, and call `deliver` with each message whose turn has come by that.
+    // Complete a piece, and call `deliver` with each message that can be delivered now.
     template <typename Deliver> void end(const Frame &f, const Deliver &deliver) {
         if (f.kind == NOTHING || (f.kind == GOODBYE && goodbye_))
             return;
@@ -135,7 +135,7 @@ class Assembly {
         }
     }
 
-    bool is_complete() const { return goodbye_ && next_ > last_; } // all has come that will
+    bool is_complete() const { return goodbye_ && next_ > last_; } // all messages have arrived
 
   private:
     struct Partial {
@@ -143,10 +143,10 @@ class Assembly {
         uint64_t received = 0;
         uint32_t piece = 0;
         bool complete = false;
-        uint64_t begun = 0;       // so many pieces, from the first one on,
-        std::set<uint64_t> ahead; // and these
+        uint64_t begun = 0;       // number of pieces begun, counted up to the first missing one
+        std::set<uint64_t> ahead; // pieces begun after that one
 
-        // Take note that a piece begins; return whether it is the first time.
+        // Record that a piece begins; return false if it has begun before.
         bool mark(uint64_t index) {
             if (index != begun)
                 return index > begun && ahead.insert(index).second;
@@ -156,8 +156,8 @@ class Assembly {
         }
     };
     std::map<uint64_t, Partial> partial_; // by sequence
-    uint64_t next_ = 0;                   // the one whose turn it is
-    uint64_t last_ = 0;                   // that of the goodbye
+    uint64_t next_ = 0;                   // sequence of the next message to deliver
+    uint64_t last_ = 0;                   // sequence of the goodbye
     bool goodbye_ = false;
 };
 

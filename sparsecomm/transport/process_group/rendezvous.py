@@ -1,13 +1,13 @@
-"""The rendezvous of the ranks of a process group, over the store that they have in common.
+"""The rendezvous of the ranks of a process group, over the group's store.
 
-The store keeps a log, to which each rank appends a line when it comes, and another one when it gives up. All read the
-same lines in the same order, so all know in which line the last one of them came. Either all ranks find that all are
-there, or none does, and all may try again: a rank that comes while another gives up must not wait for connections that
-nobody makes. To append takes no answer, and to read one round trip. A line that is there twice counts once.
+The store contains a log, to which each rank appends a line when it comes and another when it gives up. All ranks read
+the same lines in the same order, so they agree on the line with which the rendezvous is complete. Either all ranks find
+that all are there, or none does and all may try again. Otherwise a rank could wait for connections that a rank that has
+given up never makes. Appending needs no answer, and reading one round trip. A repeated line counts once.
 
-The process has one connection to the store, on which other threads may wait for any time. So a thread asks over that
-one. If this finds nothing within half a second, the rendezvous opens a connection of its own, which takes two more
-round trips.
+The process has one connection to the store, which other threads may occupy for any time. A thread therefore first asks
+over this connection. If it finds nothing within half a second, the rendezvous opens its own connection, which takes two
+more round trips.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sparsecomm.transport.control import format_ranks, missing_ranks_error
 
 __all__ = ["rendezvous"]
 
-Store: TypeAlias = Any  # `torch.distributed.Store`, whose declaration lacks `append`
+Store: TypeAlias = Any  # `torch.distributed.Store`, whose type stub lacks `append`
 
 _KEY = "came"
-_PAUSE = 2e-3  # seconds, by which ranks differ that begin together
-_SOON = 0.5  # seconds after which a connection of its own is made
-_NOTHING = "?"  # never equal to the log, so that `compare_set` only reads
+_PAUSE = 2e-3  # seconds by which ranks that begin together differ
+_SHARED_TIME = 0.5  # seconds on the shared connection before the rendezvous opens its own
+_NEVER_EQUAL = "?"  # differs from every log, so that `compare_set` only reads
 
 
 def rendezvous(
@@ -37,93 +37,93 @@ def rendezvous(
     size: int,
     timeout: float,
     token: str,
-    told: str,
-    leaves: Callable[[], bool] = bool,
-    another: Callable[[], Store] | None = None,
+    record: str,
+    must_stop: Callable[[], bool] = bool,
+    clone: Callable[[], Store] | None = None,
 ) -> list[str]:
-    """Wait until all ranks have called this; return what each of them has told, by rank.
+    """Wait until all ranks have called this function; return their records, ordered by rank.
 
     Args:
-        store: where all ranks find the same; used for nothing else.
+        store: common to all ranks, with no other keys.
         timeout: seconds.
-        token: new in every call on any rank; a word.
-        told: a line.
-        leaves: whether this rank must give up now.
-        another: returns the same store over a connection of its own; ``None``: no other thread uses that of ``store``.
+        token: one word, different for every call on every rank.
+        record: one line.
+        must_stop: returns whether this rank must give up now.
+        clone: returns the same store over a new connection; ``None``: no other thread uses the connection of ``store``.
 
     Raises:
         TimeoutError: a rank did not come within ``timeout`` seconds.
-        ValueError: what the store holds is of another version.
+        ValueError: the store contains data of another version.
     """
     deadline, nap = time.monotonic() + timeout, 1e-3
-    line = f"+ {rank} {token} {told}\n"
-    if another is not None:
-        if found := _at_once(store, rank, size, token, line, min(timeout, _SOON)):
+    line = f"+ {rank} {token} {record}\n"
+    if clone is not None:
+        if found := _over_shared_connection(store, rank, size, token, line, min(timeout, _SHARED_TIME)):
             return found
         try:
-            store = another()
-        except BaseException:  # the others must not count on this rank; the connection may be held
+            store = clone()
+        except BaseException:  # the others must not count on this rank; the shared connection may block
             _thread.start_new_thread(store.append, (_KEY, f"- {rank} {token} \n"))
             raise
     store.append(_KEY, line)
-    time.sleep(_PAUSE)  # a question that comes just before the last rank's line costs a round trip
-    here = _read(store, rank, size, token)
-    while len(here) < size and time.monotonic() < deadline and not leaves():
+    time.sleep(_PAUSE)  # a read just before the last rank's line would cost one more round trip
+    present = _read(store, rank, size, token)
+    while len(present) < size and time.monotonic() < deadline and not must_stop():
         time.sleep(nap)
         nap = min(1.5 * nap, 0.05)
-        here = _read(store, rank, size, token)
-    if len(here) < size:
+        present = _read(store, rank, size, token)
+    if len(present) < size:
         store.append(_KEY, f"- {rank} {token} \n")
-        here = _read(store, rank, size, token)
-    if len(here) == size:
-        return [here[other] for other in range(size)]
-    missing = [other for other in range(size) if other not in here and other != rank]
+        present = _read(store, rank, size, token)
+    if len(present) == size:
+        return [present[other] for other in range(size)]
+    missing = [other for other in range(size) if other not in present and other != rank]
     have = "has" if len(missing) == 1 else "have"
     raise missing_ranks_error(rank, timeout, "process group", f"{format_ranks(missing)} {have}")
 
 
-def _at_once(store: Store, rank: int, size: int, token: str, line: str, seconds: float) -> list[str]:
-    """Return what each of the ranks has told; nothing if they are not known to be here within so many seconds."""
-    found: SimpleQueue[list[str]] = SimpleQueue()
-    over = Event()
+def _over_shared_connection(store: Store, rank: int, size: int, token: str, line: str, seconds: float) -> list[str]:
+    """Return the records of all ranks if all are found within ``seconds``, else an empty list."""
+    result: SimpleQueue[list[str]] = SimpleQueue()
+    stop = Event()
 
     def look() -> None:
         nap = 1e-3
         try:
             store.append(_KEY, line)
             time.sleep(_PAUSE)
-            while len(here := _read(store, rank, size, token)) < size and not over.wait(nap):
+            while len(present := _read(store, rank, size, token)) < size and not stop.wait(nap):
                 nap = min(1.5 * nap, 0.05)
-        except (RuntimeError, ValueError):  # it is raised again over the other connection
-            here = {}
-        found.put([here[other] for other in range(size)] if len(here) == size else [])
+        except (RuntimeError, ValueError):  # the other connection raises it again
+            present = {}
+        result.put([present[other] for other in range(size)] if len(present) == size else [])
 
     _thread.start_new_thread(look, ())
     try:
-        return found.get(timeout=seconds)
+        return result.get(timeout=seconds)
     except Empty:
         return []
     finally:
-        over.set()
+        stop.set()
 
 
 def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
-    """Return what the ranks have told that are here, by rank: all of them from the line on that made them complete."""
-    here: dict[int, tuple[str, str]] = {}
-    known: set[str] = set()
-    for line in store.compare_set(_KEY, _NOTHING, _NOTHING).decode().splitlines():
-        sign, who, theirs, told = line.split(" ", 3)
+    """Return the records of the ranks that are present; of all ranks as soon as the log has been complete."""
+    present: dict[int, tuple[str, str]] = {}
+    known: set[str] = set()  # tokens
+    for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
+        sign, sender, its_token, record = line.split(" ", 3)
         if sign == "+":
-            if theirs in known:
+            if its_token in known:
                 continue
-            known.add(theirs)
-            here[int(who)] = theirs, told
+            known.add(its_token)
+            present[int(sender)] = its_token, record
         else:
-            known.add(theirs)  # its other line may still come
-            if here.get(int(who), ("", ""))[0] == theirs:
-                del here[int(who)]
-        if len(here) == size:
-            if here[rank][0] == token:
+            known.add(its_token)  # its other line may still come
+            if present.get(int(sender), ("", ""))[0] == its_token:
+                del present[int(sender)]
+        if len(present) == size:
+            if present[rank][0] == token:
                 break
-            here = {}  # an earlier time
-    return {other: told for other, (_, told) in here.items()}
+            present = {}  # an earlier rendezvous
+    return {other: record for other, (_, record) in present.items()}

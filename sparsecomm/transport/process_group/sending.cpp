@@ -1,4 +1,4 @@
-// Messages to be sent, over the connections of each peer in turn; and completions, on which callers wait.
+// Sending messages over the connections of each peer in turn, and the queue of completions.
 #include "connections.hpp"
 #include "sockets.hpp"
 
@@ -11,8 +11,8 @@
 namespace sparsecomm {
 namespace {
 
-constexpr size_t COPIED = 1 << 16;       // bytes of a message that is copied where it cannot be written at once
-constexpr uint32_t LONG_PIECE = 1 << 16; // bytes, of messages that fill many windows
+constexpr size_t COPIED = 1 << 16;       // maximum bytes of a message that is copied if it cannot be written at once
+constexpr uint32_t LONG_PIECE = 1 << 16; // bytes in a piece of a message that fills many windows
 
 bool waits_for_greeting(const Stream *s) { return s->outgoing && !s->greeted; }
 
@@ -27,7 +27,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     if (p.broken || closing_)
         return Sent::BROKEN;
     uint64_t piece = std::max<uint64_t>(nbytes, 1);
-    if (p.streams.size() > 1) // a short message over several connections is there after one trip
+    if (p.streams.size() > 1) // a short message over several connections arrives after one trip
         piece = nbytes > 4 * p.streams.size() * WINDOW ? LONG_PIECE : WINDOW;
     piece = std::min<uint64_t>(piece, limit_);
     uint64_t pieces = std::max<uint64_t>((nbytes + piece - 1) / piece, 1);
@@ -35,7 +35,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     message->next = {FRAME_MAGIC, kind, number, p.sequence, nbytes, 0, static_cast<uint32_t>(piece), length};
     message->data = data, message->unwritten = pieces;
     if (nbytes <= COPIED)
-        message->copy.reset(new char[nbytes]); // now: once the message is in the queue nothing may be raised
+        message->copy.reset(new char[nbytes]); // now, because nothing may throw once the message is queued
     p.queue.push_back(message);
     p.sequence++;
     pump(p, BUDGET);
@@ -47,19 +47,19 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
         return Sent::DONE;
     }
     message->request = request;
-    return Sent::UNDER_WAY;
+    return Sent::IN_FLIGHT;
 }
 
-// Give the stream the next piece of the queue. The peer is locked.
+// Give the stream the next piece of the queue; return false if there is none. The peer must be locked.
 bool Connections::next_piece(Peer &p, Stream *s) {
     if (s->said_goodbye)
         return false;
     if (p.queue.empty())
-        return follow(p, s);
-    s->followed = false;
+        return send_follow_up(p, s);
+    s->has_follow_up = false;
     std::shared_ptr<Outgoing> &message = p.queue.front();
     s->message = message, s->header = message->next, s->written = 0;
-    if (message->next.kind == GOODBYE) { // on each connection; what is not written yet of others leaves first
+    if (message->next.kind == GOODBYE) { // goes over each connection, after the messages before it
         s->said_goodbye = true;
         return true;
     }
@@ -71,15 +71,15 @@ bool Connections::next_piece(Peer &p, Stream *s) {
     return true;
 }
 
-// Give the stream a frame of nothing behind its last piece, if the path is long and loses segments. Where something comes
-// after a lost segment, its acknowledgement tells of that after a round trip; else a timer does, after two or more (RFC
-// 8985, Section 7). The peer is locked.
-bool Connections::follow(Peer &p, Stream *s) {
-    if (s->followed || p.streams.size() == 1)
+// Give the stream an empty frame after its last piece if the path is long and loses segments. With data behind a lost
+// segment, TCP notices the loss after one round trip, otherwise by a timer after two or more (RFC 8985, Section 7). The
+// peer must be locked.
+bool Connections::send_follow_up(Peer &p, Stream *s) {
+    if (s->has_follow_up || p.streams.size() == 1)
         return false;
-    s->followed = true;
+    s->has_follow_up = true;
     tcp_info info;
-    if (!p.lossy && info_of(s->fd, &info))
+    if (!p.lossy && get_tcp_info(s->fd, &info))
         p.lossy = info.tcpi_total_retrans > 0;
     if (!p.lossy)
         return false;
@@ -87,8 +87,8 @@ bool Connections::follow(Peer &p, Stream *s) {
     return true;
 }
 
-// Write what the system takes of the stream's piece; return the bytes, or -1 with errno. The peer is locked. Before the
-// peer has answered the hello no more is written than leaves at once, and it is kept for another attempt.
+// Write as much of the stream's piece as the system accepts; return the bytes, or -1 with errno. Before the peer has
+// answered the hello, write at most WINDOW bytes, and store them for another attempt. The peer must be locked.
 ssize_t Connections::write(Peer &p, Stream *s) {
     bool keep = waits_for_greeting(s);
     size_t room = keep ? WINDOW - s->unanswered.size() : std::numeric_limits<size_t>::max();
@@ -116,16 +116,14 @@ ssize_t Connections::write(Peer &p, Stream *s) {
     p.sent += written;
     if (s->written == sizeof(Frame) + length) {
         std::shared_ptr<Outgoing> message = std::move(s->message);
-        if (--message->unwritten == 0 && message->request) {
-            Completion completion;
-            completion.kind = SENT, completion.rank = static_cast<int>(s->peer), completion.request = message->request;
-            push(std::move(completion));
-        }
+        if (--message->unwritten == 0 && message->request)
+            push({SENT, s->peer, {}, message->request, ""});
     }
     return written;
 }
 
-// Write what the system takes, over all streams in turn, but not much more than `budget` bytes. The peer is locked.
+// Write as much as the system accepts to all streams in turn, but little more than `budget` bytes. The peer must be
+// locked.
 void Connections::pump(Peer &p, size_t budget) {
     size_t taken = 0, idle = 0, count = p.streams.size();
     while (idle < count && !p.broken) {
@@ -136,15 +134,15 @@ void Connections::pump(Peer &p, size_t budget) {
         }
         ssize_t written = write(p, s);
         if (written < 0 && (errno == ECONNRESET || errno == EPIPE) && waits_for_greeting(s)) {
-            s->full = true; // reading will tell, and then it connects again
+            s->full = true; // the thread notices this when reading, and connects again
             idle++;
-        } else if (written < 0 && errno != EAGAIN && errno != EINTR) { // reading tells why, after what came before
-            shutdown(s->fd, SHUT_RDWR); // also where memory could not be read, and the connection is as it was
+        } else if (written < 0 && errno != EAGAIN && errno != EINTR) { // the thread reads the rest, then the reason
+            shutdown(s->fd, SHUT_RDWR); // also if the message's memory could not be read
             p.broken = true;
             p.queue.clear();
         } else if (written <= 0 || s->message || (taken += written) > budget) {
             s->full = true;
-            watch(s, !waits_for_greeting(s) || s->unanswered.size() < WINDOW);
+            set_events(s, !waits_for_greeting(s) || s->unanswered.size() < WINDOW);
             taken = 0;
             idle++;
         } else {
@@ -152,10 +150,10 @@ void Connections::pump(Peer &p, size_t budget) {
         }
     }
     if (closing_ && (p.broken || p.queue.empty() || p.queue.front()->next.kind == GOODBYE))
-        tell_change();
+        notify_change();
 }
 
-void Connections::watch(Stream *s, bool writing) {
+void Connections::set_events(Stream *s, bool writing) {
     epoll_event event = {writing ? EPOLLIN | EPOLLOUT : EPOLLIN, {s}};
     epoll_ctl(epoll_, EPOLL_CTL_MOD, s->fd, &event);
 }
@@ -171,7 +169,7 @@ void Connections::push(Completion completion) {
         waiting_ = false;
     }
     if (wake)
-        eventfd_write(ready_, 1);
+        eventfd_write(completion_event_, 1);
 }
 
 bool Connections::next(double seconds, Completion *to) {
@@ -184,16 +182,16 @@ bool Connections::next(double seconds, Completion *to) {
                 inbox_.pop_front();
                 return true;
             }
-            if (seconds <= 0 || !again || ready_ < 0)
+            if (seconds <= 0 || !again || completion_event_ < 0)
                 return false;
             waiting_ = true;
         }
-        pollfd ready = {ready_, POLLIN, 0};
+        pollfd ready = {completion_event_, POLLIN, 0};
         timespec time = {static_cast<time_t>(std::min(seconds, 1e8)), 0};
         time.tv_nsec = static_cast<long>(1e9 * (std::min(seconds, 1e8) - time.tv_sec));
         if (ppoll(&ready, 1, &time, nullptr) > 0) {
             eventfd_t count;
-            eventfd_read(ready_, &count);
+            eventfd_read(completion_event_, &count);
         }
     }
     return false;
@@ -211,7 +209,7 @@ Traffic Connections::traffic(int rank) {
     found.sent = p.sent, found.received = p.received;
     for (Stream *s : p.streams) {
         tcp_info info;
-        if (!info_of(s->fd, &info))
+        if (!get_tcp_info(s->fd, &info))
             continue;
         double round_trip = 1e-6 * (info.tcpi_min_rtt && info.tcpi_min_rtt != ~0u ? info.tcpi_min_rtt : info.tcpi_rtt);
         found.round_trip = found.connections++ ? std::min(found.round_trip, round_trip) : round_trip;

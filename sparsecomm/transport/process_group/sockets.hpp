@@ -1,4 +1,4 @@
-// What connections ask of the system.
+// System calls for connections.
 #pragma once
 
 #include <cerrno>
@@ -23,11 +23,11 @@ inline double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-inline std::string text_of(int error) { return std::generic_category().message(error); }
+inline std::string error_text(int error) { return std::generic_category().message(error); }
 
-[[noreturn]] inline void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] inline void throw_errno(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// All sockets of the process. A fork closes its copies; `mutex` is held while it is made, and while one is opened.
+// All sockets of the process. A forked process closes its copies. `mutex` is held during a fork, and while opening one.
 struct Files {
     std::mutex mutex;
     std::set<int> open;
@@ -45,7 +45,7 @@ inline Files &files() {
     }();
     return *all;
 }
-// Return what `open()` returns: a file, or -1 with errno.
+// Call `open()`, which returns a file or -1 with errno, and register the file.
 template <typename Open> int open_file(const Open &open) {
     std::lock_guard<std::mutex> hold(files().mutex);
     int fd = open();
@@ -53,10 +53,10 @@ template <typename Open> int open_file(const Open &open) {
         files().open.insert(fd);
     return fd;
 }
-template <typename Open> int opened(const char *what, const Open &open) {
+template <typename Open> int open_or_throw(const char *what, const Open &open) {
     int fd = open_file(open);
     if (fd < 0)
-        fail(what);
+        throw_errno(what);
     return fd;
 }
 inline int open_socket(int family) {
@@ -75,7 +75,7 @@ inline socklen_t resolve(const std::string &address, int port, sockaddr_storage 
     hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
     hints.ai_socktype = SOCK_STREAM;
     if (int code = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found))
-        throw std::runtime_error(address + " is no address: " + gai_strerror(code));
+        throw std::runtime_error(address + " is not an address: " + gai_strerror(code));
     socklen_t size = found->ai_addrlen;
     std::memcpy(to, found->ai_addr, size);
     freeaddrinfo(found);
@@ -84,18 +84,18 @@ inline socklen_t resolve(const std::string &address, int port, sockaddr_storage 
 
 inline void set_option(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
-inline bool info_of(int fd, tcp_info *info) {
+inline bool get_tcp_info(int fd, tcp_info *info) {
     socklen_t size = sizeof *info;
     std::memset(info, 0, size);
     return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
 }
 
-// Bytes that the other end of a connection has not acknowledged, of one that is shut down for writing.
+// Return the bytes that the other end has not acknowledged, of a connection that is shut down for writing.
 inline int unacknowledged(int fd) {
-    constexpr int FIN_WAIT1 = 4, LAST_ACK = 9, CLOSING = 11; // of TCP, as Linux numbers its states
+    constexpr int FIN_WAIT1 = 4, LAST_ACK = 9, CLOSING = 11; // states of TCP, as numbered by Linux
     tcp_info info;
     int bytes = 0;
-    bool waits = info_of(fd, &info) &&
+    bool waits = get_tcp_info(fd, &info) &&
                  (info.tcpi_state == FIN_WAIT1 || info.tcpi_state == LAST_ACK || info.tcpi_state == CLOSING);
     return waits && ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
 }

@@ -1,30 +1,30 @@
-"""Many ranks in one process, in virtual time.
+"""Many ranks in one process, in virtual time: `run` makes them.
 
-Every rank is a greenlet that runs until it waits for a message, so the shipped algorithms themselves run at any
-number of ranks, without MPI, and tell what they would cost on a given network.
+Every rank is a greenlet that runs until it waits for a message. Algorithms run unchanged, at any number of ranks and
+without MPI, and the clocks show what they would cost on a given network.
 
-A message of B bytes comes ``alpha + beta * B`` seconds after it has begun to leave (Culler et al., "LogP", PPoPP 1993;
-Alexandrov et al., "LogGP", SPAA 1995). The delay alpha is the network's: messages to several ranks, or from several,
-are under way at once. Each end carries one message at a time, and ``gap + beta * B`` seconds lie between the beginnings
-of two:
+A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
+Alexandrov et al., "LogGP", SPAA 1995). The delay ``alpha`` is the network's: messages to or from several ranks are in
+flight at once. Each rank sends one message at a time and receives one at a time, and ``gap + beta * B`` seconds lie
+between the beginnings of two:
 
-- the sender begins with a message that long after its last one, and may reuse the bytes that long after;
-- the receiver takes it in from alpha later on, or when the message that it received before is in and ``gap`` is over,
-  and has it ``beta * B`` later.
+- The sender begins a message that long after its previous one, and may reuse the bytes that long after.
+- The receiver begins to take a message in ``alpha`` after it began to leave, or ``gap`` after the end of the previous
+  one if that is later. The message has arrived ``beta * B`` later.
 
-A receiver takes its messages in in the order in which it asks for them. So with ``alpha=1``, and nothing else, the
-seconds of a call are its one-way trips.
+A receiver takes messages in in the order in which it asks for them. With ``alpha=1`` and no other costs, the seconds of
+a call are the number of its one-way trips.
 
-Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at costs of their own, ``node_alpha``,
-``node_beta`` and ``node_gap``. Messages between nodes go over the node's links, one out and one in, which all its ranks
-share: a message has the link out of the sender's node, and alpha later the link into the receiver's, to itself for
-``beta * B`` seconds, and both ends wait until it does.
+Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at the costs ``node_alpha``,
+``node_beta`` and ``node_gap``. Messages between nodes use the node's two links, one out and one in, which all its ranks
+share. A message occupies the link out of the sender's node for ``beta * B`` seconds, and ``alpha`` later the link into
+the receiver's node. Both ends wait until the links are free.
 
-A link is granted in the order of virtual time in which ranks ask for it, of equal times to the lowest rank that can
-run: the link out is asked for when a send starts, the link in when the message begins to leave the sender and
-the receiver wants it. What is granted is the earliest time from which the link is free for long enough; that may lie
-before the asking, if the message was under way by then. To ask in that order, the rank whose clock is lowest runs.
-Thus all times follow from the programs alone, and every run gives the same.
+A link is granted in the order of the virtual times of the requests; at equal times, to the lowest rank that can run.
+The link out is requested when a send starts. The link in is requested when the message has begun to leave and the
+receiver waits for it. The request gets the earliest time from which the link is free for long enough, which may lie
+before the request if the message was in flight by then. To keep this order, the rank with the lowest clock runs. All
+times therefore depend on the programs alone, and every run gives the same ones.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ T = TypeVar("T")
 class Result(Generic[T]):
     """The outcome of one rank."""
 
-    value: T | None  # what the program returned
-    error: Exception | None  # what it raised
-    seconds: float  # the virtual time at which it finished
+    value: T | None  # returned by the program
+    error: Exception | None  # raised by the program
+    seconds: float  # virtual time at the end
     counters: TrafficCounters
 
 
@@ -70,32 +70,32 @@ def run(
     weigh: Callable[[Bytes], int] | None = None,
     catch: bool = False,
 ) -> list[Result[T]]:
-    """Run ``program(transport)`` on ``size`` ranks; return what became of each, by rank.
+    """Run ``program(transport)`` on ``size`` ranks; return their outcomes, ordered by rank.
 
     Args:
         alpha: seconds of delay between nodes.
         beta: seconds per byte between nodes.
-        gap: seconds between nodes from one of a rank's messages to the next, beside its bytes.
-        node_of_rank: for each rank, the number of its node; ``None``: each has its own.
-        node_alpha, node_beta, node_gap: inside a node; ``None``: as between nodes.
-        delays: for each rank, the seconds by which it begins late; ``None``: all begin at 0.
-        weigh: the bytes that a message stands for, in times and counters; ``None``: its own.
-        catch: put errors into the results; otherwise the error of the lowest rank that failed is raised.
+        gap: seconds between two messages of one rank to other nodes, beside their bytes.
+        node_of_rank: node number of each rank; ``None``: each rank has its own node.
+        node_alpha, node_beta, node_gap: costs inside a node; default to those between nodes.
+        delays: start time of each rank in seconds; ``None``: all start at 0.
+        weigh: ``weigh(data)`` returns the size of a message for times and counters; ``None``: its real size.
+        catch: return errors in the outcomes instead of raising the error of the lowest rank that failed.
 
     Raises:
-        InvalidInputError: an argument cannot be used.
+        InvalidInputError: an argument is invalid.
         TransportError: greenlet is not installed.
     """
     between = MessageCost(alpha, beta, gap)
     given = zip((node_alpha, node_beta, node_gap), between, strict=True)
     inside = MessageCost(*(outside if own is None else own for own, outside in given))
     if size < 1 or min(*between, *inside) < 0:
-        raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected one rank at least and costs >= 0")
+        raise InvalidInputError(f"{size} ranks, {between}, {inside}: expected at least one rank and costs >= 0")
     for name, each in (("node_of_rank", node_of_rank), ("delays", delays)):
         if each is not None and len(each) != size:
-            raise InvalidInputError(f"{name} has {len(each)} items: expected {size}, one for every rank")
+            raise InvalidInputError(f"{name} has {len(each)} items; expected {size}, one for each rank")
     if delays is not None and min(delays) < 0:
-        raise InvalidInputError(f"a delay of {min(delays)} seconds: expected at least 0")
+        raise InvalidInputError(f"delays contains {min(delays)}; expected at least 0 seconds")
     network = Network(range(size) if node_of_rank is None else node_of_rank, between, inside)
     scheduler, starts = Scheduler(), delays or [0.0] * size
     results: dict[int, Result[T]] = {}

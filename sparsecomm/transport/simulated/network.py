@@ -1,4 +1,4 @@
-"""The network between simulated ranks: what a message costs, and the links that ranks of a node share."""
+"""The network between simulated ranks: the cost of a message, and the links that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["MessageCost", "Network", "SharedLink"]
 
 
 class MessageCost(NamedTuple):
-    """Seconds of delay, per byte, and from one message of a rank to its next beside the bytes."""
+    """Seconds of delay, seconds per byte, and seconds between two messages of one rank beside their bytes."""
 
     alpha: float
     beta: float
@@ -19,14 +19,14 @@ class MessageCost(NamedTuple):
 
 
 class SharedLink:
-    """A node's link in one direction: the times for which it is taken."""
+    """A node's link in one direction, with the time intervals in which it is busy."""
 
     def __init__(self) -> None:
-        self._begins: list[float] = []  # of the intervals, which rise
+        self._begins: list[float] = []  # of the intervals, ascending
         self._ends: list[float] = []
 
     def take(self, earliest: float, seconds: float) -> float:
-        """Take the link for ``seconds``, as early as it is free; return by how much that is later than ``earliest``."""
+        """Occupy the link for ``seconds``, as early as possible from ``earliest`` on; return the delay."""
         if not seconds:
             return 0.0
         begin, i = earliest, bisect_right(self._ends, earliest)
@@ -45,25 +45,25 @@ class Network:
     """The nodes and their links."""
 
     def __init__(self, node_of_rank: Sequence[int], between: MessageCost, inside: MessageCost) -> None:
-        """Make the links, all free.
+        """Make the links, all idle.
 
         Args:
-            node_of_rank: for each rank, the number of its node.
-            between, inside: what a message between nodes costs, and inside one.
+            node_of_rank: node number of each rank.
+            between, inside: cost of a message between nodes, and inside a node.
         """
         self.node_of_rank, self.between, self.inside = node_of_rank, between, inside
-        shared = [node for node, ranks in Counter(node_of_rank).items() if ranks > 1]  # a rank alone never waits
+        shared = [node for node, ranks in Counter(node_of_rank).items() if ranks > 1]  # one rank alone never waits
         self._out = {node: SharedLink() for node in shared}
         self._in = {node: SharedLink() for node in shared}
 
     def egress(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None]:
-        """Return what a message costs, and the link out of the sender's node, if the message has to wait for it."""
+        """Return the cost of a message, and the shared link out of the sender's node; None if it needs none."""
         if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
         return self.between, self._out.get(self.node_of_rank[sender])
 
     def ingress(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None]:
-        """Return what a message costs, and the link into the receiver's node, if the message has to wait for it."""
+        """Return the cost of a message, and the shared link into the receiver's node; None if it needs none."""
         if self.node_of_rank[sender] == self.node_of_rank[receiver]:
             return self.inside, None
         return self.between, self._in.get(self.node_of_rank[receiver])

@@ -1,4 +1,4 @@
-"""Simulated ranks: their clocks, their messages, and what they wait for."""
+"""`SimulatedTransport`: one simulated rank, with its clock and its messages. `World` is the state that ranks share."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ __all__ = ["SimulatedTransport", "World"]
 @dataclass
 class _Message:
     data: Bytes  # a copy
-    nbytes: int  # that it stands for
+    nbytes: int  # size used for times and counters
     start: float  # when it begins to leave the sender
 
 
 @dataclass(eq=False)
 class _SendRequest(Request):
-    """A request that raises if its bytes are reused too early, which over MPI would send garbage now and then."""
+    """A request that raises if the sender reuses the bytes too early, which over MPI would sometimes send garbage."""
 
     sender: SimulatedTransport
     to: int
     data: Bytes
     checksum: int
-    out: float  # when the bytes may be reused
+    free_at: float  # when the bytes may be reused
 
     def wait(self) -> None:
         if self not in self.sender._pending:
             return
         self.sender._pending.remove(self)
         self.check()
-        self.sender.seconds = max(self.sender.seconds, self.out)
+        self.sender.seconds = max(self.sender.seconds, self.free_at)
 
     def check(self) -> None:
         if zlib.crc32(self.data.data) != self.checksum:
             raise TransportError(
-                f"rank {self.sender.rank} changed the bytes of a message to rank {self.to} that was under way: "
-                "call `wait` on it first"
+                f"rank {self.sender.rank} changed the bytes of a message in flight to rank {self.to}: call `wait` first"
             )
 
 
@@ -56,26 +55,27 @@ class World:
     """The state that simulated ranks share."""
 
     def __init__(self, network: Network, scheduler: Scheduler, weigh: Callable[[Bytes], int]) -> None:
-        """Make one transport per rank of ``network``. ``weigh``: the bytes that a message stands for."""
+        """Make one transport per rank of ``network``. ``weigh`` returns the size that a message stands for."""
         self.network, self.scheduler, self.weigh = network, scheduler, weigh
         num_nodes = len(set(network.node_of_rank))
         self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
     def break_deadlock(self) -> None:
-        """Let those that wait find out why, since no rank can go on: at least one raises what it would over MPI.
+        """Raise on at least one rank what it would raise over MPI, because all ranks wait.
 
-        Ranks that wait in `realign` go on waiting as long as others have a reason to raise.
+        Ranks that wait in `realign` continue to wait as long as another rank has a reason to raise.
         """
         stuck = [(t, t._source) for t in self.ranks if t._source is not None]
-        if [t for t, _ in stuck if t._fails(t._check_leavers)]:
+        if [t for t, _ in stuck if t._wake_if_raises(t._check_leavers)]:
             return
         for t, source in stuck:
             t._send_control(source, WAITING, t._call)
-        if [t for t, _ in stuck if t._fails(t._check_waiters)]:
+        if [t for t, _ in stuck if t._wake_if_raises(t._check_waiters)]:
             return
-        idle = [(t, source) for t, source in stuck if self.ranks[source]._goes_on]
-        for t, source in idle or stuck:
-            t._fails(partial(t._time_out, source, f"rank {source} has finished" if idle else ""))
+        for_finished = [(t, source) for t, source in stuck if not self.ranks[source]._sleeps]
+        for t, source in for_finished or stuck:
+            state = f"rank {source} has finished" if for_finished else ""
+            t._wake_if_raises(partial(t._time_out, source, state))
         for t in () if stuck else self.ranks:
             if t._listening:
                 t.compute(t.timeout)
@@ -83,9 +83,9 @@ class World:
 
 
 class SimulatedTransport(FailureDetector):
-    """One simulated rank's end. ``seconds`` is its clock.
+    """The transport of one simulated rank. ``seconds`` is its clock.
 
-    A rank that waits in a call reads control messages when no rank can go on: see `World.break_deadlock`.
+    A rank that waits in a call reads control messages only when all ranks wait: see `World.break_deadlock`.
     """
 
     library, simulated = "simulated", True
@@ -95,22 +95,22 @@ class SimulatedTransport(FailureDetector):
         self.rank, self.size = rank, len(self.node_of_rank)
         self.seconds = 0.0
         self._world = world
-        self._out = 0.0  # when the next message may begin to leave
-        self._in = 0.0  # when the next message may begin to come in
-        self._told = 0.0  # when the last control message was in
+        self._next_send = 0.0  # when the next message may begin to leave
+        self._next_receive = 0.0  # when the next message may begin to arrive
+        self._control_arrived = 0.0  # when the latest control message had arrived
         self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
-        self._source: int | None = None  # the rank whose message this one waits for
-        self._error: SparseCommError | None = None  # that ends the wait
-        self._listening = False
+        self._source: int | None = None  # the rank whose message this rank waits for
+        self._error: SparseCommError | None = None  # to be raised by the wait
+        self._listening = False  # waits for control messages
 
     def compute(self, seconds: float) -> None:
-        """Let this rank work for ``seconds`` of virtual time."""
+        """Advance this rank's clock by ``seconds`` of work."""
         self.seconds += seconds
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _prepare_call(self) -> None:
         self._forget_before(self.number)
         self._drop_old_control()
         if self.skipped:
@@ -118,11 +118,11 @@ class SimulatedTransport(FailureDetector):
 
     def end(self) -> None:
         super().end()
-        forgotten, self._pending = self._pending, []
-        for request in forgotten:
+        unfinished, self._pending = self._pending, []
+        for request in unfinished:
             request.check()
-        if forgotten:
-            raise TransportError(f"rank {self.rank} never waited for a message to rank {forgotten[0].to}")
+        if unfinished:
+            raise TransportError(f"rank {self.rank} never waited for a message to rank {unfinished[0].to}")
 
     def abort(self, error: BaseException) -> None:
         super().abort(error)
@@ -132,6 +132,10 @@ class SimulatedTransport(FailureDetector):
         if self._inbox:
             self._inbox = {key: queue for key, queue in self._inbox.items() if key[1] >= number}
 
+    def _continue_after(self, number: int) -> None:
+        super()._continue_after(number)
+        self._forget_before(number + 1)
+
     # -- control messages ---------------------------------------------------------------------------------------------
 
     def clock(self) -> float:
@@ -140,42 +144,37 @@ class SimulatedTransport(FailureDetector):
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
         receiver = self._world.ranks[to]
         receiver._add_control(ControlMessage(self.rank, self.number, kind, text))
-        receiver._told = self.seconds + self._world.network.between.alpha
+        receiver._control_arrived = self.seconds + self._world.network.between.alpha
         if kind == REALIGN and receiver._listening:
-            receiver.wake(receiver._told)
+            receiver.wake(receiver._control_arrived)
 
-    def _listen(self, seconds: float) -> None:
+    def _receive_control(self, seconds: float) -> None:
         if seconds:
             self._listening = True
             self._world.scheduler.sleep()
-            self.seconds = max(self.seconds, self._told)
+            self.seconds = max(self.seconds, self._control_arrived)
 
-    def _go_on_from(self, number: int) -> None:
-        super()._go_on_from(number)
-        self._forget_before(number + 1)
-
-    # -- bytes --------------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self._check_peer(to)
         memory.ready(data, len(data))
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
-            raise InvalidInputError(f"data of dtype {data.dtype} and shape {data.shape}: expected contiguous bytes")
+            raise InvalidInputError(f"data has dtype {data.dtype} and shape {data.shape}; expected contiguous bytes")
         world, receiver, nbytes = self._world, self._world.ranks[to], self._world.weigh(data)
         costs, link = world.network.egress(self.rank, to)
         if link is not None:
             world.scheduler.yield_until(self.rank, self.seconds)
-        start, moving = max(self.seconds, self._out), costs.beta * nbytes
+        start, transfer = max(self.seconds, self._next_send), costs.beta * nbytes
         if link is not None:
-            start += link.take(start, moving)
-        self._out = start + (costs.gap + moving)
+            start += link.take(start, transfer)
+        self._next_send = start + (costs.gap + transfer)
         key = self.rank, self.number
-        message = _Message(data.copy(), nbytes, start)
-        receiver._inbox.setdefault(key, deque()).append(message)
+        receiver._inbox.setdefault(key, deque()).append(_Message(data.copy(), nbytes, start))
         if receiver._source == self.rank and receiver.number == self.number:
             receiver.wake(start)
         self._count_sent(nbytes)
-        request = _SendRequest(self, to, data, zlib.crc32(data.data), self._out)
+        request = _SendRequest(self, to, data, zlib.crc32(data.data), self._next_send)
         self._pending.append(request)
         return request
 
@@ -192,14 +191,14 @@ class SimulatedTransport(FailureDetector):
         message = queue.popleft()
         if not queue:
             del self._inbox[key]
-        start, moving = max(self._in, message.start + costs.alpha), costs.beta * message.nbytes
+        start, transfer = max(self._next_receive, message.start + costs.alpha), costs.beta * message.nbytes
         if link is not None:
-            start += link.take(start, moving)
-        self.seconds = max(self.seconds, start + moving)
-        self._in = start + (moving + costs.gap)
+            start += link.take(start, transfer)
+        self.seconds = max(self.seconds, start + transfer)
+        self._next_receive = start + (transfer + costs.gap)
         return self._deliver(message.data, message.nbytes, memory)
 
-    # -- waiting ----------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, source: int) -> None:
         self._source = source
@@ -209,20 +208,20 @@ class SimulatedTransport(FailureDetector):
             raise error
 
     def wake(self, seconds: float = 0.0) -> None:
-        """End this rank's wait; ``seconds``: the time at which what it waits for happens."""
+        """End this rank's wait, at time ``seconds`` or at its clock, whichever is later."""
         self._source, self._listening = None, False
         self._world.scheduler.wake(self.rank, max(self.seconds, seconds))
 
     @property
-    def _goes_on(self) -> bool:
-        return self._source is None and not self._listening
+    def _sleeps(self) -> bool:
+        return self._source is not None or self._listening
 
-    def _fails(self, check: Callable[[], None]) -> bool:
-        """Wake this rank with what ``check`` raises; return false if it raises nothing."""
+    def _wake_if_raises(self, check: Callable[[], None]) -> bool:
+        """Call ``check``. If it raises, make this rank's wait raise the same error, and return true."""
         try:
             check()
         except SparseCommError as error:
-            self.seconds, self._error = max(self.seconds, self._told), error
+            self.seconds, self._error = max(self.seconds, self._control_arrived), error
             self.wake()
             return True
         return False

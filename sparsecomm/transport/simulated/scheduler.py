@@ -1,4 +1,4 @@
-"""The scheduler of simulated ranks: the one that can run at the lowest virtual time does."""
+"""The scheduler of simulated ranks, which runs the rank that can run at the lowest virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Runs one task per rank as a greenlet, until it sleeps or ends. It knows times and ranks, and no messages."""
+    """Runs one greenlet per rank, each until it sleeps or ends. It knows times and ranks, but no messages."""
 
     def __init__(self) -> None:
         """Prepare to run tasks.
@@ -29,15 +29,15 @@ class Scheduler:
             raise TransportError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
         self._greenlet = greenlet.greenlet
         self._hub: greenlet = greenlet.getcurrent()
-        self._ready: list[tuple[float, int]] = []  # a heap of ranks, by the time from which they can run
+        self._ready: list[tuple[float, int]] = []  # a heap of (earliest time to run, rank)
 
     def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
         """Run ``task(rank)`` for every rank until all have returned.
 
         Args:
-            task: does not raise.
-            starts: for each rank, the time from which it can run.
-            break_deadlock: called when all ranks that have not returned sleep; it wakes at least one.
+            task: must not raise.
+            starts: start time of each rank.
+            break_deadlock: called when all ranks that have not returned sleep; must wake at least one.
         """
         greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
         self._ready = [(time, rank) for rank, time in enumerate(starts)]
@@ -45,21 +45,21 @@ class Scheduler:
         while True:
             while self._ready:
                 rank = heappop(self._ready)[1]
-                greenlets[rank].switch(rank)  # the argument counts when the task begins
+                greenlets[rank].switch(rank)  # only the first switch passes the argument to the task
             if all(each.dead for each in greenlets):
                 return
             break_deadlock()
 
     def sleep(self) -> None:
-        """Let others run until `wake` is called for this rank. Called on its greenlet."""
+        """Run other ranks until `wake` is called for this one. Must be called on this rank's greenlet."""
         self._hub.switch()
 
     def wake(self, rank: int, time: float) -> None:
-        """Let a rank that sleeps run from ``time`` on."""
+        """Let a sleeping rank run from ``time`` on."""
         heappush(self._ready, (time, rank))
 
     def yield_until(self, rank: int, time: float) -> None:
-        """Let the ranks that can run before ``time`` run first. Called on the greenlet of ``rank``."""
+        """Run the ranks that can run before ``time`` first. Must be called on the greenlet of ``rank``."""
         if self._ready and self._ready[0] < (time, rank):
             self.wake(rank, time)
             self.sleep()

@@ -15,7 +15,7 @@ from sparsecomm.backends.cuda import memory
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import abi, simulated, transport_of
 from sparsecomm.transport.base import TrafficCounters
-from sparsecomm.transport.memory import HostMemory
+from sparsecomm.transport.memory import MessageMemory
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
@@ -108,7 +108,7 @@ class DeviceBytes:
         return {"data": (self.array.ctypes.data, False), "shape": self.array.shape, "typestr": "|u1", "version": 3}
 
 
-class Addresses(HostMemory):
+class Addresses(MessageMemory):
     """Notes what it is asked for."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ def attempts(
             if busy is None:
                 found[rank] = rendezvous(store, rank, len(delays), timeout, token, told)
             else:
-                found[rank] = rendezvous(busy(rank), rank, len(delays), timeout, token, told, another=lambda: store)
+                found[rank] = rendezvous(busy(rank), rank, len(delays), timeout, token, told, clone=lambda: store)
         except TimeoutError as error:
             found[rank] = error
 
@@ -96,7 +96,7 @@ class Busy:
 @pytest.mark.parametrize("busy", [[], [0], [1, 2], [0, 1, 2]], ids=str)
 def test_a_connection_that_others_hold_delays_nobody_for_long(busy: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes over it when it is free again is no line of another time."""
-    monkeypatch.setattr("sparsecomm.transport.process_group.rendezvous._SOON", 0.05)
+    monkeypatch.setattr("sparsecomm.transport.process_group.rendezvous._SHARED_TIME", 0.05)
     store, free, at_once = dist.HashStore(), threading.Event(), threading.Event()
     at_once.set()
     for number in range(4):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import sparsecomm as sc
 from sparsecomm.transport import control as sc_control
 from sparsecomm.transport import transport_of
+from sparsecomm.transport.process_group import joining
 from sparsecomm.transport.process_group import transport as module
 from tests import data, reference
 from tests.transport import conformance
@@ -259,7 +260,7 @@ def ranks_of_another_version() -> None:
     group = new_group()
     with pytest.MonkeyPatch.context() as patch:
         if RANK == ODD:
-            patch.setattr(module, "_VERSION", "another")
+            patch.setattr(joining, "_VERSION", "another")
         with soon(), pytest.raises(sc.TransportError, match=r"rank \d has another version of sparsecomm"):
             transport_of(group)
     works(transport_of(group))
@@ -267,10 +268,10 @@ def ranks_of_another_version() -> None:
 
 def an_address_that_leads_nowhere() -> None:
     """The rank that cannot connect says to where, and the one that waits for it for whom."""
-    group, real = new_group(), module._meet
+    group, real = new_group(), joining._find_members
     with pytest.MonkeyPatch.context() as patch, setting("SPARSECOMM_TIMEOUT", 5):
         if RANK == P - 1:
-            patch.setattr(module, "_meet", lambda *given: [m._replace(port=1) for m in real(*given)])
+            patch.setattr(joining, "_find_members", lambda *given: [m._replace(port=1) for m in real(*given)])
             with soon(), pytest.raises(sc.TransportError, match=r"cannot connect to rank \d at 127.0.0.1, port 1: "):
                 transport_of(group)
         else:
@@ -442,7 +443,7 @@ def main(names: list[str]) -> None:
         if name not in LAST:
             dist.barrier()
         print(f"{name}: {time.monotonic() - began:.2f} s", flush=True)
-    assert module._joinings
+    assert joining._joinings
 
 
 LAST = ("a_rank_ends_in_a_call", "a_rank_is_killed", "ranks_end_one_after_another")

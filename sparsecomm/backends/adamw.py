@@ -1,0 +1,80 @@
+"""AdamW's state and arithmetic, for any array library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsecomm.tensors.arrays import Array
+
+__all__ = ["Moments", "adamw_step", "unit"]
+
+
+class Moments(NamedTuple):
+    """AdamW's state of a tensor: flat arrays with one element per weight, on the device of the weights.
+
+    Attributes:
+        mean, squares: moving averages of gradients and of their squares, in the accumulator dtype.
+        last: int32, number of the latest step that updated each weight; 0: none.
+    """
+
+    mean: Array
+    squares: Array
+    last: Array
+
+
+def unit(xp: Any, squares: Array, eps: Any) -> Array:
+    """Return the units in which AdamW exchanges gradients: sqrt(squares) + eps, rounded down to powers of two.
+
+    Dividing a gradient by its unit and multiplying a sum by it therefore does not round.
+
+    Args:
+        xp: the array library: numpy, cupy or jax.numpy.
+        squares: second moments, float32 or float64.
+        eps: a normal number of that dtype.
+    """
+    root = xp.sqrt(squares) + eps
+    word, exponent = (np.int64, 0x7FF << 52) if root.dtype.itemsize == 8 else (np.int32, 0x7F8 << 20)
+    power: Array = (root.view(word) & word(exponent)).view(root.dtype)
+    return power
+
+
+def adamw_step(
+    xp: Any,
+    weight: Array,
+    quotient: Array,
+    mean: Array,
+    squares: Array,
+    first: Array,
+    coefficients: Sequence[Array],
+    unit_eps: Any,
+    eps: Any,
+) -> tuple[Array, Array, Array, Array]:
+    """Return the changes of AdamW steps, element by element, for any array library.
+
+    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
+
+        g       = quotient * unit(squares)
+        mean    = c0 * mean + c1 * g
+        squares = c2 * squares + c3 * g^2               with squares = 0 on the right if ``first``
+        weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
+
+    Args:
+        xp: the array library: numpy, cupy or jax.numpy.
+        weight, quotient, mean, squares: arrays of one shape and dtype.
+        first: whether this is an element's first update. Before it, ``squares`` only sets the unit.
+        coefficients: six arrays of that shape, or numbers.
+        unit_eps, eps: numbers of that dtype.
+
+    Returns:
+        The change of the weight, the new mean and squares, and the factor by which a residual in units changes.
+    """
+    kept_mean, new_mean, kept_squares, new_squares, rate, decay = coefficients
+    before = unit(xp, squares, unit_eps)
+    g = quotient * before
+    m = kept_mean * mean + new_mean * g
+    v = kept_squares * xp.where(first, xp.zeros_like(squares), squares) + new_squares * (g * g)
+    root = xp.sqrt(v)
+    return (decay * weight - rate * (m / (root + eps))) - weight, m, v, before / unit(xp, v, unit_eps)

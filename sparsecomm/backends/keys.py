@@ -1,0 +1,92 @@
+"""Keys: magnitudes as integers that order like selection does. Keys, counts and positions here are on the host.
+
+The key of a value is its bits without the sign. All NaN have one key, that of infinity plus 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsecomm.tensors.arrays import Array, ArrayDType, library_of
+from sparsecomm.tensors.sparse import SparseVector
+
+__all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
+
+_FLOATS: dict[int, ArrayDType] = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
+_MAX_PARTITIONS = 8  # positions in an order for which partitioning is faster than sorting
+
+
+def max_key(entries: SparseVector) -> int:
+    """Return the largest possible key of a value of this dtype: the key of NaN."""
+    return (0x7FF << 52 if entries.values.itemsize == 8 else 0xFF << 23) + 1
+
+
+def keys_of(values: Array) -> list[int]:
+    """Return the keys of float32 or float64 values."""
+    found: list[int] = _keys(values).tolist()
+    return found
+
+
+def nth_keys(entries: SparseVector, numbers: list[int]) -> list[int]:
+    """Return the keys of the n-th largest entries, for each n in ``numbers``, from 1 to nnz."""
+    xp = library_of(entries.values)
+    keys, positions = _keys(entries.values), entries.nnz - np.array(numbers, np.int64)
+    few = xp is np and len(numbers) <= _MAX_PARTITIONS
+    keys = np.partition(keys, positions) if few else xp.sort(keys)
+    found: list[int] = keys[xp.asarray(positions)].tolist()
+    return found
+
+
+def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
+    """Return the key of a magnitude that has grown in proportion to the sum of other magnitudes.
+
+    Args:
+        entries: have the dtype of the magnitudes.
+        key: of the magnitude. It is returned unchanged if it is above all keys, or if a sum is zero or not finite.
+        before, now: keys of the other magnitudes.
+    """
+    values = _FLOATS[entries.values.itemsize]
+    if key >= max_key(entries):
+        return key
+    magnitude, old, new = (
+        sum(np.array(keys, f"u{values.itemsize}").view(values).tolist()) for keys in ([key], before, now)
+    )
+    if not (0 < old < np.inf and 0 < new < np.inf and magnitude < np.inf):
+        return key
+    scaled = np.array([min(magnitude * (new / old), float(np.finfo(values.name).max))], np.float64).astype(values)
+    return int(scaled.view(f"u{values.itemsize}")[0])
+
+
+def largest_keys(keys: list[int], count: int, numbers: list[int]) -> tuple[Array, list[int]]:
+    """Return the ascending positions of the ``count`` largest keys, and the n-th largest keys for n in ``numbers``.
+
+    Of equal keys the first ones count as larger.
+    """
+    inverted = ~np.array(keys, np.uint64)
+    ordered = np.partition(inverted, [number - 1 for number in (count, *numbers)])
+    last = ordered[count - 1]
+    larger, equal = np.flatnonzero(inverted < last), np.flatnonzero(inverted == last)
+    positions = np.sort(np.concatenate([larger, equal[: count - len(larger)]]))
+    return positions, [int(~ordered[number - 1]) for number in numbers]
+
+
+def split_by_key(entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
+    """Return the entries whose key is at least ``high``, and the others whose key is at least ``low``.
+
+    ``high``: larger than ``low``; ``None`` is above all keys.
+    """
+    keys = _keys(entries.values)
+    largest = int(np.iinfo(keys.dtype).max)
+    reach = keys >= keys.dtype.type(min(low, largest))
+    if high is None:
+        return entries.part(0, 0), entries.at(reach)
+    sure = keys >= keys.dtype.type(min(high, largest))
+    return entries.at(sure), entries.at(reach & ~sure)
+
+
+def _keys(values: Array) -> Array:
+    float64 = values.itemsize == 8
+    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)  # as in `max_key`
+    unsigned = np.uint64 if float64 else np.uint32
+    found: Array = library_of(values).minimum(values.view(unsigned) & unsigned(sign - 1), unsigned(infinity + 1))
+    return found

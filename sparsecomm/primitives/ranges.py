@@ -1,0 +1,231 @@
+"""Ranges of indices, one per owner: `scatter` sends every entry to the rank that owns its range.
+
+    scatter      each rank sends each owner its entries in the owner's range
+
+This is one trip. Ranges are kept in the communicator's cache from call to call, while they are balanced. Every message
+contains a mark: the age of the ranges and a checksum of them. If the marks of ranks differ, for example after a call
+that only some ranks left, all ranks notice in the same trip and start again without ranges.
+
+In a first call, each rank also sends all others samples of its indices. From these the ranks make ranges for the next
+call that hold about equally many entries. Until then, ranges have equal lengths if k P is small. Otherwise ranges are
+made from the samples before the scatter, which takes one more trip, because nearly all entries may lie in one of P
+ranges of equal length.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import count, pairwise
+from typing import NamedTuple
+
+from sparsecomm.backends.keys import max_key
+from sparsecomm.contribution import Contribution
+from sparsecomm.primitives.communicator import Communicator, Parcel, Range
+from sparsecomm.primitives.costs import Costs, Problem
+from sparsecomm.tensors.sparse import SparseVector
+
+__all__ = [
+    "AGE_SHIFT",
+    "Dropped",
+    "check_keys",
+    "check_words",
+    "checksum_of",
+    "mark",
+    "mark_of",
+    "num_owners",
+    "ranges_of",
+    "rebalance",
+    "scatter",
+    "scatter_time",
+]
+
+_MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
+_MAX_SAMPLES = 32  # per rank
+_MAX_FIRST = 2**15  # maximum entries of all ranks for one owner in a first call, about 256 KB
+_CROWDED = 1.5  # make new ranges when the crowding has grown by this factor
+AGE_SHIFT = 16  # lowest bit of the age in a mark; a checksum is below
+
+
+class Ranges(NamedTuple):
+    """Ranges of indices, one per rank; ranks that own none have empty ranges.
+
+    Attributes:
+        boundaries: first index of each range, and the end of the last.
+        made: number of the call from whose samples they are.
+        checksum: of ``boundaries``.
+        crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
+        following: boundaries for the next call if these are not balanced; ``None``: keep these.
+    """
+
+    boundaries: list[int]
+    made: int
+    checksum: int
+    crowding: float = 0.0
+    following: list[int] | None = None
+
+
+class Dropped(list[SparseVector]):
+    """Rounding errors of entries that may have to be sent again differently."""
+
+    drop = list[SparseVector].append
+
+
+def num_owners(P: int, k: int) -> int:
+    """Return the number of ranks that own a range."""
+    return min(P, max(1, k // _MIN_ENTRIES))
+
+
+def scatter(
+    comm: Communicator, gradient: Contribution, own: SparseVector, k: int, number: int = 0
+) -> tuple[list[SparseVector], list[int]]:
+    """Send each entry to its owner. Takes one trip; one more if ranges differ, and one more if ranges are made first.
+
+    Returns:
+        The entries of all ranks in this rank's range, ordered by rank; and for each rank the key of its entry
+        ``number`` in the order of selection, or 0.
+    """
+    nothing, owners = comm.backend.empty_like(own), num_owners(comm.size, k)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    ranges: Ranges | None = comm.cache.get("ranges")
+    if ranges is not None and ranges.following is not None:
+        ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
+    for round_no in count():
+        dropped, samples, expected_ranges = Dropped(), list[int](), None
+        if ranges is None:
+            samples = _samples(comm, own, k)
+            if comm.size * k <= _MAX_FIRST:
+                ranges = _equal_lengths(own.size, comm.size, owners, comm.number)
+        if ranges is None:
+            parcels: dict[int, Parcel] = dict.fromkeys(range(comm.size), ((), (0, *samples)))
+        else:
+            (level,) = comm.backend.nth_keys(own, [min(number, own.nnz)]) if number and own.nnz else (0,)
+            words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
+            own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
+            expected_ranges = partial(_ranges_if_equal, own_range, words[0])
+            parcels = {
+                rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
+                for rank, piece in enumerate(_pieces(comm, own, ranges.boundaries))
+            }
+        found = comm.exchange_parcels(
+            parcels, others, 1, round_no, 2 * k // owners, or_none=True, ranges_of=expected_ranges
+        )
+        found[comm.rank] = parcels[comm.rank]
+        received = [found[rank] for rank in range(comm.size)]
+        marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(received)}
+        if marks == {0}:
+            check_words(comm, received, 1 + len(samples))
+            boundaries = _balanced([words[1:] for _, words in received], own.size, comm.size, owners)
+            ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
+            continue
+        if ranges is None or len(marks) > 1:
+            ranges = None
+            continue
+        check_words(comm, received, len(words))
+        levels = [level for _, (_, level, *_) in received]
+        check_keys(comm, levels.index(max(levels)), levels, own)
+        if samples:
+            following = _balanced([words[2:] for _, words in received], own.size, comm.size, owners)
+            ranges = ranges._replace(following=following)
+        comm.cache["ranges"] = ranges
+        for entries in dropped:
+            gradient.drop(entries)
+        return [vector for vectors, _ in received for vector in vectors or (nothing,)], levels
+    raise AssertionError("count has no end")
+
+
+def ranges_of(comm: Communicator, k: int) -> list[Range]:
+    """Return the owners' ranges after a `scatter`."""
+    ranges: Ranges = comm.cache["ranges"]
+    return list(pairwise(ranges.boundaries[: num_owners(comm.size, k) + 1]))
+
+
+def rebalance(comm: Communicator, loads: Sequence[int]) -> None:
+    """Forget the ranges if they have become much more crowded; ``loads``: number of entries of each owner."""
+    ranges: Ranges | None = comm.cache.get("ranges")
+    if ranges is not None and ranges.following is None:
+        crowding = max(1.0, max(loads) * len(loads) / max(1, sum(loads)))
+        if not ranges.crowding:
+            comm.cache["ranges"] = ranges._replace(crowding=crowding)
+        elif crowding > _CROWDED * ranges.crowding:
+            comm.cache["ranges"] = None
+
+
+def scatter_time(problem: Problem, costs: Costs) -> float:
+    """Return the predicted seconds of a `scatter` with known ranges."""
+    P, k = problem.P, problem.k
+    return problem.link(costs).trip(P - 1, (P - 1) * (24 + k / num_owners(P, k) * problem.entry_bytes))
+
+
+def _ranges_if_equal(own: Range, mark: int, source: int, words: Sequence[int]) -> Sequence[Range] | None:
+    """Return this rank's range if another rank has the same ranges, that is, if its first word is ``mark``."""
+    return [own] if words and words[0] == mark else None
+
+
+def _pieces(comm: Communicator, own: SparseVector, boundaries: list[int]) -> list[SparseVector]:
+    """Return this rank's entries in each range."""
+    return [own.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(own, boundaries))]
+
+
+def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
+    """Return the number of this rank's entries, and evenly spaced samples of their indices.
+
+    Ranks begin at different entries, so that samples of equal entries differ.
+    """
+    nnz, number = own.nnz, min(_MAX_SAMPLES, max(4, k // (16 * comm.size)))
+    chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
+    return [nnz, *(comm.backend.indices_at(own, chosen) if nnz else [0] * number)]
+
+
+def _equal_lengths(n: int, size: int, owners: int, number: int) -> Ranges:
+    """Return ranges of equal length, made in call ``number``."""
+    boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
+    return Ranges(boundaries, number, checksum_of(boundaries))
+
+
+def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
+    """Return the boundaries of ranges that hold about equally many entries of all ranks.
+
+    ``samples``: the `_samples` of each rank. Each index stands for the entries between two samples.
+    """
+    weighted = sorted((index, weight) for weight, *indices in samples for index in indices)
+    total, before, boundaries = sum(weight for _, weight in weighted), 0, [0]
+    for index, weight in weighted:
+        while len(boundaries) < owners and before * owners >= total * len(boundaries):
+            boundaries.append(min(index, n))
+        before += weight
+    return boundaries + [n] * (size + 1 - len(boundaries))
+
+
+# -- words of messages ------------------------------------------------------------------------------------------------
+
+
+def mark(age: int, checksum: int) -> int:
+    """Return the mark of cached data that was made ``age`` calls ago: a nonzero integer of at most 32 bits, usually."""
+    return age + 1 << AGE_SHIFT | checksum
+
+
+def checksum_of(numbers: list[int]) -> int:
+    """Return a checksum of `AGE_SHIFT` bits."""
+    return zlib.crc32(repr(numbers).encode()) & ((1 << AGE_SHIFT) - 1)
+
+
+def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
+    """Return the mark in a rank's message, its first word; 0: the rank has no cached data."""
+    if not words:
+        raise comm.broken(rank, "no numbers")
+    return words[0]
+
+
+def check_words(comm: Communicator, parcels: Sequence[Parcel], expected: int) -> None:
+    """Raise unless each rank has sent ``expected`` words."""
+    for rank, (_, words) in enumerate(parcels):
+        if len(words) != expected:
+            raise comm.broken(rank, f"{len(words)} numbers instead of {expected}")
+
+
+def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:
+    """Raise unless all keys are possible for the dtype of ``entries``; ``rank`` has sent the largest."""
+    if keys and max(keys) > max_key(entries):
+        raise comm.broken(rank, f"{max(keys)} as the key of a value")

@@ -1,0 +1,263 @@
+"""Making connections while strangers connect, too: hellos, the listener, and ranks that are turned away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsecomm.transport.process_group._connections import DATA, GOODBYE, TOKEN_BYTES, Connections
+from tests.transport.process_group.peers import (
+    HELLO,
+    HOST,
+    SECONDS,
+    collect,
+    cpu_seconds,
+    following,
+    frame,
+    hello,
+    lower_peer,
+    noise,
+    of_this_process,
+    read,
+    read_frame,
+    stranger,
+)
+from tests.waiting import until
+
+
+def test_a_wrong_or_a_repeated_hello_is_refused() -> None:
+    with stranger(announced=3) as (rank, (peer,), tokens):
+        right = hello(tokens, 1, 1, 3)
+        wrong = {
+            "a ticket that is a guess": right[:8] + os.urandom(16) + right[24:],
+            "of another version": b"sparsec0" + right[8:],
+            "the ticket of another connection": right[:8] + hello(tokens, 1, 2, 3)[8:24] + right[24:],
+            "the ticket of the answer": right[:8] + hello(tokens, 0, 1)[8:24] + right[24:],
+            "of the lower rank": hello(tokens, 0, 1),
+            "of no rank": right[:24] + struct.pack("<IHH", 2, 1, 3),
+            "of a rank that is far out": right[:24] + struct.pack("<IHH", 2**32 - 1, 1, 3),
+            "of a connection that is far out": right[:24] + struct.pack("<IHH", 1, 2**16 - 1, 3),
+            "a token": right[:8] + tokens[0] + right[24:],
+            "something else": b"GET / HTTP/1.1\r\nHost: sparsecomm\r\n\r\n",
+            "a repetition of the first": hello(tokens, 1, 0, 3),
+        }
+        for what, raw in wrong.items():
+            assert refused(peer.getpeername(), raw), what
+        with socket.create_connection(peer.getpeername()) as second:
+            second.sendall(right)
+            assert read(second, HELLO.size) == hello(tokens, 0, 1, 3)
+            assert refused(peer.getpeername(), right), "a repetition of the second"
+            peer.sendall(frame(0, b"hello"))
+            assert following(rank)[3].tobytes() == b"hello"
+            assert rank.send(1, 1, noise(3), None)
+            assert read_frame(select.select([peer, second], [], [], SECONDS)[0][0])[1] == noise(3).tobytes()
+
+
+def refused(address: Any, raw: bytes) -> bool:
+    """Return whether a connection that begins with ``raw`` is closed without an answer."""
+    with socket.create_connection(address) as other:
+        other.settimeout(SECONDS)
+        other.sendall(raw)
+        with suppress(ConnectionResetError):
+            return other.recv(1) == b""
+    return True
+
+
+SENDS = {"silent": b"", "slow": b"s", "garbage": noise(1000).tobytes(), "half a hello": b"sparsec2" + bytes(20)}
+
+
+@pytest.mark.parametrize("sends", SENDS.values(), ids=SENDS)
+def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
+    """They come first, take few descriptors, and go on while the ranks connect, which need only a few trips."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    pair = [Connections(rank, 2, 2**22, 3) for rank in range(2)]
+    tokens = [os.urandom(TOKEN_BYTES) for _ in pair]
+    ports = [each.listen(HOST, token) for each, token in zip(pair, tokens, strict=True)]
+    others: list[socket.socket] = []
+    connected = threading.Event()
+
+    def connect() -> None:
+        other = socket.create_connection((HOST, ports[0]), SECONDS)
+        with suppress(OSError):
+            other.sendall(sends)
+        others.append(other)
+
+    def go_on() -> None:
+        while not connected.is_set() and len(others) < 2000:
+            for slow in others[-20:]:
+                with suppress(OSError):
+                    slow.sendall(sends[:1])
+            with suppress(ConnectionError):
+                connect()
+
+    flood = threading.Thread(target=go_on)
+    try:
+        for rank, each in enumerate(pair):
+            each.set_peer(1 - rank, HOST, ports[1 - rank], tokens[1 - rank])
+        before = len(of_this_process())
+        pair[0].start(300.0)
+        for _ in range(1200):
+            connect()
+        until(lambda: len(of_this_process()) - before - len(others) < 32)
+        flood.start()
+        pair[1].start(300.0)
+        for rank, each in enumerate(pair):
+            assert each.join(SECONDS)
+            each.send(1 - rank, 7, noise(100_000, rank), rank)
+        for rank, each in enumerate(pair):
+            ((_, number, data),), _ = collect(each, 1, 0)
+            assert number == 7
+            assert np.array_equal(data, noise(100_000, 1 - rank))
+        until(lambda: all(each.traffic(1 - rank)[-1] == 3 for rank, each in enumerate(pair)))
+        connected.set()
+        flood.join()
+        until(lambda: nobody_listens(ports[0]))
+        assert len(of_this_process()) - before - len(others) <= 6 - 2  # connections, without two listeners
+    finally:
+        connected.set()
+        for each in pair:
+            each.close(1.0)
+        for other in others:
+            other.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_strangers_do_not_fill_the_queue_of_the_system_before_ranks_come() -> None:
+    """TCP asks a full queue again only after a second."""
+    rank = Connections(0, 2, 2**22, 1)
+    address = HOST, rank.listen(HOST, bytes(16))
+
+    def is_open() -> bool:
+        with socket.socket() as other:
+            other.settimeout(0.3)
+            return other.connect_ex(address) == 0
+
+    for _ in range(min(4096, int(Path("/proc/sys/net/core/somaxconn").read_text())) + 100):
+        with socket.socket() as other:
+            other.setblocking(False)
+            other.connect_ex(address)
+    until(is_open)
+    rank.close(0.0)
+
+
+def nobody_listens(port: int) -> bool:
+    with socket.socket() as other:
+        return other.connect_ex((HOST, port)) == errno.ECONNREFUSED
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_nobody_listens_when_all_are_connected(streams: int) -> None:
+    made = [Connections(rank, 3, 2**22, streams) for rank in range(3)]
+    ports = [each.listen(HOST, bytes([rank] * 16)) for rank, each in enumerate(made)]
+    for rank, each in enumerate(made):
+        for other in {0, 1, 2} - {rank}:
+            each.set_peer(other, HOST, ports[other], bytes([other] * 16))
+    made[2].start(300.0)
+    until(lambda: nobody_listens(ports[2]))  # nobody connects to the last rank
+    made[0].start(300.0)
+    assert not made[0].join(0.05)
+    assert not nobody_listens(ports[0])
+    made[1].start(300.0)
+    for port in ports:
+        until(lambda port=port: nobody_listens(port))
+    assert all(each.join(SECONDS) for each in made)
+    for each in made:
+        each.close(1.0)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("sizes", [[0], [1000, 1000], [12_000, 5000, 7], [1_000_000, 10]])
+def test_who_is_turned_away_comes_again_and_repeats_what_it_has_sent(sizes: list[int], reset: bool) -> None:
+    """As a listener does to the oldest of too many connections, although it is that of a rank."""
+    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
+        late = [i for i, size in enumerate(sizes) if not rank.send(0, i, noise(size, i), i)]
+        for taken in (0, 40, 900):
+            if reset:
+                peers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peers[-1].recv(taken + 1)
+            peers[-1].close()
+            peers.append(listener.accept()[0])
+            peers[-1].settimeout(SECONDS)
+            assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
+        used = cpu_seconds(rank.thread_id)
+        time.sleep(0.2)
+        assert cpu_seconds(rank.thread_id) - used < 0.1  # it waits
+        peers[-1].sendall(hello(tokens, 0, 0))
+        for i, size in enumerate(sizes):
+            found = b""
+            while not found or len(found) < size:
+                words, part = read_frame(peers[-1])
+                assert words[1:6] == (DATA, i, i, size, len(found))
+                found += part
+                if not size:
+                    break
+            assert found == noise(size, i).tobytes()
+        assert collect(rank, 0, len(late))[1] == late
+
+
+def test_an_end_waits_until_the_hello_is_answered() -> None:
+    """Otherwise a last message would be lost with a connection that is turned away."""
+    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
+        assert rank.send(0, 3, noise(10), None)
+        closing = threading.Thread(target=rank.close, args=(SECONDS,))
+        closing.start()
+        time.sleep(0.05)
+        peers[0].close()
+        peers.append(listener.accept()[0])
+        peers[-1].settimeout(SECONDS)
+        peers[-1].sendall(hello(tokens, 0, 0))
+        assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
+        assert read_frame(peers[-1])[1] == noise(10).tobytes()
+        assert read_frame(peers[-1])[0][1] == GOODBYE
+        closing.join()
+
+
+def test_what_comes_with_the_hello_is_counted() -> None:
+    mine = os.urandom(TOKEN_BYTES)
+    rank = Connections(0, 2, 2**22, 1)
+    port = rank.listen(HOST, mine)
+    rank.set_peer(1, HOST, 1, mine)
+    rank.start(300.0)
+    data = hello((mine, mine), 1, 0) + frame(0, bytes(1000))
+    with socket.create_connection((HOST, port)) as peer:
+        peer.sendall(data)
+        collect(rank, 1, 0)
+        assert rank.traffic(1)[1] == len(data)
+        rank.close(0.0)
+
+
+def test_a_peer_that_does_not_listen_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        rank = Connections(1, 2, 2**22, 1)
+        rank.listen(HOST, bytes(16))
+        rank.set_peer(0, HOST, taken.getsockname()[1], bytes(16))
+        rank.start(300.0)
+        assert not rank.join(SECONDS)
+        assert "refused" in rank.failure(0)
+        assert not rank.is_connected(0)
+        rank.close(1.0)
+        rank.close(1.0)
+
+
+def test_what_cannot_be_an_address_is_refused() -> None:
+    rank = Connections(0, 2, 2**22, 1)
+    with pytest.raises(RuntimeError, match="nowhere is not an address"):
+        rank.listen("nowhere", bytes(16))
+    with pytest.raises(RuntimeError, match=r"listen on 192\.0\.2\.1: Cannot assign"):
+        rank.listen("192.0.2.1", bytes(16))  # that of no machine
+    with pytest.raises(ValueError, match="token"):
+        rank.listen(HOST, b"short")
