@@ -15,6 +15,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  # pip asks for it, and others do 
 
 
 import hashlib
+import json
 import os
 import re
 import runpy
@@ -40,6 +41,7 @@ C = ["-O2", *COMMON, *MARCH]
 CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 EXTENSIONS = [
+    Extension("sparsecomm._signals", ["sparsecomm/_signals.pyx"], extra_compile_args=C),
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension(
         "sparsecomm.transport.process_group._connections",
@@ -72,59 +74,8 @@ OF_ABI = {
 # No module needs the GIL: what threads share is locked where it is made, and each communicator's queue has its own.
 EVERYWHERE = {"language_level": 3, "freethreading_compatible": True}
 DIRECTIVES = EVERYWHERE | {"boundscheck": False, "wraparound": False, "embedsignature": True}
-# Python's modules on the path of a call, which are compiled as they stand. Python runs signal handlers between the
-# instructions of its bytecode, so none comes between two statements of these: docs/internals/architecture.md.
-ON_THE_PATH = [
-    "sparsecomm/backends/base.py",
-    "sparsecomm/backends/cuda/*.py",
-    "sparsecomm/calls/*.py",
-    "sparsecomm/checkpoints/checkpoints.py",
-    "sparsecomm/config.py",
-    "sparsecomm/contribution.py",
-    "sparsecomm/errors.py",
-    "sparsecomm/local_steps/exchange.py",
-    "sparsecomm/local_steps/global_parameters.py",
-    "sparsecomm/local_steps/local_steps.py",
-    "sparsecomm/local_steps/outer.py",
-    "sparsecomm/local_steps/synchronizer.py",
-    "sparsecomm/optimizers/*.py",
-    "sparsecomm/primitives/communicator.py",
-    "sparsecomm/reducer/bucket.py",
-    "sparsecomm/reducer/connection.py",
-    "sparsecomm/reducer/reducer.py",
-    "sparsecomm/reducer/step.py",
-    "sparsecomm/states/loading.py",
-    "sparsecomm/states/weights.py",
-    "sparsecomm/tensors/dtypes.py",
-    "sparsecomm/tensors/interop.py",
-    "sparsecomm/tensors/sparse.py",
-    "sparsecomm/tracing/observers.py",
-    "sparsecomm/tracing/recorder.py",
-    "sparsecomm/torch/adamw_exchange.py",
-    "sparsecomm/torch/exchange.py",
-    "sparsecomm/torch/parameters.py",
-    "sparsecomm/transport/base.py",
-    "sparsecomm/transport/control.py",
-    "sparsecomm/transport/lookup.py",
-    "sparsecomm/transport/memory.py",
-    "sparsecomm/transport/mpi.py",
-    "sparsecomm/transport/process_group/joining.py",
-    "sparsecomm/transport/process_group/transport.py",
-    "sparsecomm/transport/simulated/rank.py",
-    "sparsecomm/transport/ulfm.py",
-    "sparsecomm/wire/formats.py",
-    "sparsecomm/wire/header.py",
-    "sparsecomm/wire/messages.py",
-]
 # What has been compiled is kept here.
 OBJECTS = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
-COMPILED = [
-    Extension(path.removesuffix(".py").replace("/", "."), [path], extra_compile_args=["-O1", *COMMON])
-    for pattern in ON_THE_PATH
-    for path in sorted(glob(pattern))
-    if not path.endswith("__init__.py")
-]
-PYTHON_DIRECTIVES = EVERYWHERE | {"annotation_typing": False}
 # What mpi.h says of the ABI that it describes.
 ABI_OF_HEADER = """
 #include <mpi.h>
@@ -226,15 +177,16 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
     return shutil.copy(store, target)
 
 
-def kept_of_python(extension):
-    """Return where the object of a module of Python is kept: it follows from the source, and from what compiles it."""
-    from Cython import __version__
-
-    made_by = f"{__version__} {sys.version} {sysconfig.get_config_vars('CC', 'CFLAGS')} {os.environ.get('CC')}"
-    flags = f"{os.environ.get('CFLAGS')} {extension.extra_compile_args} {PYTHON_DIRECTIVES}"
-    (source,) = extension.sources
-    made_of = hashlib.sha256(f"{source} {made_by} {flags}".encode() + Path(source).read_bytes())
-    return OBJECTS / f"{extension.name}.{made_of.hexdigest()[:32]}.o"
+def record_sources(modules):
+    """Record what was compiled, for sparsecomm/_built.py. Delete compiled modules that an older version left."""
+    for file in Path("sparsecomm").rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+        if file.name not in modules:
+            file.unlink()
+    kinds = {".pyx", ".pxd", ".c", ".cpp", ".hpp", ".inl"}
+    sources = [p for folder in ("sparsecomm", "kernels") for p in Path(folder).rglob("*") if p.suffix in kinds]
+    record = {p.as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in sources if "_mpi_" not in p.name}
+    Path("build").mkdir(exist_ok=True)
+    Path("build/sources.json").write_text(json.dumps(record))
 
 
 class BuildExt(build_ext):
@@ -248,7 +200,7 @@ class BuildExt(build_ext):
         from Cython.Build import cythonize
 
         flags_of_abi = dict(map(mpi_flags, mpi_wrappers()))
-        others = [extension for extension in self.extensions if extension not in (*OF_ABI.values(), *COMPILED)]
+        others = [extension for extension in self.extensions if extension not in OF_ABI.values()]
         for extension in others:
             extension.include_dirs += [numpy.get_include()]
             extension.define_macros += [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
@@ -262,21 +214,12 @@ class BuildExt(build_ext):
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
-        self.new = []  # modules of Python of which no object is kept, and where it is to be
-        for extension in COMPILED:
-            store = kept_of_python(extension)
-            if store.exists():
-                extension.extra_objects, extension.sources = [str(store)], []
-            else:
-                self.new.append((extension, store))
-        new = [extension for extension, _ in self.new]
-        python = cythonize(new, build_dir="build/cython", compiler_directives=PYTHON_DIRECTIVES)
-        for extension, c in zip(new, python, strict=True):
-            extension.sources = c.sources
-        self.extensions = [*others, *mpi, *COMPILED]
+        self.extensions = [*others, *mpi]
         self.force = True  # `kept` knows what need not be compiled again
         self.parallel = self.parallel or self.cores
         super().run()
+        if self.inplace:
+            record_sources({Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions})
 
     def build_extensions(self):
         """Compile all sources side by side, where setuptools compiles those of one module one after another."""
@@ -285,9 +228,6 @@ class BuildExt(build_ext):
                 pool.map(lambda source: kept(self.compiler, source, **options), sources)
             )
             super().build_extensions()
-        for extension, store in self.new:
-            (made,) = self.compiler.object_filenames(extension.sources, output_dir=self.build_temp)
-            os.replace(shutil.copy(made, f"{store}.{os.getpid()}"), store)
 
 
 # A checkout that is built in isolation, without an MPI on the machine, borrows one: pip asks for requirements, by the
@@ -303,7 +243,7 @@ description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), re
 setup(
     long_description=description,
     long_description_content_type="text/markdown",
-    ext_modules=[*EXTENSIONS, *OF_ABI.values(), *COMPILED],
+    ext_modules=[*EXTENSIONS, *OF_ABI.values()],
     cmdclass={"build_ext": BuildExt},
     setup_requires=borrowed,
 )

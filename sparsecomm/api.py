@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import backends
+from sparsecomm._signals import deferred
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@deferred
 def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
     """Return the k entries with the largest absolute values of a tensor, or of each chunk of it, exactly.
 
@@ -75,6 +77,7 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
         return backend.topk(t, count, r)
 
 
+@deferred
 def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
     """Return every entry of a tensor with ``|v| >= tau``, and every NaN. Zeros are never selected.
 
@@ -98,6 +101,7 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
         return backend.threshold(t, min_magnitude, r)
 
 
+@deferred
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
     """Return the top-k of the sum of two sparse vectors, in the order of `topk`.
 
@@ -165,6 +169,7 @@ def explain(
     return Explanation(query, costs.costs, costs.source, candidates(query, costs.costs))
 
 
+@deferred
 @naming_rank
 def realign(comm: Comm = None) -> None:
     """Let ranks whose calls are out of step continue together. Collective over the communicator.

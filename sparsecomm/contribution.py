@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparsecomm._signals import deferred
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
@@ -95,6 +96,7 @@ class ThresholdHint:
         self.threshold = self.factor * smallest if math.isfinite(smallest) else 0.0
 
 
+@deferred
 class Contribution:
     """One rank's contribution to one call.
 

@@ -1,24 +1,29 @@
-"""Exceptions of signal handlers, at every place where they can come.
+"""Signals whose handler raises, at every place where they have an effect of their own.
 
 Python runs handlers in the main thread, between instructions of its bytecode: after calls, at the beginning of
-functions and at jumps backward. A trace function sees every instruction of the library, and raises at the n-th such
-place. In compiled code there are none.
+functions and at jumps backward. A trace function sees every instruction of the library, and sends the signal at the
+n-th such place. Within the gate of `sparsecomm._signals` the handler waits for the next poll, or for the end of the
+gate. So of the places between two polls only the first one counts.
 """
 
 from __future__ import annotations
 
 import opcode
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from greenlet import getcurrent
 
 import sparsecomm
+from sparsecomm import _signals
 from sparsecomm.transport import simulated
+from sparsecomm.transport.simulated import SimulatedTransport
 
 LIBRARY = str(Path(sparsecomm.__file__).parent)
 SIMULATED = str(Path(simulated.__file__).parent)  # stands for what is compiled: MPI and the network
@@ -34,21 +39,29 @@ class InterruptError(Exception):
     """What a handler raises: an ordinary exception, as those of SIGALRM often are."""
 
 
+SIGNAL = signal.SIGUSR1
+WAITS = "begin", "isend", "receive"  # methods of transports that wait, or may
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise InterruptError
+
+
 class Points:
     """The points at which the library can be interrupted, as they are passed.
 
     Attributes:
         passed: how many.
-        interrupts: how many exceptions have been raised.
+        interrupts: how many signals have been sent.
         roots: the files of what is interrupted, or the folders.
     """
 
     roots: tuple[str, ...] = (LIBRARY, "<string>")  # that of the constructors of data classes and named tuples
 
     def __init__(self, *at: int) -> None:
-        """``at``: the numbers of points at which to raise, ascending, from 0."""
+        """``at``: the numbers of points at which to send the signal, ascending, from 0."""
         self.passed = self.interrupts = 0
-        self._at = list(at)
+        self._at, self._gate = list(at), (False, -1)
         self._greenlet = getcurrent()  # the rank, if this one is simulated
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -66,16 +79,21 @@ class Points:
             if event != "opcode":
                 return local
             before, last = last, frame.f_lasti
-            if before >= 0 and code[before] in AFTER:
+            if before >= 0 and code[before] in AFTER and self._counts():
                 self.passed += 1
                 if self._at and self._at[0] == self.passed - 1:
                     self._at.pop(0)
                     self.interrupts += 1
-                    raise InterruptError  # which ends tracing
+                    signal.raise_signal(SIGNAL)  # outside the gate its handler raises here, which ends tracing
             return local
 
         frame.f_trace = local
         return local
+
+    def _counts(self) -> bool:
+        """Return whether a signal here has another effect than at the place before."""
+        before, self._gate = self._gate, _signals.state()
+        return not self._gate[0] or self._gate != before
 
     def resume(self, frame: FrameType, event: str, argument: Any) -> None:
         """Trace again after an interrupt: the profile function, which stays."""
@@ -88,12 +106,28 @@ class Points:
 def interrupted(*at: int, points: Points | None = None) -> Iterator[Points]:
     """Interrupt the library within at these points, or at those of ``points``, and count all."""
     points = Points(*at) if points is None else points
-    traced = sys.gettrace()
-    try:
-        if len(at) > 1:
-            sys.setprofile(points.resume)
-        sys.settrace(points.trace)
-        yield points
-    finally:
-        sys.settrace(traced)
-        sys.setprofile(None)
+    traced, handler = sys.gettrace(), signal.signal(SIGNAL, interrupt)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WAITS:
+            patch.setattr(SimulatedTransport, name, _polling(getattr(SimulatedTransport, name)))
+        try:
+            if len(at) > 1:
+                sys.setprofile(points.resume)
+            sys.settrace(points.trace)
+            yield points
+        finally:
+            sys.settrace(traced)
+            sys.setprofile(None)
+            signal.signal(SIGNAL, handler)
+
+
+def _polling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a transport that polls before and after, as those over a network may."""
+
+    def polled(*args: Any, **kwargs: Any) -> Any:
+        _signals.poll()
+        result = method(*args, **kwargs)
+        _signals.poll()
+        return result
+
+    return polled

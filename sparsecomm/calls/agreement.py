@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparsecomm._signals import deferred
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.call import Call
 from sparsecomm.primitives.communicator import Communicator
@@ -88,6 +89,7 @@ class WordsComparison(WordsBroadcast):
         return [position for (position,) in gather_words(comm, [first], ROUNDS)]
 
 
+@deferred
 class Realignment:
     """Makes all ranks give the next call the same number: see `sparsecomm.realign`."""
 

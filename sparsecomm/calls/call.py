@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 
+from sparsecomm._signals import deferred
 from sparsecomm.backends import AT_ONCE, default_float_mode
 from sparsecomm.calls.plan import Plan
 from sparsecomm.contribution import Contribution
@@ -39,6 +40,7 @@ class State(Enum):
     FAILED = 4
 
 
+@deferred
 class Call:
     """A collective call. `run` makes it or `leave` leaves it, once: a `sparsecomm.calls.queue.Task`.
 
@@ -167,6 +169,7 @@ class Call:
         """Roll back: keep on this rank the gradient that it would have contributed."""
 
 
+@deferred
 class SumCall(Call):
     """The sum of the contributions of all ranks.
 

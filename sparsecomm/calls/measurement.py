@@ -7,6 +7,7 @@ log2 P. On one node, only the choice of an algorithm needs them.
 
 from __future__ import annotations
 
+from sparsecomm._signals import deferred
 from sparsecomm.calls.agreement import NO_ENTRIES
 from sparsecomm.calls.call import Call, State
 from sparsecomm.calls.options import Options
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@deferred
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
     """Return the costs by which calls are planned, the same on all ranks.
 
@@ -49,6 +51,7 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
     return costs
 
 
+@deferred
 def costs_for_steps(transport: Transport) -> KnownCosts:
     """Return `costs_of`. Where a thread makes calls, an interrupt ends only the wait, which the next call resumes."""
     queue = queue_of(transport)
@@ -73,6 +76,7 @@ def costs_matter(transport: Transport, options: Options) -> bool:
     return transport.num_nodes > 1 or options.chooses_algorithm
 
 
+@deferred
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
     """Return the costs by which a plan chooses, or None if its options leave nothing to choose on one node.
 
@@ -84,6 +88,7 @@ def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurem
     return None if options.decided else _known(transport) or profile.assumed()
 
 
+@deferred
 def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
     """Return the call that `costs_of` has to make, or None if costs are known or ``options`` do not need them."""
     if options is not None and not costs_matter(transport, options):
@@ -102,6 +107,7 @@ def measurement_needed(transport: Transport, options: Options | None = None) -> 
     return LinkMeasurement(transport) if _known(transport) is None else None
 
 
+@deferred
 def measured_links(transport: Transport, seconds: float) -> Links:
     """Measure the links, even if they have been measured before. Collective; raises what `costs_of` raises.
 

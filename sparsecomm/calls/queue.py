@@ -23,6 +23,7 @@ from typing import Protocol
 from weakref import ref
 
 from sparsecomm import config
+from sparsecomm._signals import acquire, deferred
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plan
@@ -58,6 +59,7 @@ class Task(Protocol):
         """Leave the call without making it, and send the reason to the other ranks."""
 
 
+@deferred
 class Handle:
     """A call in flight, returned by `sparsecomm.isparse_allreduce`.
 
@@ -157,12 +159,13 @@ class Handle:
             self._outcome = None, refusal or error
         self._task = None
         self._pending.release()
+        del self  # which the traceback of its error would keep
 
     def _wait(self, timeout: float | None) -> bool:
         """Wait at most this many seconds; return whether the call is done."""
         if self._outcome is None:
             bound = -1.0 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
-            if self._pending.acquire(timeout=bound):
+            if acquire(self._pending, bound):
                 self._pending.release()
         return self._outcome is not None
 
@@ -202,6 +205,7 @@ class Plans:
         self._plans.clear()
 
 
+@deferred
 class CallQueue:
     """The call queue of one transport. All methods may be called from any thread.
 
@@ -329,7 +333,7 @@ class CallQueue:
             pass
         if self._started and self._thread != get_ident():
             self._wake.put(None)
-            self._running.acquire()
+            acquire(self._running)
             self._running.release()
         if then is not None:
             then()
@@ -365,7 +369,8 @@ class CallQueue:
             return None
         self.refuse_within_call()
         handle: Handle | None = None
-        with self._calling:
+        acquire(self._calling)
+        try:
             self._caller = get_ident()
             try:
                 if self._handles:
@@ -376,8 +381,13 @@ class CallQueue:
                     self._leave_refused()
             finally:
                 self._caller = 0
+        finally:
+            self._calling.release()
         self._run_postponed()
-        return handle
+        try:
+            return handle
+        finally:
+            del handle  # which the traceback of its error would keep
 
     def _leave_refused(self) -> None:
         while self._handles and self._handles[0]._refusal is not None:

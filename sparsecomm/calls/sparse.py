@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from sparsecomm import backends
+from sparsecomm._signals import deferred
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
 from sparsecomm.calls.call import SumCall
@@ -23,6 +24,7 @@ from sparsecomm.wire import Op, WireName
 __all__ = ["isparse_allreduce", "prepare", "sparse_allreduce"]
 
 
+@deferred
 def sparse_allreduce(
     x: Any,
     k: int | float,
@@ -93,6 +95,7 @@ def sparse_allreduce(
     return queue.call(call)
 
 
+@deferred
 def isparse_allreduce(
     x: Any,
     k: int | float,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from sparsecomm._signals import deferred
 from sparsecomm.checkpoints import lock
 from sparsecomm.checkpoints.files import SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import quote, to_int
@@ -108,6 +109,7 @@ def load(
     return CheckpointFolder(Format(), folder, comm).load(objects, step)
 
 
+@deferred
 class CheckpointFolder:
     """A folder of checkpoints of one format, as the ranks of a communicator see it."""
 

@@ -12,6 +12,7 @@ from weakref import finalize, ref
 
 import numpy as np
 
+from sparsecomm._signals import PollingLock
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import TransportError
 from sparsecomm.local_steps.exchange import gather_of
@@ -61,7 +62,7 @@ class Deadline:
     """
 
     def __init__(self, factor: float) -> None:
-        self.factor, self.lock = factor, threading.RLock()
+        self.factor, self.lock = factor, PollingLock()
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._last: _Exchange | None = None
         self._idle = True  # the thread sleeps until it is woken

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
+from sparsecomm._signals import deferred
 from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
@@ -51,6 +52,7 @@ class Phase(Enum):
     LEFT_OUT = auto()  # the deadline's thread has begun an exchange during the local step
 
 
+@deferred
 class LocalSteps:
     """Trains by local steps, and averages sparsely once per round how far the ranks have moved (DiLoCo, SparseLoCo).
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm._signals import deferred
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.call import SumCall
@@ -39,6 +40,7 @@ _log = logging.getLogger("sparsecomm")
 OPTIONS: dict[str, Any] = {"dense_below": 0, "skip_nonfinite": True}  # of the reducer
 
 
+@deferred
 class LazyAdamW:
     """The moments of named weights, and their steps by the rule of `sparsecomm.optimizers.rule`.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
+from sparsecomm._signals import deferred
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
@@ -30,6 +31,7 @@ _SCHEMA = REDUCER.extended(
 )
 
 
+@deferred
 class SparseAdamW:
     """AdamW for training over slow links: 1/42 of the bytes of dense sums, and the losses of dense sums.
 

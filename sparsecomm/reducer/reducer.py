@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from sparsecomm import transport
+from sparsecomm._signals import PollingLock, deferred
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
@@ -36,6 +36,7 @@ __all__ = ["Reducer"]
 _log = logging.getLogger("sparsecomm")
 
 
+@deferred
 class Reducer:
     """Sums the gradients of a model over all ranks, sparsely, in every step.
 
@@ -143,7 +144,7 @@ class Reducer:
             decay,
             skip_nonfinite,
         )
-        self._lock = threading.RLock()  # frameworks push from several threads
+        self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
         self._traffic: transport.TrafficCounters | None = None  # its first `_setup` bytes are in `counters`
         self._setup = 0, 0

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsecomm._signals import Opened, deferred
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
@@ -55,6 +56,7 @@ class Prepared:
     note: str = ""
 
 
+@deferred
 def load(
     transport: Transport,
     label: str,
@@ -92,7 +94,8 @@ def load(
     pending: Interrupts = [] if interrupts is None else interrupts
     gather = _new_gather(transport, 1, f"load {label} {[*keys]}", pending)  # before anything changes
     try:
-        prepared = prepare(undo)
+        with Opened():  # it reads files, and runs the code of users
+            prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as error:  # other ranks wait for this one
         refused = _with_rank(error, rank, action)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from sparsecomm._signals import deferred
 from sparsecomm.calls.agreement import WordsComparison
 from sparsecomm.calls.arguments import naming_rank
 from sparsecomm.calls.queue import queue_of
@@ -18,6 +19,7 @@ from sparsecomm.transport.control import format_ranks
 __all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "compare_weights"]
 
 
+@deferred
 @naming_rank
 def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, comm: Comm = None) -> None:
     """Check that all ranks hold the same tensors, bit for bit. Collective: every rank calls it, with the same names.
@@ -50,6 +52,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
     compare_weights(tensors, call)
 
 
+@deferred
 def compare_weights(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
+from sparsecomm._signals import deferred
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
@@ -30,6 +31,7 @@ FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state, besid
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 
+@deferred
 class AdamWExchange(Exchange):
     """The exchange of the parameters of a `SparseAdamW`. The moments are the state of the optimizer.
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm import transport
+from sparsecomm._signals import deferred
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -63,6 +64,7 @@ class ExchangeOptions(ReducerOptions, total=False):
     check_weights_every: int | None
 
 
+@deferred
 class Exchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 

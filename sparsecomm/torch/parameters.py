@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from sparsecomm import transport
+from sparsecomm._signals import deferred
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
 from sparsecomm.tensors import interop
@@ -22,6 +23,7 @@ NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+@deferred
 class TrainedParameters:
     """Named parameters that ranks train together: all ranks hold the same ones, or the same shards of DTensors.
 

@@ -15,7 +15,6 @@ from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc
@@ -26,6 +25,7 @@ from mpi4py.libmpi cimport (
     MPI_Test,
 )
 
+from sparsecomm._signals import poll as poll_signals
 from sparsecomm.transport.memory import HOST
 
 np.import_array()
@@ -519,7 +519,7 @@ cdef class Endpoint:
         cdef double now = monotonic()
         cdef double waited = now - state.began
         cdef bint ping = waited >= state.next_ping
-        PyErr_CheckSignals()
+        poll_signals()
         if ping:
             state.next_ping = 2 * state.next_ping + PING_INTERVAL  # the interval between pings doubles
         state.next_poll = min(now + POLL_INTERVAL, state.began + self.timeout)

@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from sparsecomm import config
+from sparsecomm._signals import poll
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -29,7 +30,6 @@ from sparsecomm.errors import (
 )
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, TrafficCounters, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.scheduling import check_signals
 
 __all__ = [
     "LEFT",
@@ -320,7 +320,7 @@ class FailureDetector(Transport):
     def _pause(self, seconds: float) -> None:
         """Wait up to ``seconds`` for control messages. Signal handlers run first."""
         self._check_usable()
-        check_signals()
+        poll()
         self._receive_control(seconds)
 
     def _check_ahead(self, peer: int, waited: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from sparsecomm._signals import deferred
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.transport import job
 from sparsecomm.transport.base import Transport
@@ -18,6 +19,7 @@ __all__ = ["Comm", "existing_transport", "group_of", "transport_of"]
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 
 
+@deferred
 def transport_of(comm: Comm = None) -> Transport:
     """Return the transport of an mpi4py communicator or of a process group of `torch.distributed`.
 

@@ -1,4 +1,4 @@
-"""Scheduling of the library's threads, and signal handlers in compiled loops."""
+"""Scheduling of the library's threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 
-__all__ = ["be_prompt", "check_signals"]
+__all__ = ["be_prompt"]
 
 _SLICE = 100_000  # nanoseconds; the shortest that Linux accepts
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # Linux's sched_attr: size, policy, flags, nice, priority, runtime, two more
@@ -33,7 +33,3 @@ def be_prompt(thread: int = 0) -> bool:
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, _SLICE, 0, 0)
     failed: int = ctypes.CDLL(None).syscall(number, thread, attributes, 0)
     return failed == 0
-
-
-def check_signals() -> None:
-    """Run signal handlers, which may raise. For loops in compiled modules: this module must not be compiled."""

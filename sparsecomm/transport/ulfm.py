@@ -20,10 +20,10 @@ from weakref import WeakSet
 
 from mpi4py import MPI
 
+from sparsecomm._signals import poll
 from sparsecomm.errors import RankFailedError, SparseCommError, TimeoutError, TransportError
 from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
-from sparsecomm.transport.scheduling import check_signals
 
 __all__ = ["ADVICE", "DETECTION_TIME", "Agreement", "Voting", "failed_ranks", "survives", "wait_until"]
 
@@ -81,7 +81,7 @@ def wait_until(test: Callable[[], bool], timeout: float, comm: MPI.Comm | None =
             )
         if time.monotonic() > deadline:
             return False
-        check_signals()
+        poll()
         time.sleep(pause)
         pause = min(1.5 * pause, 1e-3)
     return True
@@ -196,7 +196,7 @@ class Voting(FailureDetector):
         began = time.monotonic()
         mismatch: SparseCommError | None = None
         while not votes.decided(self.number, _POLL_INTERVAL):
-            check_signals()
+            poll()
             if mismatch is None:
                 try:
                     self._receive_control(0.0)
@@ -229,7 +229,7 @@ class Voting(FailureDetector):
         failed, reported = failed_ranks(self._comm), None
         deadline = time.monotonic() + DETECTION_TIME
         while not failed and time.monotonic() < deadline:  # a rank may have left the call, and report why
-            check_signals()
+            poll()
             try:
                 self._receive_control(0.0)
                 self._check_leavers()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
+from sparsecomm._signals import acquire
 from sparsecomm.errors import InvalidInputError, SparseCommError, TimeoutError, TransportError
 from sparsecomm.transport import job
 from sparsecomm.transport.control import format_ranks
@@ -22,7 +23,7 @@ from sparsecomm.transport.process_group import _connections
 from sparsecomm.transport.process_group.addresses import own_address
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered
-from sparsecomm.transport.scheduling import be_prompt, check_signals
+from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["existing", "of"]
 
@@ -132,8 +133,7 @@ class _Joining:
 
     def wait(self) -> None:
         """Wait for the end of the thread."""
-        while not self._running.acquire(timeout=_POLL):
-            check_signals()
+        acquire(self._running)
         self._running.release()
 
     def end(self, deadline: float) -> None:

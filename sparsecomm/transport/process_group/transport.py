@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sparsecomm._signals import poll
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.transport import job
 from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.process_group import _connections
-from sparsecomm.transport.scheduling import check_signals
 
 __all__ = ["ProcessGroupTransport", "is_registered"]
 
@@ -207,7 +207,7 @@ class ProcessGroupTransport(FailureDetector):
             if peer in self._lost:
                 self._check_leavers()  # a rank that leaves a call and exits reports the reason first
                 raise self._lost[peer]
-            check_signals()
+            poll()
             waited = time.monotonic() - began
             if waited >= _PING and not self._is_usable():
                 raise TransportError(

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from sparsecomm._signals import poll
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
 from sparsecomm.transport.base import Request
 from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
@@ -201,6 +202,7 @@ class SimulatedTransport(FailureDetector):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, source: int) -> None:
+        poll()
         self._source = source
         self._world.scheduler.sleep()
         error, self._error = self._error, None

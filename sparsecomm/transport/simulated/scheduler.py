@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
+from sparsecomm._signals import swap
 from sparsecomm.errors import TransportError, pip_install
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class Scheduler:
 
     def sleep(self) -> None:
         """Run other ranks until `wake` is called for this one. Must be called on this rank's greenlet."""
+        gate = swap()
         self._hub.switch()
+        swap(gate)
 
     def wake(self, rank: int, time: float) -> None:
         """Let a sleeping rank run from ``time`` on."""

@@ -1,0 +1,163 @@
+"""The gate for signals: handlers wait until it opens, run where code polls, and are the program's own afterwards."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sparsecomm._signals import Opened, PollingLock, acquire, deferred, poll, state
+
+SIGNAL = signal.SIGUSR1
+
+
+class InterruptError(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[Callable[..., None]]:
+    def handle(number: int, frame: object) -> None:
+        raise InterruptError
+
+    before = signal.signal(SIGNAL, handle)
+    yield handle
+    signal.signal(SIGNAL, before)
+
+
+def test_a_handler_waits_until_the_gate_opens(handler: Callable[..., None]) -> None:
+    steps = []
+
+    @deferred
+    def inner() -> None:
+        signal.raise_signal(SIGNAL)
+        steps.append("inner")
+
+    @deferred
+    def outer() -> None:
+        inner()
+        steps.append("outer")
+
+    for _ in range(2):
+        with pytest.raises(InterruptError):
+            outer()
+        assert signal.getsignal(SIGNAL) is handler
+        assert not state()[0]
+    assert steps == ["inner", "outer"] * 2
+    inner_only = deferred(lambda: steps.append("again"))
+    inner_only()
+    assert steps[-1] == "again"
+
+
+def test_a_wait_that_polls_is_interrupted() -> None:
+    steps = []
+
+    @deferred
+    def wait() -> None:
+        try:
+            signal.raise_signal(SIGNAL)
+            steps.append("noted")
+            poll()
+        finally:
+            steps.append("cleaned")
+            signal.raise_signal(SIGNAL)
+            steps.append("to the end")
+
+    with pytest.raises(InterruptError) as raised:
+        wait()
+    assert isinstance(raised.value.__context__, InterruptError)
+    assert steps == ["noted", "cleaned", "to the end"]
+
+
+def test_a_lock_that_another_thread_holds() -> None:
+    lock, held = threading.Lock(), PollingLock()
+    lock.acquire()
+    assert not acquire(lock, 0.01)
+    assert not acquire(lock, 0.0)
+    timer = threading.Timer(0.02, lambda: signal.pthread_kill(threading.main_thread().ident, SIGNAL))
+    timer.start()
+    with pytest.raises(InterruptError):
+        deferred(acquire)(lock)
+    timer.join()
+    lock.release()
+    assert acquire(lock)
+    with held, held:
+        pass
+
+
+def test_code_that_may_be_interrupted_anywhere(handler: Callable[..., None]) -> None:
+    steps = []
+
+    @deferred
+    def call() -> None:
+        try:
+            with Opened():
+                assert signal.getsignal(SIGNAL) is handler
+                signal.raise_signal(SIGNAL)
+        except InterruptError:
+            steps.append("interrupted")
+        signal.raise_signal(SIGNAL)
+        steps.append("noted")
+        with Opened():  # what has been noted comes here
+            steps.append("never")
+
+    with pytest.raises(InterruptError):
+        call()
+    assert steps == ["interrupted", "noted"]
+    assert signal.getsignal(SIGNAL) is handler
+
+
+def test_a_handler_that_the_program_sets_within_stays() -> None:
+    seen = []
+
+    def other(number: int, frame: object) -> None:
+        seen.append(number)
+
+    deferred(lambda: signal.signal(SIGNAL, other))()
+    assert signal.getsignal(SIGNAL) is other
+    signal.raise_signal(SIGNAL)
+    assert seen == [SIGNAL]
+    kept = deferred(lambda: signal.getsignal(SIGNAL))()  # the gate's own: outside of it, as the program's
+    assert kept is not other
+    signal.signal(SIGNAL, kept)
+    signal.raise_signal(SIGNAL)
+    assert seen == [SIGNAL] * 2
+
+
+def test_other_threads_have_no_gate(handler: Callable[..., None]) -> None:
+    found: list[object] = []
+    thread = threading.Thread(target=deferred(lambda: found.extend([signal.getsignal(SIGNAL), state()[0]])))
+    thread.start()
+    thread.join()
+    assert found == [handler, False]
+
+
+def test_errors_pass_and_a_class_has_its_public_methods_gated() -> None:
+    @deferred
+    class Object:
+        def __init__(self) -> None:
+            self.made = state()[0]
+
+        def method(self) -> bool:
+            """Say whether."""
+            return state()[0] and self._private()
+
+        def _private(self) -> bool:
+            return state()[0]
+
+        @property
+        def value(self) -> bool:
+            return state()[0]
+
+        @staticmethod
+        def fails() -> None:
+            raise ValueError
+
+    one = Object()
+    assert [one.made, one.method(), one.value, one._private()] == [True, True, False, False]
+    assert Object.method.__doc__ == "Say whether."
+    with pytest.raises(ValueError):
+        deferred(Object.fails)()
+    assert not state()[0]
