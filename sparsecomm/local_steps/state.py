@@ -54,6 +54,16 @@ def _passed(old: list[StateDict], rank: int, size: int) -> int:
     return int(passed[-1])
 
 
+def _from_version_3(state: Mapping[str, Any]) -> StateDict:
+    """Return a state of version 3, which kept what a late rank had sent, as one of version 4."""
+    if state.get("late"):
+        raise InvalidInputError(
+            "state: an earlier version of sparsecomm saved it while this rank was late for an exchange; load it with "
+            "that version, or start from the global parameters"
+        )
+    return {**state, "late": [], "unsent": [], "mixed": {}}
+
+
 LOCAL_STEPS = Schema(
     "LocalSteps",
     4,
@@ -89,6 +99,7 @@ LOCAL_STEPS = Schema(
         "mixed": per_rank("checksums by name", _is_mixed, lambda *_: {}),
     },
     "start from the global parameters",
+    _from_version_3,
 )
 
 

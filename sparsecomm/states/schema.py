@@ -76,7 +76,14 @@ class Schema:
 
     _by_name: ClassVar[dict[str, Schema]] = {}
 
-    def __init__(self, name: str, version: int, fields: Mapping[str, Field], advice: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        fields: Mapping[str, Field],
+        advice: str,
+        upgrade: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Declare the state dict of a class.
 
         Args:
@@ -84,15 +91,16 @@ class Schema:
             version: the version of the format. Increase it when a field changes its meaning.
             fields: the fields by key. "format", "world_size" and "rank" are added.
             advice: tells the user what to do with a state of another version.
+            upgrade: returns a state of the version before as one of this version. ``None``: it cannot be read.
         """
-        self.name, self._version, self._advice = name, version, advice
+        self.name, self._version, self._advice, self._upgrade = name, version, advice, upgrade
         self.format, self.fields = f"{name} {version}", dict(fields)
         self.keys = [key for key, field in fields.items() if field.common]
         Schema._by_name[name] = self
 
     def extended(self, name: str, fields: Mapping[str, Field]) -> Schema:
         """Return the schema of a class whose state dict has more fields."""
-        return Schema(name, self._version, {**self.fields, **fields}, self._advice)
+        return Schema(name, self._version, {**self.fields, **fields}, self._advice, self._upgrade)
 
     def state(self, transport: Transport, fields: Mapping[str, Any]) -> StateDict:
         """Return this rank's state dict."""
@@ -108,6 +116,8 @@ class Schema:
         with reading("it", expected):
             if not isinstance(state, Mapping) or "format" not in state:
                 raise InvalidInputError(f"state: got {type(state).__name__}; expected {expected}")
+            if self._upgrade is not None and state["format"] == f"{self.name} {self._version - 1}":
+                state = self._upgrade({**state, "format": self.format})
             if not isinstance(state["format"], str) or state["format"] != self.format:
                 raise InvalidInputError(
                     f"state: got format {quote(state['format'])}; this version of sparsecomm reads {self.format!r}. "

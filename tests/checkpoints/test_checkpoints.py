@@ -459,7 +459,7 @@ def test_a_checkpoint_exists_after_an_interrupt_anywhere(
             step += stride
 
     run(1, program)
-    assert found[True] > 5
+    assert found[True] >= 2
     assert found[False] > 5
     assert not list(tmp_path.glob("*.part"))
 

@@ -187,7 +187,7 @@ REDUCER = {
     "keys": Damage(lambda s: {"step": 3}, r"expected the dictionary that Reducer\.state_dict"),
     "format": Damage(with_(format=9), "format 9.*version that saved it, or begin without it"),
     "an earlier format": Damage(with_(format="Reducer 1"), "version that saved it, or begin without it"),
-    "another class": Damage(with_(format="LocalSteps 3"), "version that saved it, or begin without it"),
+    "another class": Damage(with_(format="LocalSteps 4"), "version that saved it, or begin without it"),
     "world size": Damage(with_(world_size=7), r"world_size'. is 7, .*reshard"),
     "rank": Damage(with_(rank=0), "pass the state of rank 1"),
     "missing name": Damage(nested("residuals", lambda r: {n: a for n, a in r.items() if n != "c"}), "lacks 'c'"),
@@ -427,7 +427,7 @@ def test_reshard_refuses_states_that_do_not_belong_together() -> None:
         ([], 0, "got none"),
         (states, 2, "expected a rank from 0 to size - 1"),
         ([1], 0, "got 1; expected the values that state_dict"),
-        ([states[0], others[1], others[2]], 0, "got format 'LocalSteps 3'"),
+        ([states[0], others[1], others[2]], 0, "got format 'LocalSteps 4'"),
         ([states[0] | {"step": 9}, *states[1:]], 0, r"rank 0 and rank 1 differ in step \(9 and 1\)"),
         ([states[0] | {"velocities": {}}, *states[1:]], 0, "names or shapes"),
         ([states[0] | {"world_size": 2**60}], 0, "got 1 of"),  # without a loop over all ranks
