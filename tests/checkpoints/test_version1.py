@@ -38,6 +38,10 @@ def unchanged(state: Any) -> Any:
     return [*map(unchanged, state)] if isinstance(state, (list, tuple)) else state
 
 
+def digests(objects: dict[str, Any]) -> dict[str, str]:
+    return {name: digest(unchanged(each.state_dict())) for name, each in objects.items()}
+
+
 def build(module: str, transport: simulated.SimulatedTransport, steps: int) -> dict[str, Any]:
     """Return objects of each class that has a state, by name, after ``steps`` steps."""
     if module == "sparsecomm":
@@ -80,8 +84,7 @@ def build(module: str, transport: simulated.SimulatedTransport, steps: int) -> d
 def save(module: str, folder: Path) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         objects = build(module, transport, 5)
-        digests = {name: digest(unchanged(each.state_dict())) for name, each in objects.items()}
-        objects |= {"values": VALUES, "digests": digests}
+        objects |= {"values": VALUES, "digests": digests(objects)}
         import_module(module).save(folder, 5, objects, comm=transport)
 
     run(2, program)
