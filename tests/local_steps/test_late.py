@@ -186,12 +186,12 @@ def test_a_deadline_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.Monk
 
     def probe(_: object) -> type[Probe]:
         def take() -> None:
-            took.append(limit.lock.acquire(timeout=5))
-            limit.lock.release()
+            with limit.lock:
+                took.append(True)
 
-        thread = threading.Thread(target=take)
+        thread = threading.Thread(target=take, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(5)
         return Probe
 
     monkeypatch.setattr(deadline, "_probe", probe)
