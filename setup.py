@@ -41,7 +41,7 @@ C = ["-O2", *COMMON, *MARCH]
 CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 EXTENSIONS = [
-    Extension("sparsecomm._signals", ["sparsecomm/_signals.pyx"], extra_compile_args=C),
+    Extension("sparsecomm.signals._gate", ["sparsecomm/signals/_gate.pyx"], extra_compile_args=C),
     Extension("sparsecomm.processor._features", ["sparsecomm/processor/_features.c"], extra_compile_args=C),
     Extension(
         "sparsecomm.transport.process_group._connections",

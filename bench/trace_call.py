@@ -4,9 +4,8 @@
     mpirun -n 2 python -m bench.trace_call step      over gloo: mpirun only starts the ranks
 
 It prints them for the first call on a communicator, which plans, and for the second, which finds its plan. A file
-counts if at least one of its functions is called, on any thread of rank 0; what an import runs does not count. Modules
-that are compiled from a ``.py`` file run from that file here, since compiled code tells a profiler nothing. Of modules
-that have no ``.py`` file, the functions and methods that Python code calls are seen; what they call in C is not.
+counts if at least one of its functions is called, on any thread of rank 0; what an import runs does not count. Of
+compiled modules, the functions and methods that Python code calls are seen; what they call in C is not.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ import argparse
 import ctypes
 import functools
 import gc
-import importlib.machinery
 import inspect
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -34,20 +32,6 @@ N, K = 65_536, 256
 SHAPES = ((256, 256), (256,))  # of the parameters of the model
 COMPILED = ("cython_function_or_method", "builtin_function_or_method", "method_descriptor")  # types of functions
 entered: dict[str, None] = {}  # files, in order
-
-
-class FromSource:
-    """Finds modules of the package by their ``.py`` file, even if a compiled module is beside it."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith(f"{PACKAGE}."):
-            return None
-        for folder in path or ():
-            file = Path(folder, name.rpartition(".")[2] + ".py")
-            if file.exists():
-                return importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
-        return PathFinder.find_spec(name, path)
 
 
 def watch_compiled(module: ModuleType) -> None:
@@ -76,7 +60,6 @@ def watch_compiled(module: ModuleType) -> None:
 def watch() -> None:
     """Record the entered files, on all threads that start from now on. Call it before importing the package."""
     assert PACKAGE not in sys.modules
-    sys.meta_path.insert(0, FromSource)  # type: ignore[arg-type]
     execute = ExtensionFileLoader.exec_module
 
     def executed(loader: ExtensionFileLoader, module: ModuleType) -> None:

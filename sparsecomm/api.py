@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm._signals import deferred
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
@@ -16,6 +15,7 @@ from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
 from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.signals import deferred
 from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm._signals import deferred
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
@@ -96,7 +95,6 @@ class ThresholdHint:
         self.threshold = self.factor * smallest if math.isfinite(smallest) else 0.0
 
 
-@deferred
 class Contribution:
     """One rank's contribution to one call.
 

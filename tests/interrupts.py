@@ -2,7 +2,7 @@
 
 Python runs handlers in the main thread, between instructions of its bytecode: after calls, at the beginning of
 functions and at jumps backward. A trace function sees every instruction of the library, and sends the signal at the
-n-th such place. Within the gate of `sparsecomm._signals` the handler waits for the next poll, or for the end of the
+n-th such place. Within the gate of `sparsecomm.signals` the handler waits for the next poll, or for the end of the
 gate. So of the places between two polls only the first one counts.
 """
 
@@ -21,7 +21,7 @@ import pytest
 from greenlet import getcurrent
 
 import sparsecomm
-from sparsecomm import _signals
+from sparsecomm import signals
 from sparsecomm.transport import simulated
 from sparsecomm.transport.simulated import SimulatedTransport
 
@@ -92,7 +92,7 @@ class Points:
 
     def _counts(self) -> bool:
         """Return whether a signal here has another effect than at the place before."""
-        before, self._gate = self._gate, _signals.state()
+        before, self._gate = self._gate, signals.state()
         return not self._gate[0] or self._gate != before
 
     def resume(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -125,9 +125,9 @@ def _polling(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a transport that polls before and after, as those over a network may."""
 
     def polled(*args: Any, **kwargs: Any) -> Any:
-        _signals.poll()
+        signals.poll()
         result = method(*args, **kwargs)
-        _signals.poll()
+        signals.poll()
         return result
 
     return polled

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sparsecomm._signals import Opened, PollingLock, acquire, deferred, poll, state
+from sparsecomm.signals import Opened, PollingLock, acquire, deferred, poll, state
 
 SIGNAL = signal.SIGUSR1
 

@@ -1,9 +1,8 @@
 """`Backend`: the arithmetic of one device, which algorithms and calls use.
 
-A method that changes a dense tensor either raises and has changed nothing, or returns and has changed it. A compiled
-caller records the change in its next statement, and no signal handler runs between the two. For this, a backend must be
-compiled itself, and must change the tensor last: operations that may fail or run bytecode, such as allocating memory or
-compiling a kernel, come before.
+A method that changes a dense tensor either raises and has changed nothing, or returns and has changed it. The caller
+records the change in its next statement; no signal handler runs between the two (`sparsecomm.signals`). So a backend
+changes the tensor last: operations that may fail, such as allocating memory or compiling a kernel, come before.
 """
 
 # mypy: disable-error-code="empty-body, no-any-return"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparsecomm._signals import deferred
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.call import Call
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
+from sparsecomm.signals import deferred
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport

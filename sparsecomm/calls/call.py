@@ -8,17 +8,15 @@ PLANNED: the transport has not given it a number. RUNNING: anything may fail on 
 returned, and the ranks have voted if they do; now the residual is committed and the result is written, whatever
 happens. FAILED: the other ranks have been told, and the gradient is rolled back into the residual.
 
-This module is compiled, as are the modules it calls except the algorithms. So an exception of a signal handler can come
-only while an algorithm runs or where a wait asks for signals, and never between two statements of this module.
+A call runs within the gate of `sparsecomm.signals`: a signal handler can raise only where a wait polls for signals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from enum import Enum
 
-from sparsecomm._signals import deferred
 from sparsecomm.backends import AT_ONCE, default_float_mode
 from sparsecomm.calls.plan import Plan
 from sparsecomm.contribution import Contribution
@@ -40,7 +38,6 @@ class State(Enum):
     FAILED = 4
 
 
-@deferred
 class Call:
     """A collective call. `run` makes it or `leave` leaves it, once: a `sparsecomm.calls.queue.Task`.
 
@@ -141,10 +138,8 @@ class Call:
             pass  # the first error is the one to raise
         if transport.number == last:
             transport.skipped = type(error).__name__
-        try:  # noqa: SIM105 - `suppress` is bytecode, in which signal handlers run
+        with suppress(BaseException):
             transport.abort(error)
-        except BaseException:
-            pass
         if self._keeps or transport.number != last or isinstance(error, TransportError):
             self._keep()
 
@@ -169,7 +164,6 @@ class Call:
         """Roll back: keep on this rank the gradient that it would have contributed."""
 
 
-@deferred
 class SumCall(Call):
     """The sum of the contributions of all ranks.
 

@@ -7,12 +7,12 @@ log2 P. On one node, only the choice of an algorithm needs them.
 
 from __future__ import annotations
 
-from sparsecomm._signals import deferred
 from sparsecomm.calls.agreement import NO_ENTRIES
 from sparsecomm.calls.call import Call, State
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile

@@ -4,8 +4,7 @@ Calls are made in the order in which the program submitted them, whichever threa
 thread of the queue makes the non-blocking ones. Where the transport allows no other thread, they are made when the
 program waits for them.
 
-This module is compiled, so a signal handler can raise only while a lock is awaited or a call is made. An exception
-does not keep the variables of compiled functions alive.
+Within the gate of `sparsecomm.signals` a signal handler can raise only while a lock is awaited or a call is made.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Protocol
 from weakref import ref
 
 from sparsecomm import config
-from sparsecomm._signals import acquire, deferred
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backends
 from sparsecomm.calls.plan import Plan
@@ -36,6 +35,7 @@ from sparsecomm.errors import (
     TransportError,
     text_of,
 )
+from sparsecomm.signals import acquire, deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tracing.observers import ObservedBackends, Observer, observe
 from sparsecomm.tracing.recorder import observers_of
@@ -195,10 +195,8 @@ class Plans:
         """Store a plan. If there are too many, the oldest one is dropped."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
-        try:  # noqa: SIM105 - `suppress` is bytecode, in which signal handlers run
+        with suppress(*FAULTS):
             self._plans[key] = plan
-        except FAULTS:
-            pass
 
     def clear(self) -> None:
         """Drop all plans."""

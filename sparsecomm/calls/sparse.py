@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm._signals import deferred
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
 from sparsecomm.calls.call import SumCall
@@ -16,6 +15,7 @@ from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.signals import deferred
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, existing_transport, transport_of

@@ -8,8 +8,8 @@ have a verified file of the new checkpoint, under one name or the other, and `lo
 **Load.** The ranks gather which checkpoints each of them sees. They try the checkpoints that all of them see, newest
 first, until all ranks have read and verified their files of the same save.
 
-This module is compiled, so no signal handler runs between a decision of all ranks and the action that follows from it.
-An exception that a signal handler raises while a rank waits for others is raised when all ranks have finished.
+No signal handler runs between a decision of all ranks and the action that follows from it (`sparsecomm.signals`). An
+exception that a signal handler raises while a rank waits for others is raised when all ranks have finished.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sparsecomm._signals import deferred
 from sparsecomm.checkpoints import lock
 from sparsecomm.checkpoints.files import SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.signals import deferred
 from sparsecomm.states import loading
 from sparsecomm.states.loading import Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of

@@ -12,10 +12,10 @@ from weakref import finalize, ref
 
 import numpy as np
 
-from sparsecomm._signals import PollingLock
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import TransportError
 from sparsecomm.local_steps.exchange import gather_of
+from sparsecomm.signals import PollingLock
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 

@@ -12,7 +12,6 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
-from sparsecomm._signals import deferred
 from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
@@ -31,6 +30,7 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array

@@ -1,6 +1,6 @@
 """`LazyAdamW`: moments, and steps by the sums of a reducer, shared by the optimizers for arrays and for PyTorch.
 
-This module is compiled, so that no signal handler runs between two of its statements.
+A step runs within the gate of `sparsecomm.signals`, so no signal handler runs between a change and the record of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm._signals import deferred
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.call import SumCall
@@ -25,6 +24,7 @@ from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.states.weights import check_due

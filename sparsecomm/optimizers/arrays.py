@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsecomm import transport
-from sparsecomm._signals import deferred
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
@@ -16,6 +15,7 @@ from sparsecomm.reducer.layout import NamedTensors
 from sparsecomm.reducer.options import OnStep
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from sparsecomm import transport
-from sparsecomm._signals import PollingLock, deferred
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
@@ -24,6 +23,7 @@ from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step
+from sparsecomm.signals import PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.states.weights import WeightComparison, compare_weights

@@ -156,10 +156,7 @@ class OpenStep:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def start_ready(self) -> None:
-        """Start the calls of complete buckets in their order.
-
-        Plans are made in bytecode, so an interrupt may come before a call. Then call this again.
-        """
+        """Start the calls of complete buckets in their order. After an interrupt, call this again."""
         connection, buckets = self._connection, self._buckets
         if self._clips and len(self.pushed) == len(connection.specs) and len(self._calls) < len(buckets):
             self._add_clipped()

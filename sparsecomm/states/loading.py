@@ -6,7 +6,7 @@
    everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
 
-This module is compiled, so no signal handler runs between the comparison and the commit.
+No signal handler runs between the comparison and the commit (`sparsecomm.signals`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm._signals import Opened, deferred
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.signals import Opened, deferred
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sparsecomm._signals import deferred
 from sparsecomm.calls.agreement import WordsComparison
 from sparsecomm.calls.arguments import naming_rank
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
+from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks

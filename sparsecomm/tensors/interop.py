@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Device(NamedTuple):  # comparing named tuples runs no bytecode
+class Device(NamedTuple):
     """A device: ``kind`` is "cpu" or "cuda", ``index`` the number of the GPU."""
 
     kind: str

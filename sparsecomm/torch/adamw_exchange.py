@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from sparsecomm import transport
-from sparsecomm._signals import deferred
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
@@ -18,6 +17,7 @@ from sparsecomm.optimizers.rule import AdamWRule
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.states.schema import StateDict
 from sparsecomm.tensors.arrays import Array, from_host
 from sparsecomm.torch.exchange import Exchange
@@ -33,10 +33,7 @@ UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  #
 
 @deferred
 class AdamWExchange(Exchange):
-    """The exchange of the parameters of a `SparseAdamW`. The moments are the state of the optimizer.
-
-    This module is compiled, as `Exchange`.
-    """
+    """The exchange of the parameters of a `SparseAdamW`. The moments are the state of the optimizer."""
 
     always_skips_nonfinite = True
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm import transport
-from sparsecomm._signals import deferred
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -22,6 +21,7 @@ from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.reducer.state import REDUCER
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_due, check_every
@@ -70,8 +70,6 @@ class Exchange(TrainedParameters):
 
     The reducer lays out its buckets at the first use: frameworks may move parameters to another device before. After
     `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
-
-    This module is compiled, so that no signal handler runs between the end of the reducer's step and what follows it.
 
     Attributes:
         attached: True from `begin` to `remove`.

@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 
 from sparsecomm import transport
-from sparsecomm._signals import deferred
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Reducer
+from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded
 from sparsecomm.transport import Comm, Transport

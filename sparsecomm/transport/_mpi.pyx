@@ -25,7 +25,7 @@ from mpi4py.libmpi cimport (
     MPI_Test,
 )
 
-from sparsecomm._signals import poll as poll_signals
+from sparsecomm.signals import poll as poll_signals
 from sparsecomm.transport.memory import HOST
 
 np.import_array()

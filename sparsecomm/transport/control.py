@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 
 from sparsecomm import config
-from sparsecomm._signals import poll
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -28,6 +28,7 @@ from sparsecomm.errors import (
     TransportError,
     describe,
 )
+from sparsecomm.signals import poll
 from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, TrafficCounters, Transport
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
@@ -220,10 +221,8 @@ class FailureDetector(Transport):
         text = f"{','.join(map(str, dead[:_MAX_DEAD_RANKS]))};{describe(error)}".encode()[:MAX_CONTROL_BYTES]
         for rank in range(self.size):
             if rank != self.rank and rank not in dead:
-                try:  # noqa: SIM105  # suppress() is bytecode
+                with suppress(TransportError):  # the rank may be dead
                     self._send_control(rank, kind, text)
-                except TransportError:
-                    pass  # the rank may be dead
         self._others_informed = True
 
     def _add_control(self, message: ControlMessage) -> None:

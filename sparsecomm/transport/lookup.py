@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from sparsecomm._signals import deferred
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.signals import deferred
 from sparsecomm.transport import job
 from sparsecomm.transport.base import Transport
 
@@ -59,7 +59,7 @@ def transport_of(comm: Comm = None) -> Transport:
 def existing_transport(comm: Comm = None) -> Transport | None:
     """Return the transport of ``comm``, as `transport_of`, or ``None`` if it has none yet."""
     mpi4py: Any = sys.modules.get("mpi4py.MPI")
-    if mpi4py is None or not isinstance(comm, mpi4py.Comm):  # first, because `isinstance(.., Transport)` runs bytecode
+    if mpi4py is None or not isinstance(comm, mpi4py.Comm):
         if comm is not None and isinstance(comm, Transport):
             return comm
         if (group := group_of(comm)) is not None:

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mpi4py import MPI
 
@@ -311,10 +312,8 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
     """
     setup: object = None
     if _key != MPI.KEYVAL_INVALID and _mpi.usable():
-        try:  # noqa: SIM105  # suppress() is bytecode
+        with suppress(MPI.Exception):  # it was freed
             setup = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_key)
-        except MPI.Exception:
-            pass  # it was freed
     if isinstance(setup, _Setup):
         return setup.transport
     usable(comm)

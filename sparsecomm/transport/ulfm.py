@@ -14,14 +14,15 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
 from mpi4py import MPI
 
-from sparsecomm._signals import poll
 from sparsecomm.errors import RankFailedError, SparseCommError, TimeoutError, TransportError
+from sparsecomm.signals import poll
 from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
 
@@ -56,10 +57,8 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
         found = sorted(rank for rank in ranks if rank >= 0)
         if found or time.monotonic() >= deadline:
             return found
-        try:  # noqa: SIM105  # suppress() is bytecode
+        with suppress(MPI.Exception):  # the call only lets MPI detect failures
             MPI.COMM_SELF.Iprobe()
-        except MPI.Exception:
-            pass  # the call only lets MPI detect failures
         time.sleep(1e-3)
 
 
@@ -281,10 +280,8 @@ class Voting(FailureDetector):
             self._given_up = why
             self._votes.vote(self.number + 1, False)
             if not isinstance(why, RankFailedError):  # MPI reports dead ranks itself
-                try:  # noqa: SIM105  # suppress() is bytecode
+                with suppress(MPI.Exception):  # then they time out
                     self._comm.Revoke()  # ends the other ranks' waits for messages
-                except MPI.Exception:
-                    pass  # they time out
 
     def retire(self) -> None:
         """Allow no more calls, and fail a call in progress on all ranks. Any thread may call it.

@@ -89,7 +89,7 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int, late
         assert run(2, lambda transport, at=at: program(transport, at)) == expected
 
 
-# Compiled code has no places, but asks for signals: before a gradient's call, after a comparison, when a step ends.
+# Where a wait polls: before a gradient's call, after a comparison, when a step ends.
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "plan": (Bucket, "plan", True),
     "words": (WordsGather, "_exchange_words", False),

@@ -1,7 +1,7 @@
 """Interrupts of one of two real ranks, over MPI and over gloo: at every place in Python code, and by real signals.
 
 Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
-are no more. Compiled code has no such places, only waits that ask for signals: real signals at random times find these.
+are no more. Within the gate of `sparsecomm.signals`, only waits poll: real signals at random times find these.
 Then both ranks go on as docs/footguns.md says. Afterwards all must be as if there had been no interrupt, bit for bit.
 In a first call gradients must be where `last_call` says, and the next call right. A wait as long as the timeout is a
 hang. The report counts the places by file.

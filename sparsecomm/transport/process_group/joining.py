@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import config
-from sparsecomm._signals import acquire
 from sparsecomm.errors import InvalidInputError, SparseCommError, TimeoutError, TransportError
+from sparsecomm.signals import acquire
 from sparsecomm.transport import job
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.transport.process_group import _connections

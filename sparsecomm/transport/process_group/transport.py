@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecomm._signals import poll
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
+from sparsecomm.signals import poll
 from sparsecomm.transport import job
 from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error

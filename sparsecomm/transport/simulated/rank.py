@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from sparsecomm._signals import poll
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
+from sparsecomm.signals import poll
 from sparsecomm.transport.base import Request
 from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from sparsecomm._signals import swap
 from sparsecomm.errors import TransportError, pip_install
+from sparsecomm.signals import swap
 
 if TYPE_CHECKING:
     from greenlet import greenlet

@@ -1,0 +1,12 @@
+"""The gate for signals: within `deferred` functions, Python's signal handlers wait until code polls, or the gate opens.
+
+Python runs signal handlers in the main thread, between any two instructions. What a handler raises, such as
+KeyboardInterrupt, could come between an effect and the record of it, and a gradient would be lost or count twice.
+"""
+
+from sparsecomm.signals import _gate
+
+__all__ = ["Opened", "PollingLock", "acquire", "deferred", "poll", "state", "swap"]
+
+Opened, PollingLock = _gate.Opened, _gate.PollingLock
+acquire, deferred, poll, state, swap = _gate.acquire, _gate.deferred, _gate.poll, _gate.state, _gate.swap
