@@ -101,7 +101,7 @@ def trace(
             def traced_isend(data: Any, to: int, *args: Any) -> Any:
                 request = isend(data, to, *args)
                 kind, indices, values, items = contents_of(data)
-                sent = round(request.out)
+                sent = round(request.free_at)  # messages take no time to leave
                 under_way[rank, to].append(Message(kind, rank, to, sent, sent + 1, indices, values, items))
                 return request
 
