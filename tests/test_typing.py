@@ -103,11 +103,11 @@ def test_algorithm_objects_replace_names() -> None:
         assert sc.algorithms()[name] is sc.algorithms()[name]
         assert sc.explain(9, 2, algorithm=sc.algorithms()[name]).query.algorithm == name
     for name in ("auto", "buterfly"):
-        with pytest.raises(KeyError, match=r"costs least|did you mean"):
+        with pytest.raises(KeyError, match=r"sparsecomm\.explain|did you mean"):
             sc.algorithms()[name]
     butterfly = sc.algorithms()["butterfly"]
     stranger = sc.Algorithm("butterfly", "", "", "", "", butterfly.run, butterfly.predicted_time)
-    with pytest.raises(sc.InvalidInputError, match="'butterfly', which is not registered"):
+    with pytest.raises(sc.InvalidInputError, match="'butterfly' that is not registered"):
         sc.Reducer({"x": x}, algorithm=stranger)
 
 

@@ -116,15 +116,15 @@ def test_topk_of_chunks_and_densities() -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"chunk": 0}, "chunk=0: expected a number of elements, an int from 1 on"),
+        ({"chunk": 0}, "chunk=0: expected a number of elements, an int of at least 1"),
         ({"chunk": -5}, "chunk=-5: expected a number"),
         ({"chunk": 2.5}, r"chunk=2\.5: expected a number"),
         ({"chunk": True}, "chunk=True: expected a number"),
         ({"chunk": "all"}, "chunk='all': expected a number"),
         ({"chunk": 4}, r"k=5: expected an int from 1 to 4 \(the elements of a chunk\)"),
         ({"chunk": 8, "k": 1.5}, r"k=1\.5: expected an int from 1 to 8"),
-        ({"chunk": 8, "algorithm": "double"}, "by chunk with algorithm='double': double selects of ranges of its own"),
-        ({"chunk": 8, "algorithm": "split|double"}, "double selects of ranges of its own; leave chunks out"),
+        ({"chunk": 8, "algorithm": "double"}, "chunk is not supported with algorithm='double': double selects from"),
+        ({"chunk": 8, "algorithm": "split|double"}, "double selects from its own ranges; leave chunk out"),
         ({"decay": 0}, r"decay=0: expected a number in \(0, 1\]"),
         ({"decay": 1.5}, r"decay=1\.5: expected"),
         ({"decay": float("nan")}, "decay=nan: expected"),

@@ -245,7 +245,7 @@ def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> N
     assert any(isinstance(error, sc.TimeoutError) and "rank 1" in str(error) for error in raised), raised
 
 
-@pytest.mark.parametrize("stage", ["of", "begin"])
+@pytest.mark.parametrize("stage", ["transport_of", "begin"])
 def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,7 @@ def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
         if stage == "begin":
             monkeypatch.setattr(transport, "begin", fails)
         else:
-            monkeypatch.setattr("sparsecomm.transport.transport_of", fails)
+            monkeypatch.setattr("sparsecomm.calls.sparse.transport_of", fails)
         x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
         with pytest.raises(sc.TransportError, match="left already"):
             sc.sparse_allreduce(x, 2, comm=transport, residual=residual)

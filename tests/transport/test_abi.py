@@ -64,7 +64,7 @@ def test_sizes_tell_the_abis_apart() -> None:
     ids=["none for this ABI", "none at all", "unknown ABI", "broken module", "two MPIs"],
 )
 def test_an_mpi_that_no_module_fits(change: str, error: str) -> None:
-    *_, said = python(f"{change}\ntransport.of(None)").splitlines()
+    *_, said = python(f"{change}\ntransport.transport_of(None)").splitlines()
     assert re.match(f"sparsecomm.errors.TransportError: .*{error}", said), said
 
 
