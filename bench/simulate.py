@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, NamedTuple, cast
@@ -191,10 +192,6 @@ class _Weighed(Messages):
         fixed = len(super().parcel([self._backend.empty_like(v) for v in vectors], words, wire, round_no))
         return self._weighed(message, fixed)
 
-    def words(self, words: list[int], round_no: int) -> Bytes:
-        message = super().words(words, round_no)
-        return self._weighed(message, len(message))
-
     def dense(self, segment: Array, round_no: int) -> Bytes:
         return self._weighed(super().dense(segment, round_no), HEADER_BYTES)
 
@@ -219,8 +216,11 @@ class _Gradient:
         self.shape, self.size, self.backend = (n,), n, backend
         self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
         self._seed = [n, transport.rank, number] if number else [n, transport.rank]
+        self._selection: SparseVector | None = None  # see `with_selection`
 
     def topk(self, k: int) -> SparseVector:
+        if self._selection is not None:
+            return self._selection
         self._transport.compute(self._costs.select * self._problem.n)
         n = self.size
         rng = np.random.default_rng([k, *self._seed])
@@ -228,6 +228,11 @@ class _Gradient:
         own = rng.permutation(own)[: k - len(self._common)]
         indices = np.sort(np.concatenate([self._common, own])).astype(index_dtype(n))
         return SparseVector.trusted(indices, _values(rng, k, self._problem.k / self._problem.n), n, self.shape)
+
+    def with_selection(self, entries: SparseVector) -> _Gradient:
+        stage = copy(self)
+        stage._selection = entries
+        return stage
 
     def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
         self._transport.compute(self._costs.select * self._problem.n)

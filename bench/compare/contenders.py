@@ -52,6 +52,9 @@ class Selection:
     def topk(self, k: int) -> sc.SparseVector | None:
         return self.entries
 
+    def with_selection(self, entries: sc.SparseVector) -> Selection:
+        return Selection(entries, self._whole, self.shape, self.backend)
+
     def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[sc.SparseVector]:
         assert self.entries is not None
         cuts = [self.backend.searchsorted(self.entries, [begin, end]) for begin, end, _ in ranges]
