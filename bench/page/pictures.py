@@ -72,7 +72,7 @@ def densities(result: Result) -> Any:
         points = [(row["density"], row["step"][key] / 1e3) for row in result.data["densities"]]
         axes.plot(*zip(*points, strict=True), look, label=name)
     if (crossing := result.data["crossings"]["step"]) is not None:
-        axes.axvline(crossing, color="black", linewidth=1, linestyle=":", label=f"crossing at {crossing:.2g}")
+        axes.axvline(crossing, color="black", linewidth=1, linestyle=":", label=f"crossing at {number_text(crossing)}")
     log_axis(axes.xaxis, number_text)
     axes.minorticks_off()
     log_axis(axes.yaxis, time_text)
