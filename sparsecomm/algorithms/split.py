@@ -20,7 +20,8 @@ ranks differ, all ranks notice in the same trip and start again without bounds.
 
 Result: at most k entries, the exact top-k of the sum of all ranks' top-k, which is that of `allgather` cut to k. The
 same on all ranks. Dropped: rounding errors, by the rank that sends; the order is that of the exact sums of the received
-entries. A sum that does not win is not recorded: it is all that was selected at its index, and the result lacks that
+entries. A value that rounds to zero, as the mean of tiny sums may, is left out, and the next one wins in its place.
+A sum that does not win is not recorded: it is all that was selected at its index, and the result lacks that
 index, so the ranks that selected it take it back.
 
 With op="mean_of_contributors", owners divide sums by the number of ranks that sent an entry, and send means; the sums
