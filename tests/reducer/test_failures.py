@@ -95,7 +95,7 @@ def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, differe
 def test_a_rank_that_is_a_step_ahead(P: int) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         reducer = reducer_of(transport)
-        with pytest.raises(sc.InvalidInputError, match=r"the state of rank 1 has step 6, but that of rank 0 has 5"):
+        with pytest.raises(sc.InvalidInputError, match=r"rank 0 and rank 1 differ in step \(5 and 6\)"):
             reducer.load_state_dict(reducer.state_dict() | {"step": 5 + (transport.rank == 1)})
         assert reducer.step == 0
         reducer._open.number += transport.rank == 1
