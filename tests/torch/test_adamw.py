@@ -302,57 +302,6 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     run(2, program)
 
 
-def a_state(damage: Any) -> Any:
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-        train(model, optimizer, transport.rank, range(3))
-        state = copy.deepcopy(optimizer.state_dict())
-        if transport.rank == 1:
-            damage(state)
-        return state
-
-    return run(2, program)
-
-
-DAMAGE = {
-    "a shape": (lambda s: s["state"][1].update(exp_avg=torch.zeros(3)), "mean of first.bias has shape"),
-    "a type": (lambda s: s["state"][1].update(last_step=torch.zeros(30)), "last of first.bias"),
-    "no field": (lambda s: s["state"][1].pop("exp_avg_sq"), "squares of first.bias is missing"),
-    "NaN": (lambda s: s["state"][0]["exp_avg"].fill_(torch.nan), "expected finite numbers"),
-    "one infinity": (lambda s: s["state"][0]["exp_avg"].view(-1)[-3].fill_(-torch.inf), "expected finite numbers"),
-    "one NaN": (lambda s: s["state"][0]["exp_avg_sq"].view(-1)[-2].fill_(torch.nan), "squares of first.weight"),
-    "one square": (lambda s: s["state"][0]["exp_avg_sq"].view(-1)[-1].fill_(torch.inf), "squares of first.weight"),
-    "one of the past": (lambda s: s["state"][0]["last_step"].view(-1)[5].fill_(-1), "numbers from 0 to 3"),
-    "below 0": (lambda s: s["state"][0]["exp_avg_sq"].fill_(-1), "squares of first.weight"),
-    "the future": (lambda s: s["state"][0]["last_step"].fill_(99), "numbers from 0 to 3"),
-    "a step": (lambda s: s["state"][0].update(step=torch.tensor(3.5)), "step of first.weight is 3.5"),
-    "none of one": (lambda s: s["state"].pop(2), "second.weight has no moments"),
-    "another moment": (lambda s: s["state"][0]["exp_avg"][0].fill_(0.5), "differs from that of rank 0 in optimizer"),
-    "no residuals": (lambda s: s.pop("sparsecomm"), "it is of a plain optimizer"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_states_that_are_damaged_are_refused_on_all_ranks(damage: str) -> None:
-    change, seen = DAMAGE[damage]
-    states = a_state(change)
-
-    def program(transport: simulated.SimulatedTransport) -> str:
-        model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-        train(model, optimizer, transport.rank, range(1))
-        before = copy.deepcopy(optimizer.state[model.first.weight])
-        with pytest.raises(sc.InvalidInputError) as error:
-            optimizer.load_state_dict(states[transport.rank])
-        for key, value in optimizer.state[model.first.weight].items():
-            assert value == before[key] if key == "step" else torch.equal(value, before[key])
-        train(model, optimizer, transport.rank, range(1, 3))
-        return str(error.value)
-
-    assert all(seen in said for said in run(2, program)), run(2, program)
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
