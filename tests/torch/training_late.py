@@ -30,7 +30,7 @@ def late(name: str, **options: Any) -> list[dict[str, Any]]:
     _, mine = comes_late(RANK, rendezvous, **options)
     logger.removeHandler(said)
     warnings = [record.getMessage() for record in said.buffer if record.levelno == logging.WARNING]
-    assert any("rank 0 has not come to the exchange" in text for text in warnings) == (RANK == 0), warnings
+    assert any("rank 0 is late for the exchange" in text for text in warnings) == (RANK == 0), warnings
     outcomes = all_gather(mine)
     assert len({each["held"].tobytes() for each in outcomes}) == 1
     assert all(0 in each["seen"] for each in outcomes)

@@ -141,7 +141,7 @@ def states_that_do_not_fit() -> None:
             optimizer.load_state_dict(state)
     theirs = all_gather(optimizer.state_dict())
     if P > 1:
-        with pytest.raises(sc.InvalidInputError, match=rf"'rank'\] is {(RANK + 1) % P}; pass the state of rank {RANK},"):
+        with pytest.raises(sc.InvalidInputError, match=rf"is {(RANK + 1) % P}; pass the state of rank {RANK},"):
             optimizer.load_state_dict(theirs[(RANK + 1) % P])
     optimizer.load_state_dict(theirs[RANK])
 
