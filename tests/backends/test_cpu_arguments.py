@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from types import FrameType
 
 import numpy as np
 import pytest
 
+from sparsecomm._signals import deferred
 from sparsecomm.backends import Backends, CpuBackend
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.queue import queue_of
@@ -191,12 +194,25 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_no_signal_handler_divides_a_change_from_what_its_caller_does_next(change: str, dtype: str) -> None:
-    """Handlers run between instructions of bytecode: but for the test's own there are none."""
+    """Handlers run between instructions of bytecode: signals that come at each call wait for the end of the gate."""
     x, r = (interop.tensor(np.ones(6, dtype), "x", writable=True) for _ in range(2))
-    arguments, ran = (BACKEND, x, r, vector(INDICES)), list[str]()
-    sys.setprofile(lambda frame, event, argument: ran.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        CHANGES[change](*arguments)
-    finally:
-        sys.setprofile(None)
-    assert ran == ["<lambda>"]
+    arguments, came, recorded = (BACKEND, x, r, vector(INDICES)), list[str](), list[str]()
+
+    def send(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and not recorded:
+            came.append(frame.f_code.co_name)
+            signal.raise_signal(signal.SIGINT)
+
+    @deferred
+    def change_and_record() -> None:
+        sys.setprofile(send)
+        try:
+            CHANGES[change](*arguments)
+            recorded.append(change)
+        finally:
+            sys.setprofile(None)
+
+    with pytest.raises(KeyboardInterrupt):
+        change_and_record()
+    assert came[0] == "<lambda>"
+    assert recorded == [change]
