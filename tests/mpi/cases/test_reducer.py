@@ -37,7 +37,7 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: di
 
 
 @several
-@pytest.mark.parametrize("wrong", [{"scope": "model"}, {"density": 0.2}, {"reorder": False}, {"momentum": 0.5}])
+@pytest.mark.parametrize("wrong", [{"scope": "model"}, {"density": 0.2}, {"momentum": 0.5}])
 def test_ranks_whose_settings_differ_all_raise(wrong: dict[str, Any]) -> None:
     options: dict[str, Any] = {"density": 0.1, "bucket_bytes": 1500} | (wrong if RANK == ODD else {})
     with pytest.raises(sc.CollectiveMismatchError):
