@@ -10,10 +10,10 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from sparsecomm._signals import deferred
 from sparsecomm.backends import Backends, CpuBackend
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.queue import queue_of
+from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT
 from sparsecomm.tensors.sparse import SparseVector
