@@ -51,6 +51,25 @@ def test_a_handler_waits_until_the_gate_opens(handler: Callable[..., None]) -> N
     assert steps[-1] == "again"
 
 
+def test_signals_that_come_together_are_handled_one_after_another(handler: Callable[..., None]) -> None:
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append("second"))
+    try:
+
+        @deferred
+        def call() -> None:
+            for each in (SIGNAL, signal.SIGUSR2, SIGNAL):
+                signal.raise_signal(each)
+
+        with pytest.raises(InterruptError):
+            call()
+        assert seen == ["second"]
+        deferred(lambda: None)()  # no signal is left
+        assert seen == ["second"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_wait_that_polls_is_interrupted() -> None:
     steps = []
 

@@ -14,6 +14,8 @@ from types import FunctionType
 
 from cpython.exc cimport PyErr_CheckSignals
 
+cdef extern from "Python.h":
+    int PyErr_SetInterruptEx(int number)
 cdef extern from "pythread.h":
     unsigned long PyThread_get_thread_ident() nogil
 
@@ -36,7 +38,8 @@ cdef bint in_main_thread():
 def note(number, frame):
     """Note a signal within a gate; elsewhere, call the handler that was there before."""
     if depth > 0 and in_main_thread():
-        noted.append(number)
+        if number not in noted:  # as Python does, which runs a handler once for signals that came before it could
+            noted.append(number)
         return None
     return handlers[number](number, frame)
 
@@ -96,7 +99,11 @@ cdef int leave() except -1:
         try:
             restore_handlers()
         finally:
-            handle_noted()
+            try:
+                handle_noted()
+            finally:
+                while noted:  # the handlers of other signals run soon, if one has raised
+                    PyErr_SetInterruptEx(noted.pop(0))
     return 0
 
 
