@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -151,6 +152,22 @@ def test_other_threads_have_no_gate(handler: Callable[..., None]) -> None:
     thread.start()
     thread.join()
     assert found == [handler, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_process_that_was_forked_within_has_its_own_handlers(handler: Callable[..., None]) -> None:
+    @deferred
+    def call() -> int:
+        child = os.fork()
+        if child:
+            return os.waitpid(child, 0)[1]
+        try:
+            signal.raise_signal(SIGNAL)
+        except InterruptError:
+            os._exit(0 if signal.getsignal(SIGNAL) is handler and state()[0] is False else 2)
+        os._exit(1)
+
+    assert call() == 0
 
 
 def test_errors_pass_and_a_class_has_its_public_methods_gated() -> None:

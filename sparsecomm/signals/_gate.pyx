@@ -7,6 +7,7 @@ call `poll`, which runs the handlers of noted signals and lets their exceptions 
 """
 
 import _signal
+import os
 import sys
 import threading
 from functools import wraps
@@ -94,7 +95,8 @@ cdef int enter() except -1:
 
 cdef int leave() except -1:
     global depth
-    depth -= 1
+    if depth > 0:  # it is 0 in a process that was forked within a gate
+        depth -= 1
     if depth == 0:
         try:
             restore_handlers()
@@ -105,6 +107,17 @@ cdef int leave() except -1:
                 while noted:  # the handlers of other signals run soon, if one has raised
                     PyErr_SetInterruptEx(noted.pop(0))
     return 0
+
+
+def open_in_child():
+    """Open the gate in a process that was forked within it: it handles its own signals."""
+    global depth
+    depth = 0
+    noted.clear()
+    restore_handlers()
+
+
+os.register_at_fork(after_in_child=open_in_child)
 
 
 def poll():
