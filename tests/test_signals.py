@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
@@ -144,6 +146,60 @@ def test_a_handler_that_the_program_sets_within_stays() -> None:
     signal.signal(SIGNAL, kept)
     signal.raise_signal(SIGNAL)
     assert seen == [SIGNAL] * 2
+
+
+def test_a_handler_that_sets_another_one_leaves_the_gate_closed() -> None:
+    steps = []
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(SIGNAL, second)
+
+    def second(number: int, frame: object) -> None:
+        raise InterruptError
+
+    @deferred
+    def call() -> None:
+        signal.raise_signal(SIGNAL)
+        poll()
+        signal.raise_signal(SIGNAL)
+        steps.append("to the end")
+
+    signal.signal(SIGNAL, first)
+    with pytest.raises(InterruptError):
+        call()
+    assert steps == ["to the end"]
+    assert signal.getsignal(SIGNAL) is second
+
+
+def test_handlers_that_call_the_one_before() -> None:
+    seen = []
+    signal.signal(SIGNAL, lambda *_: seen.append("first"))
+
+    @deferred
+    def chain() -> None:
+        before = signal.getsignal(SIGNAL)
+        signal.signal(SIGNAL, lambda *arguments: (seen.append("second"), before(*arguments)))
+
+    chain()
+    deferred(lambda: signal.raise_signal(SIGNAL))()
+    signal.raise_signal(SIGNAL)
+    assert seen == ["second", "first"] * 2
+
+
+def test_what_c_code_has_installed_stays() -> None:
+    """faulthandler's, which writes tracebacks."""
+    deferred(lambda: None)()
+    with tempfile.TemporaryFile() as file:
+        number = signal.SIGUSR2
+        before = signal.signal(number, lambda *_: None)
+        faulthandler.register(number, file, chain=True)
+        try:
+            deferred(lambda: None)()
+            signal.raise_signal(number)
+            assert file.tell() > 0 or file.seek(0, 2) > 0
+        finally:
+            faulthandler.unregister(number)
+            signal.signal(number, before)
 
 
 def test_other_threads_have_no_gate(handler: Callable[..., None]) -> None:

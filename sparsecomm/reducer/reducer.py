@@ -23,7 +23,7 @@ from sparsecomm.reducer.rebuild import Rebuilt
 from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step
-from sparsecomm.signals import PollingLock, deferred
+from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.states.weights import WeightComparison, compare_weights
@@ -265,7 +265,8 @@ class Reducer:
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
                 self._logged = self.counters.copy()
-                self._on_step(done.number, numbers)
+                with Opened():
+                    self._on_step(done.number, numbers)
             return done
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
@@ -583,7 +584,9 @@ class Reducer:
         """Prepare the first gradient of a step. The density comes first: if the schedule fails, nothing has changed."""
         first = not self._open.pushed
         if first:
-            self._open.density, self._open.label = self.density, self.label
+            with Opened():  # a schedule is the user's function
+                density = self.density
+            self._open.density, self._open.label = density, self.label
         self._connect()
         if first:
             self._connection.measure_costs(self._open.density)

@@ -1,10 +1,4 @@
-"""A gate for signals: within it, Python's signal handlers wait until the code polls for signals, or leaves the gate.
-
-Python runs signal handlers in the main thread, between any two instructions. What a handler raises, such as
-KeyboardInterrupt, could then come between an effect and the record of it, and a gradient would be lost or count twice.
-`deferred` closes the gate around a function: each handler is replaced by one that notes the signal. Loops that wait
-call `poll`, which runs the handlers of noted signals and lets their exceptions through. Other threads run no handlers.
-"""
+"""The gate: see the package. The handlers that Python calls, and the flags of the C library, are as before outside it."""
 
 import _signal
 import os
@@ -14,6 +8,7 @@ from functools import wraps
 from types import FunctionType
 
 from cpython.exc cimport PyErr_CheckSignals
+from posix.signal cimport sigaction, sigaction_t
 
 cdef extern from "Python.h":
     int PyErr_SetInterruptEx(int number)
@@ -23,12 +18,12 @@ cdef extern from "pythread.h":
 cdef tuple SIGNALS = tuple(sorted(int(number) for number in _signal.valid_signals()))
 cdef object get_handler = _signal.getsignal
 cdef object set_handler = _signal.signal
-cdef dict handlers = {}  # signal -> the handler that a gate has replaced last
+cdef void *handler_of_python = NULL  # the C function that notes signals for Python
 
 # The gate of the main thread; of the rank that runs, if ranks are simulated.
 cdef int depth = 0  # of nested gates
-cdef list replaced = []  # signals whose handlers this gate has replaced
-cdef list noted = []  # signals that have come since
+cdef list replaced = []  # a `Noting` for each handler that this gate has replaced
+cdef dict noted = {}  # signals that have come since -> handler
 cdef long long openings = 0  # how often noted signals could be handled so far
 
 
@@ -36,85 +31,132 @@ cdef bint in_main_thread():
     return PyThread_get_thread_ident() == <unsigned long>threading.main_thread().ident
 
 
-def note(number, frame):
-    """Note a signal within a gate; elsewhere, call the handler that was there before."""
-    if depth > 0 and in_main_thread():
-        if number not in noted:  # as Python does, which runs a handler once for signals that came before it could
-            noted.append(number)
-        return None
-    return handlers[number](number, frame)
+cdef class Noting:
+    """A handler within a gate, which notes the signal. If the program keeps it, it calls the former handler elsewhere."""
+
+    cdef int number
+    cdef object handler
+    cdef sigaction_t before
+
+    def __call__(self, number, frame):
+        if depth > 0 and in_main_thread():
+            noted[number] = self.handler
+            return None
+        return self.handler(number, frame)
+
+    cdef int replace(self) except -1:
+        """Replace the handler, unless C code has installed one of its own."""
+        global handler_of_python
+        cdef sigaction_t now
+        sigaction(self.number, NULL, &self.before)
+        if handler_of_python != NULL and <void *>self.before.sa_handler != handler_of_python:
+            return 0
+        try:
+            former = set_handler(self.number, self)  # which first runs the handlers of signals that are pending
+        except ValueError:  # signals are not this interpreter's
+            return 0
+        sigaction(self.number, NULL, &now)
+        handler_of_python = <void *>now.sa_handler
+        self.handler = former
+        replaced.append(self)
+        if not callable(former) or <void *>self.before.sa_handler != handler_of_python:
+            replaced.pop()
+            self.restore()
+        return 0
+
+    cdef int restore(self) except -1:
+        """Restore the former handler, unless the program has set another one meanwhile."""
+        cdef sigaction_t now
+        error = None
+        while get_handler(self.number) is self:
+            try:
+                set_handler(self.number, self.handler)
+                sigaction(self.number, NULL, &now)
+                if now.sa_flags != self.before.sa_flags or <void *>self.before.sa_handler != <void *>now.sa_handler:
+                    sigaction(self.number, &self.before, NULL)
+            except BaseException as raised:  # by the handler of a pending signal
+                error = error or raised
+        if error is not None:
+            raise error
+        return 0
 
 
 cdef int replace_handlers() except -1:
+    cdef Noting noting
     for number in SIGNALS:
         handler = get_handler(number)
-        if handler is not None and type(handler) is not int and handler is not note and callable(handler):
-            handlers[number] = handler
-            set_handler(number, note)  # which first runs the handlers of signals that are pending
-            replaced.append(number)
+        if handler is not None and type(handler) is not int and type(handler) is not Noting and callable(handler):
+            noting = Noting.__new__(Noting)
+            noting.number, noting.handler = number, handler
+            noting.replace()
     return 0
 
 
-cdef int restore_handlers() except -1:
-    global replaced
-    numbers, replaced = replaced, []
+cdef int close_gate(int nested) except -1:
+    """Close the gate, also if the handler of a pending signal raises meanwhile."""
+    global depth
+    depth = nested
+    try:
+        replace_handlers()
+    except BaseException:
+        replace_handlers()
+        raise
+    return 0
+
+
+cdef int open_gate() except -1:
+    """Open the gate: restore the handlers, and run those of the noted signals."""
+    global depth, replaced, openings
+    cdef Noting noting
+    depth = 0
+    openings += 1
+    notings, replaced = replaced, []
     error = None
-    for number in numbers:
-        if get_handler(number) is not note:
-            continue  # the program has set another one meanwhile
+    for noting in notings:
         try:
-            set_handler(number, handlers[number])
-        except BaseException as raised:  # by the handler of a pending signal; the next attempt has none
+            noting.restore()
+        except BaseException as raised:
             error = error or raised
-            set_handler(number, handlers[number])
+    while noted and error is None:
+        number = next(iter(noted))
+        handler = noted.pop(number)
+        try:
+            handler(number, sys._getframe())
+        except BaseException as raised:
+            error = raised
+    while noted:  # the handlers of other signals run soon
+        PyErr_SetInterruptEx(noted.popitem()[0])
     if error is not None:
         raise error
     return 0
 
 
-cdef int handle_noted() except -1:
-    global openings
-    openings += 1
-    while noted:
-        number = noted.pop(0)
-        handlers[number](number, sys._getframe())
-    return 0
-
-
 cdef int enter() except -1:
     global depth
-    depth += 1
-    if depth == 1:
-        try:
-            replace_handlers()
-        except BaseException:
-            leave()
-            raise
+    if depth > 0:
+        depth += 1
+        return 0
+    try:
+        close_gate(1)
+    except BaseException:
+        open_gate()
+        raise
     return 0
 
 
 cdef int leave() except -1:
     global depth
-    if depth > 0:  # it is 0 in a process that was forked within a gate
+    if depth > 1:
         depth -= 1
-    if depth == 0:
-        try:
-            restore_handlers()
-        finally:
-            try:
-                handle_noted()
-            finally:
-                while noted:  # the handlers of other signals run soon, if one has raised
-                    PyErr_SetInterruptEx(noted.pop(0))
+    elif depth == 1:  # it is 0 in a process that was forked within a gate
+        open_gate()
     return 0
 
 
 def open_in_child():
     """Open the gate in a process that was forked within it: it handles its own signals."""
-    global depth
-    depth = 0
     noted.clear()
-    restore_handlers()
+    open_gate()
 
 
 os.register_at_fork(after_in_child=open_in_child)
@@ -122,9 +164,13 @@ os.register_at_fork(after_in_child=open_in_child)
 
 def poll():
     """Run the handlers of signals that have come; they may raise. Loops that wait call this many times a second."""
+    global openings
     PyErr_CheckSignals()
     if depth > 0 and in_main_thread():
-        handle_noted()
+        openings += 1
+        if noted:
+            with Opened():
+                pass
 
 
 def acquire(lock, double timeout=-1.0):
@@ -145,9 +191,10 @@ def swap(gate=None):
     """Exchange the gate for another one, or for an open one; return the former. For simulated ranks."""
     global depth, replaced, noted
     former = depth, replaced, noted
-    depth, replaced, noted = (0, [], []) if gate is None else gate
-    if depth > 0:
-        replace_handlers()  # another rank may have restored them
+    nested, replaced, noted = (0, [], {}) if gate is None else gate
+    depth = nested
+    if nested > 0:
+        close_gate(nested)  # another rank may have restored the handlers
     return former
 
 
@@ -162,30 +209,17 @@ cdef class Opened:
     cdef int depth
 
     def __enter__(self):
-        global depth
         self.depth = depth if in_main_thread() else 0
         if self.depth > 0:
-            depth = 1
             try:
-                leave()
+                open_gate()
             except BaseException:
-                self.close()
+                close_gate(self.depth)
                 raise
 
     def __exit__(self, *error):
         if self.depth > 0:
-            self.close()
-
-    cdef int close(self) except -1:
-        """Close the gate again, also if the handler of a pending signal raises meanwhile."""
-        global depth
-        depth = self.depth
-        try:
-            replace_handlers()
-        except BaseException:
-            replace_handlers()
-            raise
-        return 0
+            close_gate(self.depth)
 
 
 cdef class PollingLock:

@@ -119,6 +119,7 @@ class AdamWExchange(Exchange):
     def _mine(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._dense(name, gradient).contiguous()
 
+    @deferred
     def _ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.used else None
         if self.exchanged and last is not None and last.usable and self._pass is None and self.exchanging:

@@ -216,6 +216,7 @@ class Exchange(TrainedParameters):
         finally:
             self.exchanging = before
 
+    @deferred
     def _ready(self, parameter: torch.Tensor) -> None:
         """Push a gradient that a backward pass has made, if no further pass adds to it."""
         if not self.exchanging:
@@ -236,6 +237,7 @@ class Exchange(TrainedParameters):
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
 
+    @deferred
     def _end_pass(self) -> None:
         if self._passed + 1 == self._passes:
             self.synchronize()

@@ -14,6 +14,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
 from sparsecomm.torch.parameters import NamedParameters
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
 
 
+@deferred
 class SparseState(Exchange):
     """The state of `sparse_hook`: residuals by parameter, options, counters.
 

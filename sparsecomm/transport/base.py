@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm.errors import SparseCommError
+from sparsecomm.signals import deferred
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 __all__ = ["MAX_CALL_BYTES", "Mismatch", "PeerTraffic", "Request", "TrafficCounters", "Transport"]
@@ -262,6 +263,7 @@ class Transport(ABC):
             request.wait()
         return messages
 
+    @deferred
     def broadcast(self, data: Bytes, root: int) -> None:
         """Copy ``data`` of rank ``root`` to all ranks, in place. Collective; must be called between calls.
 

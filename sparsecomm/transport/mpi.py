@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TimeoutError, TransportError
+from sparsecomm.signals import deferred
 from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import abi, job
 from sparsecomm.transport.base import PeerTraffic, Request
@@ -168,6 +169,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         size = f"{nbytes} bytes" if nbytes >= 0 else "too many bytes"
         return unreadable_error(self.rank, source, f"a message of {size} in one piece (of at most {self.limit})")
 
+    @deferred
     def broadcast(self, data: Bytes, root: int) -> None:
         timeout = config.timeout()
         try:

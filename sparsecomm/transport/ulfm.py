@@ -22,7 +22,7 @@ from weakref import WeakSet
 from mpi4py import MPI
 
 from sparsecomm.errors import RankFailedError, SparseCommError, TimeoutError, TransportError
-from sparsecomm.signals import poll
+from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
 
@@ -108,6 +108,7 @@ class Agreement:
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
         self._decision = 0, False  # the latest call whose decision has been read, and the decision
 
+    @deferred
     def vote(self, number: int, yes: bool) -> None:
         """Vote on call ``number``, and against all earlier calls without a vote. Only the first vote counts."""
         with self._lock:
@@ -283,6 +284,7 @@ class Voting(FailureDetector):
                 with suppress(MPI.Exception):  # then they time out
                     self._comm.Revoke()  # ends the other ranks' waits for messages
 
+    @deferred
     def retire(self) -> None:
         """Allow no more calls, and fail a call in progress on all ranks. Any thread may call it.
 

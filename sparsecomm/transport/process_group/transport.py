@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
-from sparsecomm.signals import poll
+from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import job
 from sparsecomm.transport.base import PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
@@ -142,6 +142,7 @@ class ProcessGroupTransport(FailureDetector):
             del self._messages[key]
         return self._deliver(message, len(message), memory)
 
+    @deferred
     def broadcast(self, data: Bytes, root: int) -> None:
         """Broadcast as `Transport`. Long data goes from rank to rank in pieces, so that each rank sends it once."""
         if len(data) * (self.size - 1) <= _CHAINED:

@@ -54,8 +54,10 @@ class Scheduler:
     def sleep(self) -> None:
         """Run other ranks until `wake` is called for this one. Must be called on this rank's greenlet."""
         gate = swap()
-        self._hub.switch()
-        swap(gate)
+        try:
+            self._hub.switch()
+        finally:
+            swap(gate)
 
     def wake(self, rank: int, time: float) -> None:
         """Let a sleeping rank run from ``time`` on."""
