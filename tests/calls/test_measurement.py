@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,12 @@ def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: 
     expected = [(costs.link, alpha, 8 / rate)] if several else [(costs.link, 1e-6, 1e-10)]
     if costs.node is not None:
         expected.append((costs.node, 1e-6, 1e-10))
+    # On nodes of unequal size some messages wait for others in the same round.
+    equal = len(set(Counter(nodes).values())) == 1
+    waits, slower = (200, 1.6) if equal else (256, 1.75)
     for link, delay, beta in expected:
-        assert delay / STEP <= link.alpha <= (delay + 256 * beta) * STEP  # and waits, on unequal nodes
-        assert beta / STEP <= link.beta <= beta * STEP * 1.75
+        assert delay / STEP <= link.alpha <= (delay + waits * beta) * STEP
+        assert beta / STEP <= link.beta <= beta * STEP * slower
     assert found[0].source.startswith("measured at set-up: ")
     assert ("between nodes" in found[0].source, "inside" in found[0].source) == (several, shared)
 
