@@ -21,7 +21,7 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.thinning import covering_array
 
-# 1: as `make test-all`, 2: leave out nothing; here, and in the pytest of ranks that tests start.
+# Set: run all tests, as `make test-all`; here, and in the pytest of ranks that tests start.
 ALL = "SPARSECOMM_TEST_ALL"
 # What the shell may say to this library, of a job, to libraries with threads, to Python, and to what writes tables.
 OF_THE_USER = re.compile(
@@ -38,16 +38,13 @@ settings.load_profile("alike")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help=f"run what `make test-all` does (or set {ALL}=1)")
-    parser.addoption("--whole", action="store_true", help=f"leave out nothing, of no product (or set {ALL}=2)")
+    parser.addoption("--all", action="store_true", help=f"run all tests, as `make test-all` (or set {ALL}=1)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest makes its folder for temporary files
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ[ALL] = "1"
-    if config.getoption("--whole"):
-        os.environ[ALL] = "2"
     if {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"} & set(os.environ):
         # Ranks that share pytest's folder would clean it up at the same time, in each other's way.
         folder = tempfile.mkdtemp(prefix="sparsecomm-rank-")
@@ -71,26 +68,21 @@ def _forget_the_user() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Tests that are named on the command line run whole.
-    extent = int(os.environ.get(ALL) or 0)
-    if extent < 2 and not any("::" in argument for argument in config.args):
-        chosen = _chosen(items, everything=extent == 1)
+    # Tests that are named on the command line run with all their parameters.
+    if ALL not in os.environ and not any("::" in argument for argument in config.args):
+        chosen = _chosen(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     if "PYTEST_XDIST_WORKER" in os.environ:  # so that no process is left with a long file at the end
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _chosen(items: list[pytest.Item], *, everything: bool) -> set[pytest.Item]:
-    """Return what `make test` runs, nothing marked ``exhaustive``; or ``everything``, as `make test-all`.
-
-    What is marked ``whole`` is in neither. Of what is marked ``covering`` it is a part, which is larger in the second
-    case, up to all pairs of values.
-    """
+def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of `make test`: none ``exhaustive``, and of ``covering`` ones few combinations."""
     chosen: set[pytest.Item] = set()
     products: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("whole") or (item.get_closest_marker("exhaustive") and not everything):
+        if item.get_closest_marker("exhaustive"):
             continue
         if item.get_closest_marker("covering"):
             products[item.nodeid.partition("[")[0]].append(item)
@@ -99,7 +91,7 @@ def _chosen(items: list[pytest.Item], *, everything: bool) -> set[pytest.Item]:
     for product in products.values():
         (strength,) = product[0].get_closest_marker("covering").args
         rows = [list(map(id, item.callspec.params.values())) for item in product]  # some are not hashable
-        chosen |= {product[i] for i in covering_array(rows, min(2, strength + everything))}
+        chosen |= {product[i] for i in covering_array(rows, strength)}
     return chosen
 
 

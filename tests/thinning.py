@@ -30,16 +30,6 @@ def exhaustive(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-def whole(*values: object) -> Any:
-    """Return a set of a parameter's values that runs with ``--whole`` only."""
-    return pytest.param(*values, marks=pytest.mark.whole)
-
-
-def rarely(number: int, test: int = 6, test_all: int = 3) -> Any:
-    """Return the mark of case ``number`` of many: every ``test``-th, a multiple of ``test_all``, has none.
-
-    `make test-all` runs every ``test_all``-th, and ``--whole`` all of them.
-    """
-    if number % test == 0:
-        return ()
-    return pytest.mark.whole if number % test_all else pytest.mark.exhaustive
+def one_in(count: int, number: int) -> Any:
+    """Return the marks of case ``number``: `make test` runs one case in ``count``, `make test-all` runs all."""
+    return pytest.mark.exhaustive if number % count else ()

@@ -20,7 +20,7 @@ from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
 from tests.ranks import allreduce, errors, nodes_of, run
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 RANKS = [*range(1, 18)]
 ALGORITHMS = list(sc.algorithms())
@@ -29,7 +29,7 @@ FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # whole n
 
 every_algorithm = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "split:3"])
 every_size = pytest.mark.parametrize("P", RANKS)
-more_sizes = pytest.mark.parametrize("P", [*RANKS, whole(31), whole(32), exhaustive(33)])
+more_sizes = pytest.mark.parametrize("P", [*RANKS, exhaustive(31), exhaustive(32), exhaustive(33)])
 
 
 @pytest.mark.covering(2)

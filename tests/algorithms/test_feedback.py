@@ -22,10 +22,10 @@ from sparsecomm.wire import WIRES
 from tests import data, reference
 from tests.ranks import nodes_of
 from tests.ranks import run as on_ranks
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 RANKS = [*range(1, 18)]
-MORE = [whole(31), whole(32), exhaustive(33)]
+MORE = [exhaustive(31), exhaustive(32), exhaustive(33)]
 TAKING_BACK = [
     *(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects and algorithm.rejects),
     "hierarchical:tree",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 ROOT = Path(__file__).parents[2]
 ALL = "dense,tree,butterfly,allgather,split,dense-ring,int8,topk-numpy"
@@ -51,7 +51,7 @@ def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("wire", [exhaustive("auto"), whole("packed")])
+@pytest.mark.parametrize("wire", [exhaustive("auto"), exhaustive("packed")])
 def test_all_of_ours_are_right(wire: str) -> None:
     ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather"
     status, said = compare(5, "--n", "1e4", "--density", "0.1", "--rounds", "1", "--only", ours, "--wire", wire)

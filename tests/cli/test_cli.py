@@ -19,7 +19,7 @@ from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.cli.bench import launch
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 
 def shell(*arguments: str, ranks: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -268,7 +268,7 @@ def test_selftest(ranks: int, sizes: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [whole(0), 3])
+@pytest.mark.parametrize("ranks", [exhaustive(0), 3])
 def test_selftest_notices(ranks: int) -> None:
     ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -33,7 +33,7 @@ from tests.emulator.mutated import (
 )
 from tests.emulator.runtime import ROOT
 from tests.processes import LIMIT
-from tests.thinning import rarely
+from tests.thinning import one_in
 
 
 class Fault(NamedTuple):
@@ -179,7 +179,7 @@ def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.C
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=rarely(i, test_all=6)) for i, fault in enumerate(FAULTS)]
+    "fault", [pytest.param(fault, id=fault.name, marks=one_in(6, i)) for i, fault in enumerate(FAULTS)]
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:

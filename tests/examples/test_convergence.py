@@ -188,7 +188,7 @@ def later(training: dict[str, Any]) -> float:
     return float((training["curve"]["sent"][-1] - training["curve"]["warm"]) / (steps - round(0.1 * steps)))
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_equal_bytes(compared: Path) -> None:
     """Compare the bytes that the methods sent."""
     found = json.loads(compared.with_suffix(".json").read_text())["trainings"]
@@ -213,7 +213,7 @@ NAMES = {"Dense": "dense", "Top-k": "allgather", "gTop-k, butterfly": "butterfly
 AMOUNTS = {"density 0.02": 0.0, "Top-k at 0.02": 0.02, "": 0.0}
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
     """Recompute the tables, with scores that are sometimes as good as dense."""
     content = json.loads(compared.with_suffix(".json").read_text())

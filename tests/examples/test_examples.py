@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, OPEN_MPI_5, ROOT, free_port, needs_mpirun, needs_survivors
-from tests.thinning import whole
+from tests.thinning import exhaustive
 from tests.waiting import until
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
@@ -166,7 +166,7 @@ def saved(folder: Path, *jobs: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("local_steps", [whole(0), 8])
+@pytest.mark.parametrize("local_steps", [exhaustive(0), 8])
 def test_elastic(local_steps: int, tmp_path: Path, port: int) -> None:
     """One of two agents is killed with its worker; the other continues alone from the last complete checkpoint."""
     pytest.importorskip("torch")

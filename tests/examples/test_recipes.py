@@ -15,7 +15,7 @@ import pytest
 
 from tests.examples.conftest import Run
 from tests.processes import ROOT, mpirun
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 IMPORTS = (
     "sklearn.datasets", "torch.distributed.fsdp", "sparsecomm.torch", "lightning.pytorch", "transformers.trainer",
@@ -91,12 +91,12 @@ def start_again(folder: Path, forks: Run) -> None:
 @pytest.mark.parametrize(
     ("recipe", "package", "go_back", "options"),
     [
-        whole("torch_ddp", "torch", start_again, ()),
-        whole("lightning_ddp", "lightning", make_first_last, ()),
+        exhaustive("torch_ddp", "torch", start_again, ()),
+        exhaustive("lightning_ddp", "lightning", make_first_last, ()),
         exhaustive("lightning_ddp", "lightning", make_first_last, ("--adamw",)),
         exhaustive("accelerate_loop", "accelerate", forget_later_folders, ()),
-        whole("accelerate_loop", "accelerate", forget_later_folders, ("--adamw",)),
-        whole("hf_trainer", "transformers", forget_later_folders, ()),
+        exhaustive("accelerate_loop", "accelerate", forget_later_folders, ("--adamw",)),
+        exhaustive("hf_trainer", "transformers", forget_later_folders, ()),
         exhaustive("hf_trainer", "transformers", forget_later_folders, ("--adamw",)),
     ],
 )
@@ -157,7 +157,7 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
     check(whole, resumed)
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
@@ -178,7 +178,9 @@ def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [exhaustive(()), whole(("--local-steps", "10"))], ids=["each step", "local steps"])
+@pytest.mark.parametrize(
+    "options", [exhaustive(()), exhaustive(("--local-steps", "10"))], ids=["each step", "local steps"]
+)
 def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
     """Two replicas of two shards, with and without local steps, resume from their checkpoints."""
     needs("torch", "sklearn")
@@ -189,7 +191,7 @@ def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
     assert found[0].accuracy > 60
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path, forks: Run) -> None:
     """A complete training ends at once; a checkpoint of other shards is refused on all ranks."""

@@ -54,7 +54,7 @@ for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "sp
         assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_every_rule_of_error_feedback_trains(forks: Run) -> None:
     rules: list[dict[str, object]] = [
         *({"keep": keep} for keep in ("owner", "merger")),
@@ -103,7 +103,7 @@ def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path
 # -- optimizers with moments ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_every_way_to_exchange_trains_under_every_optimizer(forks: Run) -> None:
     rules: list[dict[str, object]] = [
         *({"way": way} for way in ("dense", "gradients", "updates", "sparse_adamw", "powersgd", "onebit")),

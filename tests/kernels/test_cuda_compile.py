@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, TUNING, structure_definitions, variants
-from tests.thinning import rarely
+from tests.thinning import one_in
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
@@ -46,7 +46,7 @@ def named(case: tuple[str, tuple[str, ...], int]) -> str:
 
 def sample(cases: list[tuple[str, tuple[str, ...], int]]) -> list[Any]:
     """Return the cases as parameters; `make test` runs every sixth: all files, and all architectures."""
-    return [pytest.param(*case, id=named(case), marks=rarely(number)) for number, case in enumerate(cases)]
+    return [pytest.param(*case, id=named(case), marks=one_in(6, number)) for number, case in enumerate(cases)]
 
 
 def test_every_file_has_variants() -> None:

@@ -17,7 +17,7 @@ from tests.processes import ENVIRONMENT, LIMIT, ROOT, needs_mpirun, needs_surviv
 from tests.stress.__main__ import ATTACKS, main
 from tests.stress.calls import Calls
 from tests.stress.sanitizers import COMPILER
-from tests.thinning import exhaustive, whole
+from tests.thinning import exhaustive
 
 needs_process_groups = pytest.mark.skipif(find_spec("torch") is None, reason="no PyTorch")
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
@@ -81,14 +81,14 @@ def test_attack_on_real_ranks(command: str) -> None:
 @needs_survivors
 # In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now
 # and then ends with a segmentation fault of its own (docs/how-to/lost-rank.md): not where every failure counts.
-@pytest.mark.parametrize("seed", [1, whole(2), 5])
+@pytest.mark.parametrize("seed", [1, exhaustive(2), 5])
 def test_a_lost_rank(seed: int) -> None:
     attack("lost --runs 1 --seconds 60", seed)  # the machine may do much else
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.whole
+@pytest.mark.exhaustive
 def test_messages_and_inputs_under_sanitizers(tmp_path: Path) -> None:
     for which, cases in (("messages", 3000), ("inputs", 60)):
         attack(f"{which} --{which} {cases} --sanitized {shlex.quote(str(tmp_path))}/build", 1)

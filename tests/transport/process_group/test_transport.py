@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch.distributed")
 
 from tests.processes import LIMIT, ROOT
-from tests.thinning import whole
+from tests.thinning import exhaustive
 from tests.transport.conformance import CASES
 
 PROGRAM = Path(__file__).with_name("transport_cases.py")
@@ -70,7 +70,7 @@ def ranks(P: int, folder: Path, *names: str, killed: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("P", [whole(2), 4])
+@pytest.mark.parametrize("P", [exhaustive(2), 4])
 def test_cases(P: int, tmp_path: Path) -> None:
     ranks(P, tmp_path, *CASES_OF_A_JOB, *ENDS[P], killed=KILLED[P])
 
