@@ -85,7 +85,7 @@ def test_first_pages_run_word_for_word(tmp_path: Path) -> None:
     runner.run(exports())
     runner.run_pages(*START)
     assert {line.split(":")[0] for line in runner.ran} == {page.name for page in [README, *START]}, runner.ran
-    assert sum(line.startswith("index.md") for line in runner.ran) == 3, runner.ran  # of two folders
+    assert sum(line.startswith("index.md") for line in runner.ran) == 4, runner.ran  # of two folders
 
 
 @needs_mpirun
