@@ -20,8 +20,6 @@ import numpy as np
 
 from tests.processes import ROOT
 
-__all__ = ["COMPILER", "build", "compile_all", "environment", "within"]
-
 COMPILER = os.environ.get("CXX", "g++")
 _MODULES = {"sparsecomm/backends/_cpu": ("cpp", ["--cplus"]), "sparsecomm/tensors/_dlpack": ("c", [])}
 _FLAGS = ["-O0", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION"]

@@ -21,8 +21,6 @@ from tests.processes import ROOT
 from tests.stress.harness import Attack
 from tests.stress.sanitizers import COMPILER, compile_all
 
-__all__ = ["Threads"]
-
 _FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread"]
 _SHARED = ("pool", "buffer")  # the kernels' files that threads share state in
 _LIMIT = 3600  # seconds
