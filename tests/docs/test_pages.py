@@ -14,9 +14,8 @@ import pytest
 from bench.slow_network import network
 from tests.docs.blocks import INSTALLS, Block, Runner, blocks
 from tests.packaging.environments import Environment
-from tests.processes import MPIRUN, needs_mpirun
+from tests.processes import MPIRUN, ROOT, needs_mpirun
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("index.md", "worked-example.md")]
 START = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "start").glob("*.md")), *CONCEPTS]
@@ -27,13 +26,10 @@ pytest.importorskip("optax")
 
 
 def environment(library: Path | None = ROOT) -> dict[str, str]:
-    """Return that of a reader who has typed nothing yet; ``library`` is where Python finds sparsecomm.
-
-    What pages show is for costs that are the same on every machine.
-    """
+    """Return the environment of a reader who has typed nothing yet; ``library``: where Python finds sparsecomm."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
     kept["PATH"] = f"{Path(MPIRUN or sys.executable).parent}:{Path(sys.executable).parent}:{kept['PATH']}"
-    kept["SPARSECOMM_PROFILE"] = "none"
+    kept["SPARSECOMM_PROFILE"] = "none"  # costs that are the same on every machine
     if library is not None:
         kept["PYTHONPATH"] = str(library)
     return kept
@@ -111,9 +107,8 @@ def test_two_machines() -> None:
     pages = [str(ROOT / "docs" / "how-to" / "two-machines.md"), str(README)]
     command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", *pages]
     command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
-    variables = {
-        name: value for name, value in environment().items() if name != "SPARSECOMM_PROFILE"
-    }  # on both machines
+    variables = environment()
+    del variables["SPARSECOMM_PROFILE"]  # which would be set on one machine only
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
