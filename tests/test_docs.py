@@ -97,12 +97,8 @@ def test_the_glossary_names_the_right_files() -> None:
     """What is said to be `in` a file is a word of it."""
     found = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
     assert len(found) > 20
-    wrong = [
-        (name, path)
-        for name, path in found
-        if not re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text())
-    ]
-    assert wrong == []
+    for name, path in found:
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text()), f"{name} in {path}"
 
 
 def test_one_place_knows_the_address_of_the_repository() -> None:
@@ -151,12 +147,9 @@ def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> Non
             continue
         assert re.search(rf"^::: {name}\.{public}$", text, re.MULTILINE), f"docs/reference has no `::: {name}.{public}`"
         assert not callable(found) or (found.__doc__ or "").strip(), f"{name}.{public} has no docstring"
-        members = (
-            [(found, member) for member in vars(found) if not member.startswith("_")] if inspect.isclass(found) else []
-        )
-        for owner, member in members:
-            if inspect.isfunction(vars(owner)[member]) or isinstance(vars(owner)[member], property):
-                assert inspect.getdoc(getattr(owner, member)), f"{name}.{public}.{member} has no docstring"
+        for member, value in vars(found).items() if inspect.isclass(found) else ():
+            if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                assert inspect.getdoc(getattr(found, member)), f"{name}.{public}.{member} has no docstring"
 
 
 SHOWN_WITH_OPTIONS = {
@@ -188,9 +181,8 @@ def test_the_reference_shows_options_with_defaults_and_meanings() -> None:
 
 
 def test_settings_are_those_that_the_library_reads() -> None:
-    source = "".join(
-        file.read_text() for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")
-    )
+    files = [file for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")]
+    source = "".join(file.read_text() for file in files)
     read = set(re.findall(r"[\"'](SPARSECOMM_[A-Z_]+)[\"']", source))
     assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
 

@@ -16,17 +16,13 @@ import pytest
 from tests.docs import blocks
 from tests.packaging.environments import Environment
 from tests.processes import ROOT
+from tests.test_package import KERNELS
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv"),
 ]
-KERNELS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "kernels").rglob("*")
-    if path.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
-)
 WITHOUT_MPI = "import numpy as np, sparsecomm as sc; sc.sparse_allreduce(np.ones(9, np.float32), 1)"
 
 

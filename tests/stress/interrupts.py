@@ -57,7 +57,7 @@ class Signal(Alarm):
     usual = 1e-3  # seconds that the block takes
 
     def may_raise(self, frame: Any) -> bool:
-        """Raise in the library, and where a scene is nothing but a call of it: compiled code has no frames."""
+        """Raise in the library, and in the function that only calls it, where a deferred signal arrives."""
         while frame is not None and frame.f_code.co_filename != scenes.__file__:
             if frame.f_code.co_filename.startswith(LIBRARY):
                 return True

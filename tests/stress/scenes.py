@@ -71,6 +71,17 @@ def _again(ranks: Ranks, comm: Any, within: Within, act: Callable[[], Any]) -> N
     raise AssertionError(f"not usable again: {raised}")
 
 
+def _until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
+    """Repeat an action after interrupts, until it is done."""
+    while True:
+        try:
+            if done():
+                return
+            act()
+        except InterruptError:  # noqa: PERF203
+            continue
+
+
 def _first_call(ranks: Ranks, within: Within) -> Any:
     """A first call. `last_call` says where the gradient is, and the next call is right."""
     comm, x = ranks.new(), np.arange(40, dtype=np.float32) - 17 - ranks.rank
@@ -110,24 +121,12 @@ def _reducer_step(number: int, **options: Any) -> Scene:
     def scene(ranks: Ranks, within: Within) -> Any:
         reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER, **options)
         outs, applied = _zeros(), _zeros()
-
-        def until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
-            while True:
-                try:
-                    if done():
-                        return
-                    act()
-                except InterruptError:  # noqa: PERF203
-                    continue
-
-        def step(given: Arrays, number: int) -> None:
-            for name, gradient in given.items():
-                until(lambda n=name: reducer.pushed(n), lambda n=name, g=gradient: reducer.push(n, g, out=outs[n]))
-            until(lambda: reducer.step > number, lambda: reducer.wait())
-
         for i in range(3):
             with within() if i == number else interrupted():
-                step(gradients(ranks.rank, i), i)
+                for name, gradient in gradients(ranks.rank, i).items():
+                    push = lambda n=name, g=gradient: reducer.push(n, g, out=outs[n])  # noqa: E731
+                    _until(lambda n=name: reducer.pushed(n), push)
+                _until(lambda i=i: reducer.step > i, lambda: reducer.wait())
             assert reducer.last is not None
             assert reducer.step == i + 1
             for name, out in outs.items():
@@ -173,13 +172,9 @@ def _adamw_step(number: int) -> Scene:
         weights = _zeros()
         optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), check_weights_every=2)
         for i in range(4):
-            given, interrupts = gradients(ranks.rank, i), within if i == number else interrupted
-            while max(optimizer._adamw.steps.values()) == i:
-                try:
-                    with interrupts():
-                        optimizer.step(given)
-                except InterruptError:  # noqa: PERF203
-                    interrupts = interrupted
+            given = gradients(ranks.rank, i)
+            with within() if i == number else interrupted():
+                _until(lambda i=i: max(optimizer._adamw.steps.values()) > i, lambda g=given: optimizer.step(g))
         return bits(weights, _residuals(optimizer.reducer))
 
     return scene
@@ -241,11 +236,8 @@ def _rebuild_local(ranks: Ranks, within: Within) -> Any:
     local, attempt, failed = _Local(ranks, ranks.new(), sync_every=1), 0, True
     local.train(0)
     while any(ranks.gather(failed)):
-        comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
-
-        def act(comm: Any = comm) -> None:
-            local.steps.rebuild(comm, local.parameters)
-
+        comm, failed = ranks.new(), False  # broadcasts over another one may not pair any more
+        act = lambda c=comm: local.steps.rebuild(c, local.parameters)  # noqa: E731
         try:
             with interrupted() if attempt else within():
                 act()
