@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal import common_optimizers as theirs  # once, before ranks are forked
 
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.torch import SparseAdamW
@@ -50,8 +51,6 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
 
 
 def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, rest: bool) -> Iterator[tuple[str, Case]]:
-    from torch.testing._internal import common_optimizers as theirs
-
     infos = {info.optim_cls: info for info in theirs.optim_db}
     info = infos[torch.optim.AdamW]
     seen: set[str] = set()

@@ -372,13 +372,10 @@ class Calls(Numbered):
     options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
 
     def check(self, number: int) -> None:
-        case = Case(self.report.seed, number, self.given.max_ranks)
-        try:
-            clean = make(case, case.seed, case.gradients(0), case.residuals)
-            check_result(case, clean)
-            self.counts["calls without a fault"] += 1
-            if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
-                check_fault(case, clean, self.counts)
-                self.counts[f"calls with fault {case.fault}"] += 1
-        except Exception as error:
-            raise AssertionError(f"{error!r}\n  in {case}") from error
+        case = self.case = Case(self.report.seed, number, self.given.max_ranks)
+        clean = make(case, case.seed, case.gradients(0), case.residuals)
+        check_result(case, clean)
+        self.counts["calls without a fault"] += 1
+        if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
+            check_fault(case, clean, self.counts)
+            self.counts[f"calls with fault {case.fault}"] += 1

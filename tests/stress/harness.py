@@ -280,10 +280,12 @@ class Numbered(Attack):
     Attributes:
         unit: the name of the cases, and of the option for their number.
         chunk: how many cases a process checks; with sanitizers a quarter.
+        case: the current case, which is printed with a failure.
     """
 
     unit: str
     chunk: int
+    case: object = None
 
     def check(self, number: int) -> None:
         """Check a case. An exception is a failure."""
@@ -310,8 +312,9 @@ class Numbered(Attack):
             try:
                 self.check(number)
             except Exception as error:
-                what = str(error).strip() or repr(error)
-                self.fail(f"{type(error).__name__}: {what}", **{"first": number, self.unit: 1, "jobs": 0})
+                where = "" if self.case is None else f"\n  in {self.case}"
+                what = f"{type(error).__name__}: {str(error).strip() or repr(error)}{where}"
+                self.fail(what, **{"first": number, self.unit: 1, "jobs": 0})
             self.report.measure(f"s, the slowest of the {self.unit}", time.monotonic() - began)
         faulthandler.cancel_dump_traceback_later()
 

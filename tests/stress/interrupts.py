@@ -29,28 +29,6 @@ from tests.stress.scenes import SCENES, Within
 HANG = 20  # seconds of a round
 
 
-class Located(Points):
-    """Points that record the place of the last interrupt."""
-
-    where = ""
-
-    def trace(self, frame: Any, event: str, argument: Any) -> Any:
-        local = super().trace(frame, event, argument)
-        if local is None:
-            return None
-
-        def located(frame: Any, event: str, argument: Any) -> Any:
-            try:
-                return located if local(frame, event, argument) is not None else None
-            except InterruptError:
-                file = frame.f_code.co_filename.removeprefix(LIBRARY + os.sep)
-                self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise
-
-        frame.f_trace = located
-        return located
-
-
 class Signal(Alarm):
     """A real signal at a random time within a scene's block, of this rank alone."""
 
@@ -107,7 +85,7 @@ class Interrupts(Attack):
         stride, rng = self.given.stride, np.random.default_rng(self.report.seed)
         at, place = self.report.seed % max(1, stride), "yes"
         while stride and place:
-            points = Located(*([at] if ranks.rank == 1 else []))
+            points = Points(*([at] if ranks.rank == 1 else []))
             place = self._round(f"place {at}", lambda p=points: interrupted(points=p), lambda p=points: p.where)
             at += stride
         for i in range(self.given.signals):

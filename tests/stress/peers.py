@@ -260,13 +260,7 @@ class PeerMessages(Numbered):
     options = numbered(unit, 20_000)
 
     def check(self, number: int) -> None:
-        case = Case(self.report.seed, number)
-        try:
-            self._check(case)
-        except Exception as error:
-            raise AssertionError(f"{error!r}\n  in {case}") from error
-
-    def _check(self, case: Case) -> None:
+        case = self.case = Case(self.report.seed, number)
         damage, outcomes = make_calls(case)
         if not damage.done and damage.sent:  # the rank has sent fewer messages
             case.which %= damage.sent

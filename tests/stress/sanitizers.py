@@ -29,11 +29,7 @@ _NO_RED_ZONES = ["-mllvm", "-asan-stack=0"] if "clang" in COMPILER else ["--para
 
 
 def compile_all(commands: Iterable[Sequence[str]], folder: Path) -> None:
-    """Run compilers, as many at a time as there are cores.
-
-    Raises:
-        subprocess.CalledProcessError: one failed.
-    """
+    """Run compilers, as many at a time as there are cores; raise a CalledProcessError if one fails."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, cwd=folder, check=True), commands))
 
@@ -44,7 +40,7 @@ def within() -> bool:
 
 
 def build(root: Path) -> bool:
-    """Make a copy of the checkout in ``root``, in which the modules have sanitizers, unless it is there.
+    """Copy the checkout to ``root`` and build modules with sanitizers in it, unless it is there.
 
     Returns: whether the sanitizers see a write behind the end of an array.
     """

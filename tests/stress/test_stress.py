@@ -37,10 +37,10 @@ def attack(command: str, seed: int | None = None) -> None:
 FIXED = [
     "calls --calls 80 --jobs 0",
     "messages --messages 10000 --jobs 0",
-    "peers --messages 250 --jobs 0",
+    "peers --messages 150 --jobs 0",
     "peers --messages 1 --first 10066 --jobs 0 --seed 23",  # `split` trusted how many sums reach a bound
     "inputs --inputs 200 --jobs 0",
-    "states --states 40 --jobs 0",
+    "states --states 25 --jobs 0",
     "signals --calls 250 --ranks 1 3 --over simulated",
     pytest.param("threads --calls 1000 --forks 20 --pool-only", marks=[needs_compiler, pytest.mark.exhaustive]),
 ]
