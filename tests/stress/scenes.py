@@ -16,6 +16,8 @@ import numpy as np
 import sparsecomm as sc
 from tests.interrupts import InterruptError, interrupted
 from tests.stress.harness import Ranks
+from tests.stress.states import digest
+from tests.stress.subjects import KINDS
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 _REDUCER: dict[str, Any] = {"op": "sum", "dense_below": 3}
@@ -112,6 +114,26 @@ def _first_call(ranks: Ranks, within: Within) -> Any:
     return bits({"residual": residual, "out": out})
 
 
+def _load(kind: str) -> Scene:
+    """A state that is loaded: on both ranks or on none."""
+
+    def scene(ranks: Ranks, within: Within) -> Any:
+        comm = ranks.new()
+        subject = KINDS[kind][0](comm, ranks.rank, np.random.default_rng(2))
+        for _ in range(7):
+            subject.step()
+        state = subject.it.state_dict()
+        subject.step()
+        subject.finish()
+        _again(ranks, comm, within, lambda: subject.it.load_state_dict(state))
+        for _ in range(3):
+            subject.step()
+        subject.finish()
+        return digest(subject.own())
+
+    return scene
+
+
 # -- Reducer ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,20 +166,6 @@ def _rebuild_reducer(ranks: Ranks, within: Within) -> Any:
     sc.realign(comm)
     _again(ranks, comm, within, lambda: reducer.rebuild(comm))
     step = gradients(ranks.rank, 1)
-    reducer.reduce(step)
-    return bits(step, _residuals(reducer))
-
-
-def _load_reducer(ranks: Ranks, within: Within) -> Any:
-    """A state that is loaded: on both ranks or on none."""
-    comm = ranks.new()
-    reducer = sc.Reducer(_zeros(), 0.2, comm=comm, **_REDUCER)
-    reducer.reduce(gradients(ranks.rank, 0))
-    state = reducer.state_dict()
-    reducer.reduce(gradients(ranks.rank, 1))
-    _again(ranks, comm, within, lambda: reducer.load_state_dict(state))
-    assert ranks.gather(reducer.step) == [1, 1]
-    step = gradients(ranks.rank, 2)
     reducer.reduce(step)
     return bits(step, _residuals(reducer))
 
@@ -245,25 +253,6 @@ def _rebuild_local(ranks: Ranks, within: Within) -> Any:
             failed = True
         attempt += 1
     local.train(1)
-    return local.bits()
-
-
-def _load_local(ranks: Ranks, within: Within) -> Any:
-    """A state of local steps, in the middle of a round and with an exchange under way, that is loaded again."""
-    comm = ranks.new()
-    local = _Local(ranks, comm, sync_every=3, fragment_sync_delay=2, decay=0.5)
-    local.train(*range(7))  # the exchange of the second round began in the sixth local step
-    state, saved = local.steps.state_dict(), {name: array.copy() for name, array in local.parameters.items()}
-    assert state["exchanges"]
-    assert state["local_step"]
-    local.train(7)
-    local.steps.finish(local.parameters)
-    _again(ranks, comm, within, lambda: local.steps.load_state_dict(state))
-    assert ranks.gather((local.steps.round, local.steps.local_step)) == [(2, 1)] * 2
-    for name, array in saved.items():
-        local.parameters[name][...] = array
-    local.train(7, 8, 9)
-    local.steps.finish(local.parameters)
     return local.bits()
 
 
@@ -382,8 +371,7 @@ SCENES: dict[str, Scene] = {
     "local-applied": _local_step(3, fragment_sync_delay=1),
     "rebuild-reducer": _rebuild_reducer,
     "rebuild-local": _rebuild_local,
-    "load-reducer": _load_reducer,
-    "load-local": _load_local,
+    **{f"load-{kind}": _load(kind) for kind in KINDS},
     "torch-hook-first": _torch_step("hook", 0),
     "torch-hook": _torch_step("hook", 1),
     "torch-optimizer-first": _torch_step("optimizer", 0),
