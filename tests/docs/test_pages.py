@@ -1,4 +1,4 @@
-"""What the README and the first pages tell their readers to type works as it stands."""
+"""Commands and files of the README, the first pages and the tutorials work word for word."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bench.slow_network import network
 from tests.docs.blocks import INSTALLS, Block, Runner, blocks
 from tests.packaging.environments import Environment
 from tests.processes import MPIRUN, ROOT, needs_mpirun
+from tests.thinning import exhaustive
 
 README = ROOT / "README.md"
 CONCEPTS = [ROOT / "docs" / "concepts" / name for name in ("index.md", "worked-example.md")]
@@ -93,6 +94,21 @@ def test_a_page_of_how_to_runs_word_for_word(page: str, tmp_path: Path) -> None:
     runner = Runner(tmp_path, environment())
     runner.run(exports())
     runner.run_pages(ROOT / "docs" / "how-to" / f"{page}.md")
+
+
+EXTENDING = sorted((ROOT / "docs" / "extending").glob("*.md"))
+IN_MAKE_TEST = [page if page.stem == "framework" else exhaustive(page) for page in EXTENDING]
+
+
+@pytest.mark.parametrize("page", IN_MAKE_TEST, ids=[page.stem for page in EXTENDING])
+def test_a_tutorial_runs_word_for_word_in_a_copy_of_the_sources(page: Path, tmp_path: Path) -> None:
+    for folder in ("sparsecomm", "tests", "bench"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    runner = Runner(tmp_path, environment() | {"PYTHONPATH": ""})
+    runner.run_pages(page)
+    assert runner.ran
+    assert not runner.left_out
 
 
 @needs_mpirun

@@ -29,19 +29,18 @@ class Crash(BaseException):
     """The end of a rank of which no other rank is informed."""
 
 
-@dataclass
-class _Data:
-    number: int
-    data: Bytes
-    request: _Sent
-    checksum: int
-
-
 @dataclass(eq=False)
-class _Sent(Request):
+class Message(Request):
+    """A message of call ``number``. ``out``: the sender may reuse the bytes."""
+
     sender: Rank
     to: int
-    out: bool  # the bytes may be reused
+    number: int
+    data: Bytes
+    out: bool
+
+    def __post_init__(self) -> None:
+        self.checksum = zlib.crc32(self.data.data)
 
     def wait(self) -> None:
         self.sender._wait(self.to, lambda: self.out)
@@ -58,7 +57,7 @@ class Network:
         self.ranks = [Rank(self, rank, node_of_rank) for rank in range(len(node_of_rank))]
         self._hub = getcurrent()
         self._ready: list[Rank] = []
-        self.data: dict[tuple[int, int], deque[_Data]] = {}
+        self.data: dict[tuple[int, int], deque[Message]] = {}
         self.control: list[tuple[int, ControlMessage]] = []
         self._met: list[Rank] = []
 
@@ -170,11 +169,11 @@ class Rank(FailureDetector):
         self.rank, self.size, self._network = rank, len(node_of_rank), network
         self.fault: BaseException | None = None
         self.fault_step, self.steps, self.crashed = -1, 0, False
-        self.inbox: dict[tuple[int, int], deque[_Data]] = {}
+        self.inbox: dict[tuple[int, int], deque[Message]] = {}
         self.arrived: list[ControlMessage] = []
         self.waits_for: int | None = None
         self.aged = self.pinged = False  # time has passed; this rank has pinged the one it waits for
-        self._unfinished: list[_Sent] = []
+        self._unfinished: list[Message] = []
         self._ticks = 0
 
     def clock(self) -> float:
@@ -217,11 +216,10 @@ class Rank(FailureDetector):
         self._network.step(self)
         self._check_peer(to)
         eager = self._network.random.random() < 0.5
-        request = _Sent(self, to, eager)
-        self._unfinished.append(request)
-        message = _Data(self.number, data.copy() if eager else data, request, zlib.crc32(data.data))
+        message = Message(self, to, self.number, data.copy() if eager else data, eager)
+        self._unfinished.append(message)
         self._network.data.setdefault((self.rank, to), deque()).append(message)
-        return request
+        return message
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         key = source, self.number
@@ -230,8 +228,8 @@ class Rank(FailureDetector):
         message = queue.popleft()
         if not queue:
             del self.inbox[key]
-        message.request.out = True
-        self._network.wake(message.request.sender)
+        message.out = True
+        self._network.wake(message.sender)
         return np.array(message.data)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
