@@ -1,4 +1,4 @@
-"""What all tests share: which of them run (see docs/internals/testing.md), what is around them, and some fixtures."""
+"""The selection of tests (see docs/internals/testing.md), their environment, and common fixtures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.thinning import covering_array
 
-# Set: run all tests, as `make test-all`; here, and in the pytest of ranks that tests start.
+# If set, run all tests, as `make test-all`; also in the pytest of ranks that tests start.
 ALL = "SPARSECOMM_TEST_ALL"
-# What the shell may say to this library, of a job, to libraries with threads, to Python, and to what writes tables.
+# The user's variables for this library, jobs, libraries with threads, Python, and programs that print tables.
 OF_THE_USER = re.compile(
     r"SPARSECOMM_(?!TEST_ALL$)|SLURM_|TORCHELASTIC_|TORCH_|GLOO_|MASTER_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|OMP_|"
     r"\w+_NUM_THREADS$|PYTHON(WARNINGS|OPTIMIZE|HASHSEED|IOENCODING|STARTUP|UTF8)$|LC_|LANG|(NO|FORCE|CLI)_?COLOR|"
@@ -58,11 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _forget_the_user() -> None:
-    """Do as in a shell in which nobody has set anything; what tests start, the processes of xdist too, does alike."""
+    """Remove the user's settings from the environment of this process and of all that it starts, also by xdist."""
     for name in filter(OF_THE_USER.match, list(os.environ)):
         del os.environ[name]
     os.environ["LC_ALL"] = "C.UTF-8"
-    # In the user's there may be a profile; that of the checkout is kept from run to run.
+    # The user's cache may have a profile. The cache of the checkout is kept from run to run.
     os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build/cache")
     os.umask(0o022)
 
@@ -97,17 +97,14 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nobody_writes_to_constants() -> Iterator[None]:
-    """Python has one object for each text of one byte: what writes to it changes it everywhere."""
+    """Python has one object for each one-byte text, so a write to it changes it everywhere."""
     yield
     assert all(chr(i).encode("latin-1")[0] == i for i in range(256)), "a bytes object was written to"
 
 
 @pytest.fixture
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeferredRuntime]:
-    """An emulated CUDA device, on which `tests.emulator.tensor.CudaTensor` are, and which the library takes for CuPy's.
-
-    The order in which it works is the test's own.
-    """
+    """An emulated CUDA device that replaces CuPy's. The order of its work is random, with a seed by the test's name."""
     runtime = DeferredRuntime(seed=zlib.crc32(request.node.nodeid.encode()))
     use(runtime, monkeypatch, radix_max_size=50, spare_candidates=100, filter_rounds=1)
     yield runtime

@@ -53,10 +53,12 @@ class Points:
     Attributes:
         passed: how many.
         interrupts: how many signals have been sent.
-        roots: the files of what is interrupted, or the folders.
+        where: the place of the last signal; empty if there was none.
+        roots: the files or folders that are interrupted.
     """
 
-    roots: tuple[str, ...] = (LIBRARY, "<string>")  # that of the constructors of data classes and named tuples
+    where = ""
+    roots: tuple[str, ...] = (LIBRARY, "<string>")  # of constructors of data classes and named tuples
 
     def __init__(self, *at: int) -> None:
         """``at``: the numbers of points at which to send the signal, ascending, from 0."""
@@ -84,6 +86,8 @@ class Points:
                 if self._at and self._at[0] == self.passed - 1:
                     self._at.pop(0)
                     self.interrupts += 1
+                    file = frame.f_code.co_filename.removeprefix(f"{LIBRARY}/")
+                    self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
                     signal.raise_signal(SIGNAL)  # outside the gate its handler raises here, which ends tracing
             return local
 

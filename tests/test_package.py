@@ -16,11 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-KERNELS = sorted(
-    p.relative_to(ROOT).as_posix()
-    for p in (ROOT / "kernels").rglob("*")
-    if p.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
-)
+SUFFIXES = {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
+KERNELS = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*") if p.suffix in SUFFIXES}
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> str:
@@ -127,15 +124,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "CITATION.cff",
-        "LICENSE",
-        "README.md",
-        "pyproject.toml",
-        "setup.py",
-        "kernels/__init__.py",
-        *KERNELS,
-    } <= names
+    assert {"CITATION.cff", "LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
+    assert {"kernels/__init__.py", *KERNELS} <= names
     assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/processor/_features.c", "sparsecomm/py.typed"} <= names
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
 
@@ -157,6 +147,5 @@ def test_the_metadata_of_an_sdist_has_absolute_links_and_no_extra_for_tests(sdis
 
 def test_kernels_know_neither_python_nor_mpi() -> None:
     text = re.compile(r'#\s*include\s*[<"](Python\.h|mpi[\w-]*\.h|numpy/)', re.IGNORECASE)
-    files = [p for p in (ROOT / "kernels").rglob("*") if p.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh", ".h"}]
-    assert files
-    assert [str(p) for p in files if text.search(p.read_text())] == []
+    assert KERNELS
+    assert [file for file in KERNELS if text.search((ROOT / file).read_text())] == []

@@ -21,7 +21,7 @@ def until(holds: Callable[[], T], what: str = "", seconds: float = SOON) -> T:
 
 
 def until_awaited(transport: Any) -> None:
-    """Wait until another rank has said that it waits for this one, in a call that this one has not begun."""
+    """Wait until another rank has reported that it waits for this one, in a call that this one has not begun."""
 
     def awaited() -> bool:
         transport._receive_control(0.1)

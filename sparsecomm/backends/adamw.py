@@ -54,7 +54,7 @@ def adamw_step(
 ) -> tuple[Array, Array, Array, Array]:
     """Return the changes of AdamW steps, element by element, for any array library.
 
-    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
+    With the coefficients c0 to c5 of `sparsecomm.optimizers.rule.coefficients`:
 
         g       = quotient * unit(squares)
         mean    = c0 * mean + c1 * g

@@ -14,9 +14,7 @@ import accelerate.test_utils  # noqa: F401  once, before ranks are forked
 from accelerate.utils import DistributedType
 
 from tests.conformance import fixture
-from tests.conformance.cpu_for_gpu import ignore_device_ids
-from tests.conformance.outcomes import Outcome, last_error
-from tests.conformance.ranks import run_ranks
+from tests.conformance.outcomes import Ended, Outcome, outcome_of_runs, run_ranks
 
 P = 2
 SECONDS = 200
@@ -47,40 +45,31 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
         yield Outcome(SUITE, name, "not applicable", reason)
 
 
-def outcome_of(name: str) -> Outcome:
-    """Run a script with our hook, and if it fails without it."""
-    statuses, outputs = _run(name, ours=True)
-    if any(status != 0 for status in statuses):
-        its = _run(name, ours=False)
-        if any(status != 0 for status in its[0]):
-            return Outcome(SUITE, name, "not applicable", f"fails without our hook, too: {last_error(*its)}")
-        return Outcome(SUITE, name, "failed", "\n".join(outputs))
-    if "exchanged 0" in outputs[0]:
-        return Outcome(SUITE, name, "not applicable", "passes, but exchanges no gradient by our hook")
-    return Outcome(SUITE, name, "passed")
+def outcome_of(name: str, suite: str = SUITE) -> Outcome:
+    def run(ours: bool) -> Ended:
+        return run_ranks(P, lambda rank: run_script(name, ours), SECONDS)
+
+    return outcome_of_runs(suite, name, run)
 
 
-def _run(name: str, *, ours: bool) -> tuple[list[int | None], list[str]]:
-    def program(rank: int) -> None:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        sys.argv = [name]
-        ignore_device_ids()  # which test_ddp_comm_hook gives, although it may run on CPUs
-        if ours:
-            fixture.install()
-        script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
-        if name == "test_ddp_comm_hook":
-            script.test_ddp_comm_hook = _unless_it_needs_cuda(script.test_ddp_comm_hook)
-        if name == "test_distributed_data_loop":
-            script.create_accelerator = _with_join(script.create_accelerator)
-        try:
-            script.main()
-        finally:
-            print(f"exchanged {fixture.exchanged}")
-
-    return run_ranks(P, program, SECONDS)
+def run_script(name: str, ours: bool) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    sys.argv = [name]
+    fixture.ignore_device_ids()  # which test_ddp_comm_hook gives, although it may run on CPUs
+    if ours:
+        fixture.install()
+    script: Any = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
+    if name == "test_ddp_comm_hook":
+        script.test_ddp_comm_hook = unless_it_needs_cuda(script.test_ddp_comm_hook)
+    if name == "test_distributed_data_loop":
+        script.create_accelerator = with_join(script.create_accelerator)
+    try:
+        script.main()
+    finally:
+        print(f"exchanged {fixture.exchanged}")
 
 
-def _unless_it_needs_cuda(test: Any) -> Any:
+def unless_it_needs_cuda(test: Any) -> Any:
     @functools.wraps(test)
     def run(*arguments: object) -> None:
         try:
@@ -92,7 +81,7 @@ def _unless_it_needs_cuda(test: Any) -> Any:
     return run
 
 
-def _with_join(create: Any) -> Any:
+def with_join(create: Any) -> Any:
     """Let an Accelerator on CPUs join uneven inputs, which it does on GPUs only."""
 
     @functools.wraps(create)

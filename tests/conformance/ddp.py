@@ -1,6 +1,6 @@
 """The tests of DistributedDataParallel that PyTorch's wheel ships, on two CPU ranks over gloo, with our hook.
 
-Tests that want two GPUs run on CPU tensors: see `cpu_for_gpu`.
+Tests that want two GPUs run on CPU tensors: see `tests.conformance.fixture.gpus_are_cpus`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import tempfile
 import unittest
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 from tests.conformance import fixture
-from tests.conformance.outcomes import Outcome, last_error
-from tests.conformance.ranks import run_ranks
+from tests.conformance.outcomes import SKIPPED, Ended, Outcome, outcome_of_runs, run_ranks
 
 P = 2
-SKIPPED = "skipped because: "
 SECONDS = 300
 ON_CPUS = f"PyTorch {torch.__version__}, DDP tests"
 FOR_GPUS = f"{ON_CPUS} that want 2 GPUs, on CPU tensors"
@@ -59,74 +56,47 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
                 print(f"{SKIPPED}{skipped}")
                 sys.exit(TEST_SKIPS["generic"].exit_code)
 
-    for name in QUICK if quick else _names(theirs):
-        yield _outcome(theirs, Case, name)
+    def run(name: str, gpus: bool, ours: bool) -> Ended:
+        theirs.initialize_temp_directories()
+        theirs.Barrier.init()
+        file = os.path.join(os.environ["TEMP_DIR"], "store")
 
+        def program(rank: int) -> None:
+            torch.set_num_threads(1)
+            if ours:
+                fixture.install()
+            try:
+                with fixture.gpus_are_cpus(rank) if gpus else nullcontext():
+                    Case._run(rank, name, file, None)
+            finally:
+                print(f"exchanged {fixture.exchanged}")
 
-def _names(theirs: Any) -> list[str]:
-    """Return the names of the tests that have to do with DDP."""
-    found = []
-    for name, method in vars(theirs.DistributedTest._DistTestBase).items():
-        if name.startswith("test_"):
-            source = inspect.getsource(inspect.unwrap(method))
-            if re.search("ddp|DistributedDataParallel", source, re.IGNORECASE):
-                found.append(name)
-    return found
-
-
-def _outcome(theirs: Any, cls: Any, name: str) -> Outcome:
-    method = getattr(cls, name)
-    if getattr(method, "__unittest_skip__", False):
-        return Outcome(ON_CPUS, name, "not applicable", f"PyTorch skips it: {method.__unittest_skip_why__}")
-    suite, gpus = ON_CPUS, False
-    statuses, outputs = _run(theirs, cls, name, gpus=False, ours=True)
-    if "GPU" in (said := _skipped(statuses, outputs)) or "CUDA" in said:
-        suite, gpus = FOR_GPUS, True
-        statuses, outputs = _run(theirs, cls, name, gpus=True, ours=True)
-        said = _skipped(statuses, outputs)
-    if said:
-        return Outcome(suite, name, "not applicable", f"PyTorch skips it: {said}")
-    if any(status != 0 for status in statuses):
-        its = _run(theirs, cls, name, gpus=gpus, ours=False)
-        if any(status != 0 for status in its[0]):
-            return Outcome(suite, name, "not applicable", f"fails without our hook, too: {last_error(*its)}")
-        if name in EXPLAINED:
-            return Outcome(suite, name, "not applicable", EXPLAINED[name])
-        return Outcome(suite, name, "failed", "\n".join(outputs))
-    if "exchanged 0" in outputs[0]:
-        return Outcome(suite, name, "not applicable", "passes, but exchanges no gradient by our hook")
-    return Outcome(suite, name, "passed")
-
-
-def _run(theirs: Any, cls: Any, name: str, *, gpus: bool, ours: bool) -> tuple[list[int | None], list[str]]:
-    theirs.initialize_temp_directories()
-    theirs.Barrier.init()
-    file = os.path.join(os.environ["TEMP_DIR"], "store")
-
-    def program(rank: int) -> None:
-        torch.set_num_threads(1)
-        if ours:
-            fixture.install()
-        if gpus:
-            from tests.conformance.cpu_for_gpu import gpus_are_cpus
         try:
-            with gpus_are_cpus(rank) if gpus else nullcontext():
-                cls._run(rank, name, file, None)
+            return run_ranks(P, program, SECONDS)
         finally:
-            print(f"exchanged {fixture.exchanged}")
+            theirs.cleanup_temp_dir()
 
-    try:
-        return run_ranks(P, program, SECONDS)
-    finally:
-        theirs.cleanup_temp_dir()
+    def skipped(ended: Ended) -> str:
+        """Return why PyTorch has skipped a test; empty if it has not."""
+        for skip in TEST_SKIPS.values():
+            if ended[0][0] == skip.exit_code:
+                found = re.search(f"{SKIPPED}(.*)", ended[1][0])
+                return found[1] if found else skip.message
+        return ""
 
+    def outcome(name: str) -> Outcome:
+        suite, why = ON_CPUS, getattr(getattr(Case, name), "__unittest_skip_why__", "")
+        if not why:
+            ended = run(name, False, True)
+            why = skipped(ended)
+            if gpus := "GPU" in why or "CUDA" in why:
+                suite, ended = FOR_GPUS, run(name, True, True)
+                why = skipped(ended)
+            if not why:
+                return outcome_of_runs(suite, name, lambda ours: ended if ours else run(name, gpus, False), EXPLAINED)
+        return Outcome(suite, name, "not applicable", f"PyTorch skips it: {why}")
 
-def _skipped(statuses: list[int | None], outputs: list[str]) -> str:
-    """Return why PyTorch has skipped a test; an empty text if it has not."""
-    from torch.testing._internal.common_distributed import TEST_SKIPS
-
-    for skip in TEST_SKIPS.values():
-        if statuses[0] == skip.exit_code:
-            said = re.search(f"{SKIPPED}(.*)", outputs[0])
-            return said[1] if said else skip.message
-    return ""
+    methods = vars(theirs.DistributedTest._DistTestBase).items()
+    of_ddp = re.compile("ddp|DistributedDataParallel", re.IGNORECASE)
+    sources = {name: inspect.getsource(inspect.unwrap(method)) for name, method in methods if name.startswith("test_")}
+    yield from map(outcome, QUICK if quick else [name for name, source in sources.items() if of_ddp.search(source)])

@@ -1,12 +1,19 @@
-"""Switches this library in: its hook at density 1.0 on every model in DistributedDataParallel."""
+"""Switches this library in: its hook at density 1.0 on every model in DistributedDataParallel, and `SparseAdamW`.
+
+Gives CPU tensors to tests that want two GPUs.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed
 
 from sparsecomm.torch import SparseAdamW, register
 
@@ -58,3 +65,72 @@ def install_adamw() -> None:
             super().__init__(named, *arguments, density=1.0, wire="packed", **options)
 
     torch.optim.AdamW = AdamW  # type: ignore[misc]
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+GPUS = 2
+
+
+@contextmanager
+def gpus_are_cpus(rank: int) -> Any:
+    """Replace GPUs by CPU memory, for the rest of this process, which is rank ``rank``."""
+    common: Any = common_distributed
+    common.TEST_XPU = True  # what a test asks before it runs, and nothing else does
+    torch.xpu.device_count = lambda: GPUS
+    replacements: dict[str, Callable[..., Any]] = {
+        "set_device": lambda *_: None,
+        "current_device": lambda: rank,
+        "synchronize": lambda *_, **__: None,
+        "device_count": lambda: GPUS,
+        "empty_cache": lambda: None,
+        "device": lambda *_: nullcontext(),
+        "current_stream": lambda *_: None,
+        "get_device_properties": lambda *_: None,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    module: Any = torch.nn.Module
+    move = module.to
+    module.to = lambda self, *where, **options: move(self, *map(_on_cpu, where), **_options_on_cpu(options))
+    module.cuda = lambda self, *_, **__: self
+    ignore_device_ids()
+    with _OnCpu():
+        yield
+
+
+def ignore_device_ids() -> None:
+    """Let DistributedDataParallel wrap models in CPU memory for which a program names GPUs."""
+    ddp: Any = DistributedDataParallel
+    wrap = ddp.__init__
+
+    def wrap_on_cpu(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **options: Any
+    ) -> None:
+        wrap(self, module, None, None, *rest, **options)
+
+    ddp.__init__ = wrap_on_cpu
+
+
+class _OnCpu(TorchFunctionMode):
+    """Makes and moves tensors in CPU memory wherever a GPU is named."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = _options_on_cpu(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].clone()
+        if func is torch.Tensor.to:
+            args = args[:1] + tuple(map(_on_cpu, args[1:]))
+        if func is torch.ones and args[-2:] == (1000, 1000):
+            args = (*args[:-2], 50, 50)  # smaller images: their convolutions on CPUs would take an hour
+        return func(*args, **options)
+
+
+def _on_cpu(where: Any) -> Any:
+    of_gpu = isinstance(where, torch.device) and where.type == "cuda"
+    of_gpu = of_gpu or (isinstance(where, str) and where.startswith("cuda"))
+    return torch.device("cpu") if of_gpu or type(where) is int else where
+
+
+def _options_on_cpu(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "device": _on_cpu(options["device"])} if "device" in options else options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -12,8 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from tests.conformance.outcomes import Outcome
-from tests.conformance.ranks import run_ranks
+from tests.conformance.outcomes import Outcome, outcomes_of_ranks, report
 
 SECONDS = 3000
 SUITE = f"optax {version('optax')}, its tests of `adamw`"
@@ -37,17 +35,11 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # which its tests of sharding want
     for P in (1,) if quick else (1, 2):
-        statuses, outputs = run_ranks(P, lambda rank, P=P: _program(rank, P, quick), SECONDS)
-        suite = f"{SUITE}, P = {P}"
-        by_rank = [[json.loads(line) for line in output.splitlines() if line.startswith('["')] for output in outputs]
-        for row in zip(*by_rank, strict=False):
-            name, result, reason = next((its for its in row if its[1] == "failed"), row[0])
-            for pattern, why in EXPLAINED.items():
-                if result == "failed" and re.search(pattern, f"{name} {reason}", re.DOTALL):
-                    result, reason = "not applicable", why
-            yield Outcome(suite, name, result, reason)
-        if any(status != 0 for status in statuses):
-            yield Outcome(suite, "the ranks", "failed", f"ended: {statuses}\n" + "\n".join(outputs))
+        for outcome in outcomes_of_ranks(f"{SUITE}, P = {P}", P, lambda rank, P=P: _program(rank, P, quick), SECONDS):
+            text = f"{outcome.case} {outcome.reason}"
+            why = [why for pattern, why in EXPLAINED.items() if re.search(pattern, text, re.DOTALL)]
+            known = outcome.result == "failed" and why
+            yield Outcome(outcome.suite, outcome.case, "not applicable", why[0]) if known else outcome
 
 
 def _program(rank: int, P: int, quick: bool) -> None:
@@ -68,10 +60,9 @@ def _program(rank: int, P: int, quick: bool) -> None:
                 if not chosen or not _is_of_adamw(name):
                     continue
                 if "test_optimization" in method or (P > 1 and "target=" in name):
-                    outcome = [name, "not applicable", "not run: takes thousands of steps"]
+                    report(name, "not applicable", "not run: takes thousands of steps")
                 else:
-                    outcome = _run(test, name)
-                print(json.dumps(outcome), flush=True)
+                    _run(test, name)
     dist.destroy_process_group()
 
 
@@ -79,13 +70,15 @@ def _is_of_adamw(name: str) -> bool:
     return "opt_name='adamw'" in name or re.search(r"(?<!n)adamw\b", name.partition(" ")[0]) is not None
 
 
-def _run(test: Any, name: str) -> list[str]:
+def _run(test: Any, name: str) -> None:
     result = unittest.TestResult()
     test.run(result)
     if result.skipped:
-        return [name, "not applicable", result.skipped[0][1]]
-    problems = result.failures + result.errors
-    return [name, "failed", problems[0][1]] if problems else [name, "passed", ""]
+        report(name, "not applicable", result.skipped[0][1])
+    elif problems := result.failures + result.errors:
+        report(name, "failed", problems[0][1])
+    else:
+        report(name, "passed")
 
 
 def _switch() -> None:

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from tests.conformance import accelerate_scripts, fixture
-from tests.conformance.outcomes import Outcome, last_error
-from tests.conformance.ranks import run_ranks
+from tests.conformance.outcomes import SKIPPED, Ended, Outcome, failed, outcome_of_runs, run_ranks
 
 SECONDS = 300
-SKIPPED = "skipped because: "
 LIGHTNING = f"Lightning {version('lightning')}, demonstrations in its wheel"
 MODELS = ("BoringModel", "ManualOptimBoringModel", "DemoModel")
 NO_TESTS = {
@@ -47,7 +45,7 @@ def outcomes(*, quick: bool) -> Iterator[Outcome]:
 
 
 def _demonstration(name: str) -> Outcome:
-    """Train a model of `lightning.pytorch.demos` in DDP, as it is and with our hook: weights must be the same."""
+    """Train a model of `lightning.pytorch.demos` in DDP, without and with our hook: weights must be the same."""
     with tempfile.TemporaryDirectory() as folder:
 
         def program(rank: int, ours: bool) -> None:
@@ -57,22 +55,19 @@ def _demonstration(name: str) -> Outcome:
             trained = _train_demonstration(name)
             if rank == 0:
                 torch.save(trained, f"{ours}.pt")
-            if ours:
-                assert fixture.exchanged, "no gradient was exchanged"
+            print(f"exchanged {fixture.exchanged}")
 
-        runs = [run_ranks(2, lambda rank, ours=ours: program(rank, ours), SECONDS) for ours in (False, True)]
-        for ours, (statuses, outputs) in enumerate(runs):
-            if any(status != 0 for status in statuses):
-                if ours:
-                    return Outcome(LIGHTNING, name, "failed", "\n".join(outputs))
-                why = f"fails without our hook, too: {last_error(statuses, outputs)}"
-                return Outcome(LIGHTNING, name, "not applicable", why)
-        dense, sparse = (torch.load(Path(folder) / f"{ours}.pt") for ours in (False, True))
-    try:
-        torch.testing.assert_close(sparse, dense)
-    except AssertionError as error:
-        return Outcome(LIGHTNING, name, "failed", str(error))
-    return Outcome(LIGHTNING, name, "passed")
+        def run(ours: bool) -> Ended:
+            return run_ranks(2, lambda rank: program(rank, ours), SECONDS)
+
+        dense = run(False)
+        outcome = outcome_of_runs(LIGHTNING, name, lambda ours: run(True) if ours else dense)
+        if outcome.result == "passed" and not failed(dense):
+            try:
+                torch.testing.assert_close(*(torch.load(Path(folder) / f"{ours}.pt") for ours in (True, False)))
+            except AssertionError as error:
+                return Outcome(LIGHTNING, name, "failed", str(error))
+        return outcome
 
 
 def _train_demonstration(name: str) -> dict[str, torch.Tensor]:
@@ -80,16 +75,9 @@ def _train_demonstration(name: str) -> dict[str, torch.Tensor]:
     from lightning.pytorch.demos import boring_classes
 
     pl.seed_everything(1)
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        limit_train_batches=20,
-        limit_val_batches=1,
-        **options,
-    )
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    limits: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 20, "limit_val_batches": 1}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", **limits, **quiet)
     model: Any = getattr(boring_classes, name)()
     trainer.fit(model, *([boring_classes.BoringDataModule()] if name == "DemoModel" else []))
     return {key: value.clone() for key, value in model.state_dict().items()}
@@ -106,27 +94,15 @@ def _with_torchdata(folder: str) -> Iterator[Outcome]:
         return
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    outcome = accelerate_scripts.outcome_of(name)
-    yield Outcome(suite, name, outcome.result, outcome.reason)
+    yield accelerate_scripts.outcome_of(name, suite)
 
 
 def _schedulers(folder: str) -> Iterator[Outcome]:
     """Run the tests of schedulers in Accelerate's sdist, with `SparseAdamW` in place of AdamW."""
     package = f"accelerate=={version('accelerate')}"
     suite = f"Accelerate {version('accelerate')}, `tests/test_scheduler.py` of its sdist"
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "-d",
-        folder,
-        package,
-    ]
+    options = ["--quiet", "--no-deps", "--no-binary", ":all:", "-d", folder]
+    download = [sys.executable, "-m", "pip", "download", *options, package]
     done = subprocess.run(download, capture_output=True, text=True)
     found = list(Path(folder).glob("accelerate-*.tar.gz"))
     if not found:
@@ -135,12 +111,8 @@ def _schedulers(folder: str) -> Iterator[Outcome]:
     with tarfile.open(found[0]) as archive:
         archive.extractall(folder, filter="data")
     sys.path.insert(0, str(found[0].with_suffix("").with_suffix("") / "tests"))
-    names = [
-        test._testMethodName
-        for tests in unittest.defaultTestLoader.loadTestsFromName("test_scheduler")
-        for test in tests  # type: ignore[union-attr]
-    ]
-    for name in names:
+    suites: Any = unittest.defaultTestLoader.loadTestsFromName("test_scheduler")
+    for name in [test._testMethodName for tests in suites for test in tests]:
 
         def program(rank: int, name: str = name) -> None:
             for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -154,8 +126,8 @@ def _schedulers(folder: str) -> Iterator[Outcome]:
                 print(f"{SKIPPED}{skipped}")
 
         statuses, outputs = run_ranks(1, program, SECONDS)
-        if said := re.search(f"{SKIPPED}(.*)", outputs[0]):
-            yield Outcome(suite, name, "not applicable", f"Accelerate skips it: {said[1]}")
+        if reason := re.search(f"{SKIPPED}(.*)", outputs[0]):
+            yield Outcome(suite, name, "not applicable", f"Accelerate skips it: {reason[1]}")
         elif statuses == [0]:
             yield Outcome(suite, name, "passed")
         else:

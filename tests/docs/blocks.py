@@ -30,8 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Block", "Command", "FailedError", "Runner", "blocks"]
-
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
 FILE = re.compile(r"(?:#!.*\n)?# (?P<name>[\w-]+(?:\.\w+)?)(?::.*)?\n")
 PROMPT = re.compile(r"(?P<host>[a-z]+\d+)?\$ (?P<text>.*)")
@@ -42,7 +40,7 @@ LIMIT = 600  # seconds
 
 @dataclass(frozen=True)
 class Command:
-    """What is typed, on which machine ("": this one), and what it prints (None: anything)."""
+    """A command, its machine ("": this one), and its output (None: anything)."""
 
     text: str
     host: str = ""
@@ -51,12 +49,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its language and its lines.
-
-    Attributes:
-        file: the name under which the block is saved; "" for commands.
-        commands: what is typed.
-    """
+    """A fenced block. ``file``: the name that it is saved under. A block without file and commands is only shown."""
 
     place: str
     language: str
@@ -66,7 +59,6 @@ class Block:
 
     @property
     def shown(self) -> bool:
-        """Whether there is nothing to run."""
         return not self.file and not self.commands
 
 
@@ -75,21 +67,13 @@ class FailedError(Exception):
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page, in their order.
-
-    Raises:
-        FailedError: a block is neither shown text, nor commands, nor has a name to be saved under.
-    """
-    text = page.read_text()
-    return [
-        _block(f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}", match["language"], _dedented(match))
-        for match in FENCE.finditer(text)
-    ]
-
-
-def _dedented(match: re.Match[str]) -> str:
-    indent = match["indent"]
-    return "".join(line.removeprefix(indent) for line in match["text"].splitlines(keepends=True))
+    """Return the fenced blocks of a page. Raise a FailedError if one can be neither shown, run nor saved."""
+    text, found = page.read_text(), []
+    for match in FENCE.finditer(text):
+        lines = [line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)]
+        line_number = text.count("\n", 0, match.start()) + 1
+        found.append(_block(f"{page.name}:{line_number}", match["language"], "".join(lines)))
+    return found
 
 
 def _block(place: str, language: str, text: str) -> Block:
@@ -122,16 +106,15 @@ def _session(place: str, text: str) -> list[Command]:
 
 @dataclass
 class Runner:
-    """Runs blocks in a folder, as one session.
+    """Runs blocks in a folder, as one session. Variables that blocks export are added to ``environment``.
+
+    A command that an earlier block has run with the same files, and whose output was compared, is not run again.
 
     Attributes:
-        folder: where files are written and commands run.
-        environment: of the commands; what blocks export is added.
         leave_out: patterns of commands that are not run here.
         enter: a command that runs its arguments on a machine: ``ENTER HOST COMMAND``. Without it, commands on other
             machines are left out.
-        ran, left_out: places of blocks and commands. A command that an earlier block has run with the same files, and
-            the same output or more of it, is not run again.
+        ran, left_out: commands, each with the place of its block.
     """
 
     folder: Path
@@ -143,21 +126,13 @@ class Runner:
     _done: dict[tuple[str, ...], set[str | None]] = field(default_factory=dict)
 
     def run_pages(self, *pages: Path) -> None:
-        """Run all blocks of some pages, in their order.
-
-        Raises:
-            FailedError: as `run`.
-        """
+        """Run all blocks of some pages, in their order."""
         for page in pages:
             for block in blocks(page):
                 self.run(block)
 
     def run(self, block: Block) -> None:
-        """Run a block, or write its file.
-
-        Raises:
-            FailedError: a command failed or did not print what the page shows.
-        """
+        """Run a block, or write its file. Raise a FailedError if a command does not do what the page shows."""
         if block.file:
             (self.folder / block.file).write_text(block.text)
         commands = [command for command in block.commands if not self._left_out(block, command)]
@@ -187,23 +162,16 @@ class Runner:
             script = f"set -e -o pipefail\n{command.text}\nenv -0 >{shlex.quote(str(state))}\n"
             start = [*([self.enter, command.host, "exec"] if command.host else []), "bash", "-c"]
             start.append(shlex.quote(script) if command.host else script)
-            done = subprocess.run(
-                start,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-            )
+            options = {"cwd": self.folder, "env": self.environment, "stdin": subprocess.DEVNULL, "timeout": LIMIT}
+            done = subprocess.run(start, capture_output=True, text=True, **options)
             if done.returncode == 0:
                 pairs = (pair.partition("=") for pair in state.read_text().split("\0") if pair)
                 self.environment.update({name: value for name, _, value in pairs if name not in ("_", "SHLVL")})
-        told = f"{place}: {command.text.strip()}"
+        which = f"{place}: {command.text.strip()}"
         if done.returncode:
-            raise FailedError(f"{told}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
+            raise FailedError(f"{which}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
         if command.output is not None and not _matches(command.output, done.stdout):
-            raise FailedError(f"{told}\nexpected:\n{command.output}\nprinted:\n{done.stdout}{done.stderr}")
+            raise FailedError(f"{which}\nexpected:\n{command.output}\nprinted:\n{done.stdout}{done.stderr}")
 
 
 def _apart(commands: list[Command]) -> bool:

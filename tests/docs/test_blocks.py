@@ -69,7 +69,7 @@ def test_files_scripts_and_sessions_run_in_order(tmp_path: Path) -> None:
         ("```python\nimport this\n```\n", "a block of python begins with `# NAME`"),
     ],
 )
-def test_what_does_not_work_is_told(tmp_path: Path, text: str, error: str) -> None:
+def test_a_wrong_page_is_an_error(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(FailedError) as caught:
         run(tmp_path, text)
     assert error in str(caught.value)
@@ -95,7 +95,7 @@ def test_the_same_command_on_the_same_files_runs_once(tmp_path: Path) -> None:
     assert (len(runner.ran), len(runner.left_out)) == (2, 1)
 
 
-def test_what_another_page_did_not_show_is_compared(tmp_path: Path) -> None:
+def test_output_that_no_other_page_showed_is_compared(tmp_path: Path) -> None:
     file, command = "```python\n# a.py\nprint(1)\n```\n", "```console\n$ python a.py\n{0}```\n"
     with pytest.raises(FailedError, match="expected:\n2\nprinted:\n1"):
         run(tmp_path, file + command.format("") + command.format("2\n"))
@@ -105,8 +105,8 @@ def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixt
     page = tmp_path / "page.md"
     page.write_text("```sh\nmpirun -n 2 false\n```\n```sh\npip install x\n```\n```sh\ntrue\n```\n")
     assert main([str(page), "--leave-out", NO_MPI[0]]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in told] == [["ran", "page.md:7:"], ["left", "out"], ["left", "out"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["ran", "page.md:7:"], ["left", "out"], ["left", "out"]]
     page.write_text("```sh\nfalse\n```\n")
     assert main([str(page)]) == 1
     assert "exit status 1" in capsys.readouterr().err

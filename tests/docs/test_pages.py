@@ -1,4 +1,4 @@
-"""What the README and the first pages tell their readers to type works as it stands."""
+"""Commands and files of the README, the first pages and the tutorials work word for word."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from bench.slow_network import network
 from tests.docs.blocks import INSTALLS, Block, Runner, blocks
 from tests.packaging.environments import Environment
-from tests.processes import MPIRUN, needs_mpirun
+from tests.processes import MPIRUN, ROOT, needs_mpirun
+from tests.thinning import exhaustive
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 START = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "start").glob("*.md")), ROOT / "docs/concepts/index.md"]
 LIMIT = 600
@@ -26,13 +26,10 @@ pytest.importorskip("optax")
 
 
 def environment(library: Path | None = ROOT) -> dict[str, str]:
-    """Return that of a reader who has typed nothing yet; ``library`` is where Python finds sparsecomm.
-
-    What pages show is for costs that are the same on every machine.
-    """
+    """Return the environment of a reader who has typed nothing yet; ``library``: where Python finds sparsecomm."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PRTE_", "PMIX_"))}
     kept["PATH"] = f"{Path(MPIRUN or sys.executable).parent}:{Path(sys.executable).parent}:{kept['PATH']}"
-    kept["SPARSECOMM_PROFILE"] = "none"
+    kept["SPARSECOMM_PROFILE"] = "none"  # costs that are the same on every machine
     if library is not None:
         kept["PYTHONPATH"] = str(library)
     return kept
@@ -98,6 +95,21 @@ def test_a_guide_runs_word_for_word(page: str, tmp_path: Path) -> None:
     runner.run_pages(ROOT / "docs" / "guides" / f"{page}.md")
 
 
+EXTENDING = sorted((ROOT / "docs" / "extending").glob("*.md"))
+IN_MAKE_TEST = [page if page.stem == "framework" else exhaustive(page) for page in EXTENDING]
+
+
+@pytest.mark.parametrize("page", IN_MAKE_TEST, ids=[page.stem for page in EXTENDING])
+def test_a_tutorial_runs_word_for_word_in_a_copy_of_the_sources(page: Path, tmp_path: Path) -> None:
+    for folder in ("sparsecomm", "tests", "bench"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    runner = Runner(tmp_path, environment() | {"PYTHONPATH": ""})
+    runner.run_pages(page)
+    assert runner.ran
+    assert not runner.left_out
+
+
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.exhaustive
@@ -110,9 +122,8 @@ def test_two_machines() -> None:
     pages = [str(ROOT / "docs" / "guides" / "launch.md"), str(README)]
     command = [sys.executable, "-m", "tests.docs.two_machines", sys.executable, "-m", "tests.docs.blocks", *pages]
     command += ["--enter", "ENTER", *(f"--leave-out={pattern}" for pattern in left)]
-    variables = {
-        name: value for name, value in environment().items() if name != "SPARSECOMM_PROFILE"
-    }  # on both machines
+    variables = environment()
+    del variables["SPARSECOMM_PROFILE"]  # which would be set on one machine only
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran")]
@@ -155,9 +166,10 @@ def test_the_readme_in_its_order(clone: Path) -> None:
             Environment(clone / "venv", clone).link("torch")
         runner.run(block)
     assert all("--nnodes" in line for line in runner.left_out), runner.left_out
-    told = "\n".join(runner.ran)
+    commands = "
+".join(runner.ran)
     for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
-        assert command in told, told
+        assert command in commands, commands
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
@@ -172,10 +184,10 @@ def test_an_installation_outside_the_clone(clone: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(env.folder), "install", "--quiet", "sparsecomm[simulated]"]
     subprocess.run(pip, env=bare(), check=True)  # of what is installed
     (tmp_path / "first.py").write_text(next(block.text for block in blocks(README) if block.file == "first.py"))
-    status, said = env.run("mpirun", "-n", "4", "python", "first.py", cwd=tmp_path)
-    assert status == 0, said
-    assert "nothing is lost: True" in said
-    status, said = env.run("python", "-c", "import greenlet, sparsecomm; print(sparsecomm.__file__)", cwd=tmp_path)
-    assert said.startswith(f"{env.folder}/lib"), said
+    status, output = env.run("mpirun", "-n", "4", "python", "first.py", cwd=tmp_path)
+    assert status == 0, output
+    assert "nothing is lost: True" in output
+    status, output = env.run("python", "-c", "import greenlet, sparsecomm; print(sparsecomm.__file__)", cwd=tmp_path)
+    assert output.startswith(f"{env.folder}/lib"), output
     now = {file.name for file in objects.glob("*.o")}
     assert not kept or now == kept

@@ -33,9 +33,9 @@ def test_an_old_python() -> None:
 
 
 def test_a_wrapper_that_is_not_there() -> None:
-    said = refused(MPICC="/no/such/mpicc")
-    assert "sparsecomm: '/no/such/mpicc' was not found, with MPICC='/no/such/mpicc'." in said
-    assert "MPICC= builds without MPI" in said
+    output = refused(MPICC="/no/such/mpicc")
+    assert "sparsecomm: '/no/such/mpicc' was not found, with MPICC='/no/such/mpicc'." in output
+    assert "MPICC= builds without MPI" in output
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_a_wrapper_of_no_known_mpi(
     wrapper.chmod(0o755)
     if header is not None:
         (folder / "mpi.h").write_text(header)
-    said = refused(MPICC=shlex.quote(str(wrapper)), CPATH="")
-    assert error in said
-    assert f"the MPI of {str(wrapper)!r}" in said
+    output = refused(MPICC=shlex.quote(str(wrapper)), CPATH="")
+    assert error in output
+    assert f"the MPI of {str(wrapper)!r}" in output
 
 
 def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

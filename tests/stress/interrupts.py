@@ -21,49 +21,22 @@ from typing import Any
 import numpy as np
 
 from tests.interrupts import LIBRARY, InterruptError, Points, interrupted
-from tests.stress import scenes, torch_scenes
-from tests.stress.alarm import Alarm
-from tests.stress.harness import Attack
-from tests.stress.scenes import Within
-from tests.stress.side_channel import SideChannel
+from tests.stress import scenes
+from tests.stress.harness import Attack, Ranks
+from tests.stress.one_call import Alarm
+from tests.stress.scenes import SCENES, Within
 
-__all__ = ["Interrupts"]
-
-_TIMEOUT = 20  # seconds: SPARSECOMM_TIMEOUT
-_SCENES = scenes.SCENES | torch_scenes.TORCH_SCENES
-_IN_SCENES = {each.__file__ for each in (scenes, torch_scenes)}
+HANG = 20  # seconds of a round
 
 
-class _Located(Points):
-    """Points that say where the last interrupt came."""
-
-    where = ""
-
-    def trace(self, frame: Any, event: str, argument: Any) -> Any:
-        local = super().trace(frame, event, argument)
-        if local is None:
-            return None
-
-        def located(frame: Any, event: str, argument: Any) -> Any:
-            try:
-                return located if local(frame, event, argument) is not None else None
-            except InterruptError:
-                file = frame.f_code.co_filename.removeprefix(LIBRARY + os.sep)
-                self.where = f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise
-
-        frame.f_trace = located
-        return located
-
-
-class _Signal(Alarm):
+class Signal(Alarm):
     """A real signal at a random time within a scene's block, of this rank alone."""
 
     usual = 1e-3  # seconds that the block takes
 
     def may_raise(self, frame: Any) -> bool:
-        """Raise in the library, and where a scene is nothing but a call of it: compiled code has no frames."""
-        while frame is not None and frame.f_code.co_filename not in _IN_SCENES:
+        """Raise in the library, and in the function that only calls it, where a deferred signal arrives."""
+        while frame is not None and frame.f_code.co_filename != scenes.__file__:
             if frame.f_code.co_filename.startswith(LIBRARY):
                 return True
             frame = frame.f_back
@@ -71,7 +44,7 @@ class _Signal(Alarm):
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Be interrupted within, after so many seconds; not at all: 0."""
+        """Interrupt the block after so many seconds; 0: not at all."""
         began = time.perf_counter()
         try:
             if not seconds:
@@ -90,30 +63,29 @@ class Interrupts(Attack):
         ("stride", 1, "every so many places; 0: none"),
         ("signals", 200, "at random times, in each scene"),
         ("over", ("mpi", "gloo"), "torch-hook over gloo only"),
-        ("scenes", tuple(_SCENES), ""),
+        ("scenes", tuple(SCENES), ""),
     )
 
     def run(self) -> None:
-        """Interrupt all scenes."""
         for over, scene in product(self.given.over, self.given.scenes):
             if over == "gloo" or not scene.startswith("torch-hook"):  # DistributedDataParallel has a process group
                 self.start_ranks(2, 3600, over, scenes=scene)
 
     @property
     def timeout(self) -> float:  # type: ignore[override]
-        """Less where a rank may wait for nobody."""
-        return 2 if self.given.scenes[0].startswith(("torch", "rebuild-local")) else _TIMEOUT
+        """Short where a rank may wait for one that does not come."""
+        return 2 if self.given.scenes[0].startswith(("torch", "rebuild-local")) else HANG
 
-    def on_rank(self, ranks: SideChannel) -> None:
+    def on_rank(self, ranks: Ranks) -> None:
         """Interrupt one scene, at places and by signals."""
         os.environ["SPARSECOMM_ALONE"] = "1"
         (self._name,) = self.given.scenes
-        self._ranks, alarm = ranks, _Signal(InterruptError)
-        self._right = ranks.gather(_SCENES[self._name](ranks, lambda: alarm.within(0)))[ranks.rank]
+        self._ranks, alarm = ranks, Signal(InterruptError)
+        self._right = ranks.gather(SCENES[self._name](ranks, lambda: alarm.within(0)))[ranks.rank]
         stride, rng = self.given.stride, np.random.default_rng(self.report.seed)
         at, place = self.report.seed % max(1, stride), "yes"
         while stride and place:
-            points = _Located(*([at] if ranks.rank == 1 else []))
+            points = Points(*([at] if ranks.rank == 1 else []))
             place = self._round(f"place {at}", lambda p=points: interrupted(points=p), lambda p=points: p.where)
             at += stride
         for i in range(self.given.signals):
@@ -128,16 +100,16 @@ class Interrupts(Attack):
         """Play the scene; return where the interrupt came, "" for nowhere, and after a failure."""
         began, error, found = time.monotonic(), "", None
         try:
-            found = _SCENES[self._name](self._ranks, within)
+            found = SCENES[self._name](self._ranks, within)
         except BaseException as caught:
             error = f"{type(caught).__name__}: {caught}"
-            told = f"progress: rank {self._ranks.rank}, {what}, {where()}: {error}"
-            print(told, file=sys.stderr, flush=True)  # should the other one not hear of it
+            text = f"progress: rank {self._ranks.rank}, {what}, {where()}: {error}"
+            print(text, file=sys.stderr, flush=True)  # in case the other rank does not hear of it
         seconds = time.monotonic() - began
         self.report.measure("s, the slowest round", seconds)
         if not error and found != self._right:
             error = "other bits than without an interrupt"
-        if seconds > _TIMEOUT and self._name != "rebuild-local":
+        if seconds > HANG and self._name != "rebuild-local":
             error = f"a hang of {seconds:.0f} s; {error}"
         place, errors = self._ranks.gather(where())[1], self._ranks.gather(error)
         if self._ranks.rank == 0:

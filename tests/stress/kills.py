@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -22,16 +21,14 @@ import numpy as np
 import sparsecomm as sc
 from tests.stress.harness import Attack
 
-__all__ = ["Kills"]
-
-_LIMIT = 60.0  # seconds for a life
+LIMIT = 60.0  # seconds in which all processes load
+LIVES = 20  # of the processes, in one folder
 
 
 class Kills(Attack):
     options = (("kills", 1000, "how many processes, or groups of them, are killed"),)
 
     def run(self) -> None:
-        """Kill so many."""
         import sparsecomm.torch  # once, for all processes
 
         os.environ["SPARSECOMM_TIMEOUT"] = str(self.timeout)
@@ -39,69 +36,72 @@ class Kills(Attack):
         while self.counts["kills"] < self.given.kills and len(self.report.failures) < 5:
             torch, shared = rng.random() < 0.5, rng.random() < 0.5
             with tempfile.TemporaryDirectory() as folder:
-                self._job(Path(folder), sparsecomm.torch if torch else sc, shared, rng)
+                self._kill_in(Path(folder), sparsecomm.torch if torch else sc, shared, rng)
 
-    def _job(self, root: Path, module: Any, shared: bool, rng: random.Random) -> None:
-        """Let processes save in a folder, and kill them, about twenty times."""
+    def _kill_in(self, root: Path, module: Any, shared: bool, rng: random.Random) -> None:
+        """Let processes save in a folder, and kill them, in life after life."""
         P, finished = rng.choice([2, 3]), 0  # the last step that all ranks have finished to save
-        for life in range(20):
-            folders = [root / ("all" if shared else str(rank)) for rank in range(P)]
-            log = root / f"log{life}"
-            log.mkdir()
-            pids = [self._start(rank, P, folders[rank], log, module) for rank in range(P)]
+        for life in range(LIVES):
+            logs = root / f"log{life}"
+            logs.mkdir()
+            files = [logs / str(rank) for rank in range(P)]
+            pids = []
+            for rank, file in enumerate(files):
+                if not (pid := os.fork()):
+                    live(rank, P, root / ("all" if shared else str(rank)), logs / "store", file, module)
+                pids.append(pid)
             began = time.monotonic()
             early = rng.random() < 0.3  # while they load
-            files = [log / str(rank) for rank in range(P)]
-            while not all(map(_has_loaded, files)) and time.monotonic() - began < _LIMIT:
+            while not all(file.exists() for file in files) and time.monotonic() - began < LIMIT:
                 time.sleep(0.002)
                 if early and rng.random() < 0.01:
                     break
             time.sleep(rng.expovariate(20))
-            victims = pids if rng.random() < 0.3 else [rng.choice(pids)]
-            for pid in victims:
+            for pid in pids if rng.random() < 0.3 else [rng.choice(pids)]:
                 os.kill(pid, signal.SIGKILL)
             self.counts["kills"] += 1
             time.sleep(rng.choice([0, 0.05]))
-            for pid in pids:  # the others would wait for the timeout: their launcher ends them
+            for pid in pids:  # survivors would wait for the timeout: their launcher ends them
                 os.kill(pid, signal.SIGTERM)
             for pid in pids:
                 os.waitpid(pid, 0)
-            told = [file.read_text().splitlines() if file.exists() else [] for file in files]
-            wrong = [line for lines in told for line in lines if line.startswith("wrong")]
-            loaded = {int(lines[0].split()[1]) for lines in told if lines and lines[0].startswith("loaded")}
+            words = [[line.split(" ", 1) for line in file.read_text().splitlines()] for file in files if file.exists()]
+            wrong = [text for its in words for kind, text in its if kind == "wrong"]
+            loaded = {int(text) for its in words for kind, text in its if kind == "loaded"}
             if wrong or len(loaded) > 1 or any(step < finished for step in loaded):
                 self.fail(f"life {life}, {finished} was finished, ranks have loaded {loaded}: {wrong}")
                 return
-            saved = [[int(line.split()[1]) for line in lines if line.startswith("saved")] for lines in told]
-            finished = max(finished, min(max(its, default=0) for its in saved))
-            self.counts["saves that all ranks finished"] += min(map(len, saved))
+            saved = [[int(text) for kind, text in its if kind == "saved"] for its in words]
+            if len(saved) == P:
+                finished = max(finished, min(max(steps, default=0) for steps in saved))
+                self.counts["saves that all ranks finished"] += min(map(len, saved))
             self.counts["lives that loaded"] += bool(loaded - {0})
             self.progress(f"{self.counts['kills']} of {self.given.kills} kills")
 
-    def _start(self, rank: int, P: int, folder: Path, log: Path, module: Any) -> int:
-        """Start a process that loads and saves; return its number."""
-        if pid := os.fork():
-            return pid
-        file = os.open(log / str(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            _live(rank, P, folder, log, module, lambda line: os.write(file, f"{line}\n".encode()))
-        except BaseException:
-            if not isinstance(sys.exc_info()[1], (sc.SparseCommError, RuntimeError)):
-                os.write(file, f"wrong {traceback.format_exc()!r}\n".encode())
-        finally:
-            os._exit(0)
+
+def live(rank: int, P: int, folder: Path, store: Path, log: Path, module: Any) -> None:
+    """Load and save, and log it, until killed."""
+
+    def note(text: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{text}\n")
+
+    try:
+        load_and_save(rank, P, folder, store, module, note)
+    except (sc.SparseCommError, RuntimeError):  # another rank was killed
+        pass
+    except BaseException:
+        note(f"wrong {traceback.format_exc()!r}")
+    finally:
+        os._exit(0)
 
 
-def _has_loaded(file: Path) -> bool:
-    return file.exists() and file.stat().st_size > 0
-
-
-def _live(rank: int, P: int, folder: Path, log: Path, module: Any, note: Any) -> None:
+def load_and_save(rank: int, P: int, folder: Path, store: Path, module: Any, note: Any) -> None:
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(log / "store"), P), rank=rank, world_size=P)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), P), rank=rank, world_size=P)
 
     def objects(step: int) -> dict[str, Any]:
         array = np.random.default_rng([step, rank]).standard_normal(3000).astype(np.float32)

@@ -21,10 +21,8 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -33,28 +31,21 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.processes import end, mpirun
-from tests.stress.harness import Numbered, numbered
-
-__all__ = ["Lost"]
+from tests.processes import end
+from tests.stress.harness import Numbered, Ranks, numbered
+from tests.stress.one_call import ALGORITHMS
 
 P = 4
 ELEMENTS = 600
-AFTER = 5  # calls or steps on the ranks that are left
-ALGORITHMS = ("butterfly", "tree", "split", "allgather", "dense")
+CALLS_AFTER = 5  # calls or steps on the remaining ranks
 LIMIT = 300.0  # seconds for a run
 SHAPES = {"a": (20, 20), "b": (150,), "c": (50,)}
+ENDS = list(accumulate(int(np.prod(shape)) for shape in SHAPES.values()))
 
 
 def gradient(seed: int, rank: int, step: int) -> np.ndarray:
     """Whole numbers whose sums float32 holds exactly."""
     return np.random.default_rng([seed, rank, step]).integers(-8, 9, ELEMENTS).astype(np.float32)
-
-
-def parts(flat: np.ndarray) -> dict[str, np.ndarray]:
-    ends = np.cumsum([np.prod(shape) for shape in SHAPES.values()])
-    split = np.split(flat.copy(), ends[:-1])
-    return {name: part.reshape(shape) for (name, shape), part in zip(SHAPES.items(), split, strict=True)}
 
 
 class Calls:
@@ -92,122 +83,60 @@ class Steps:
         return np.concatenate([self._reducer.residual(name).reshape(-1) for name in SHAPES])
 
     def step(self, rank: int) -> None:
-        pushed = parts(gradient(self._seed, rank, self.done))
-        marks = {name: np.full_like(array, np.inf) for name, array in pushed.items()}
+        split = np.split(gradient(self._seed, rank, self.done), ENDS[:-1])
+        outs = {name: np.full(shape, np.inf, np.float32) for name, shape in SHAPES.items()}
         try:
-            for name, array in pushed.items():
-                self._reducer.push(name, array, marks[name])
+            for (name, out), part in zip(outs.items(), split, strict=True):
+                self._reducer.push(name, part.reshape(out.shape).copy(), out)
             self._reducer.wait()
             self.done += 1
         finally:
-            for mark in marks.values():  # what was written counts, also in a step that failed
-                if np.isinf(mark).any():
-                    mark[:] = 0
-            self.applied += np.concatenate([mark.reshape(-1) for mark in marks.values()])
+            for out in outs.values():  # results that were written count, also in a step that failed
+                if np.isinf(out).any():
+                    out[:] = 0
+            self.applied += np.concatenate([out.reshape(-1) for out in outs.values()])
 
     def rebuild(self, comm: Any) -> tuple[int, ...]:
         return self._reducer.rebuild(comm).ranks_lost
 
 
-KINDS: dict[str, Callable[[Any, int, str], Calls | Steps]] = {"calls": Calls, "steps": Steps}
-
-
 class Run:
-    """A run: what ranks do, and which of them is killed when."""
+    """A run by its seed: the work of the ranks, and which of them is killed when."""
 
     def __init__(self, seed: int) -> None:
         choose = random.Random(seed)
-        self.seed, self.kind, self.algorithm = seed, choose.choice(list(KINDS)), choose.choice(ALGORITHMS)
+        self.seed, self.kind, self.algorithm = seed, choose.choice((Calls, Steps)), choose.choice(ALGORITHMS)
         self.early = choose.random() < 0.15  # at the first call
         self.victim, self.delay = choose.randrange(P), choose.uniform(0, 0.05)
 
+    def __str__(self) -> str:
+        return f"{self.kind.__name__.lower()}, {self.algorithm}{', at the first call' if self.early else ''}"
+
     def work(self, comm: Any) -> Calls | Steps:
-        return KINDS[self.kind](comm, self.seed, self.algorithm)
-
-    def on_rank(self, folder: Path) -> None:
-        from mpi4py import MPI
-
-        world = MPI.COMM_WORLD
-        rank = world.Get_rank()
-        work = self.work(world)
-        if not self.early:
-            work.step(rank)
-        world.Barrier()
-        (folder / f"tmp{rank}").write_text(str(os.getpid()))
-        (folder / f"tmp{rank}").rename(folder / f"pid{rank}")
-        while not (folder / "go").exists():  # the harness has the ids of all
-            time.sleep(1e-3)
-        try:
-            while True:
-                work.step(rank)
-        except sc.RankFailedError as error:
-            found = {"rank": rank, "named": error.ranks, "error": str(error), "done": work.done}
-        times = {"all had raised": time.monotonic()}
-        comm = sc.shrink(world)
-        times["all had shrunk"] = time.monotonic()
-        found |= {"size": comm.Get_size(), "lost": work.rebuild(comm)}
-        found |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
-        work.done += 1  # the gradient of the call that failed is in the residual
-        for _ in range(AFTER):
-            work.step(rank)
-            times.setdefault("all went on", time.monotonic())
-        found |= {"applied after": work.applied, "kept after": work.kept, "times": times}
-        (folder / f"tmp{rank}").write_bytes(pickle.dumps(found))
-        (folder / f"tmp{rank}").rename(folder / f"rank{rank}")
-        while (
-            len(list(folder.glob("rank*"))) < P - 1
-        ):  # who ends is dead, too, for those who have not heard of the first
-            time.sleep(5e-3)
-        os._exit(0)  # MPI's finalisation may wait for the dead
-
-    def kill(self, folder: Path, job: subprocess.Popen[bytes]) -> float:
-        """Kill a rank when all have begun; return when, once all others have gone on, or the job has ended."""
-        deadline = time.monotonic() + LIMIT
-
-        def wait_for(what: str, number: int) -> None:
-            while len(list(folder.glob(f"{what}*"))) < number and time.monotonic() < deadline and job.poll() is None:
-                time.sleep(1e-3)
-
-        wait_for("pid", P)
-        pids = [file.read_text() for file in sorted(folder.glob("pid*"))]
-        (folder / "go").touch()
-        time.sleep(self.delay)
-        if len(pids) == P:
-            os.kill(int(pids[self.victim]), signal.SIGKILL)
-        killed = time.monotonic()
-        wait_for("rank", P - 1)
-        end(job)
-        return killed
+        return self.kind(comm, self.seed, self.algorithm)
 
     def wrong(self, ranks: list[dict[str, Any]]) -> list[str]:
-        """Compare what survivors say with each other, and with ranks of which none died."""
-        wrong, first = [], ranks[0]
+        """Compare the survivors with each other, and with ranks of which none died."""
+        wrong, first, lost = [], ranks[0], (self.victim,)
         for r in ranks:
-            who, lost = f"rank {r['rank']}", (self.victim,)
-            if r["named"] != lost:
-                wrong.append(f"{who} named {r['named']}, not {self.victim}: {r['error']}")
-            if r["size"] != P - 1:
-                wrong.append(f"{who} went on with {r['size']} ranks")
-            if self.kind == "steps" and r["lost"] != lost:
-                wrong.append(f"{who}'s Reducer lost {r['lost']}, not {self.victim}")
-            if r["done"] != first["done"]:
-                wrong.append(f"{who} had made {r['done']} calls, rank {first['rank']} {first['done']}")
+            expected = {"named": lost, "size": P - 1, "lost": lost if self.kind is Steps else (), "done": first["done"]}
+            expected |= {"applied": first["applied"], "applied after": first["applied after"]}
             wrong += [
-                f"{key}: {who} and {first['rank']} differ"
-                for key in ("applied", "applied after")
-                if not np.array_equal(r[key], first[key])
+                f"rank {r['rank']}, {name}: {r[name]}, not {value}: {r['error']}"
+                for name, value in expected.items()
+                if not np.array_equal(r[name], value)
             ]
         if wrong:
             return wrong
         total = first["applied"] + sum(r["kept"] for r in ranks)
-        steps = range(first["done"] + 1, first["done"] + 1 + AFTER)
+        steps = range(first["done"] + 1, first["done"] + 1 + CALLS_AFTER)
         added = sum(gradient(self.seed, r["rank"], step) for r in ranks for step in steps)
         if not np.array_equal(first["applied after"] + sum(r["kept after"] for r in ranks), total + added):
             wrong.append("the sum of residuals and results changed after the loss")
         return wrong + self._other_than_simulated(ranks, first["done"])
 
     def _other_than_simulated(self, ranks: list[dict[str, Any]], done: int) -> list[str]:
-        """Compare with ranks of which none died: the call that failed counted nowhere, and those before everywhere."""
+        """Compare with ranks of which none died: the call that failed counted nowhere, earlier ones everywhere."""
 
         def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
             work = self.work(transport)
@@ -218,15 +147,14 @@ class Run:
             return states[-2:]
 
         wrong, expected = [], [result.value for result in simulated.run(P, program)]
-        sizes = [int(np.prod(shape)) for shape in SHAPES.values()] if self.kind == "steps" else [ELEMENTS]
         for r in ranks:
             before, after = expected[r["rank"]]  # type: ignore[misc]
             right = [np.array([before[0], before[1] + gradient(self.seed, r["rank"], done)])]
-            if self.kind == "steps":
-                right.append(after)  # other calls of the step did, before
+            if self.kind is Steps:
+                right.append(after)  # earlier calls of the step succeeded
             if self.early:
                 right.append(before)  # the first call of all did not begin
-            for begin, until in pairwise([0, *accumulate(sizes)]):  # tensors of a step count each by itself
+            for begin, until in pairwise([0, *(ENDS if self.kind is Steps else [ELEMENTS])]):  # a tensor counts alone
                 part, now = slice(begin, until), np.array([r["applied"], r["kept"]])
                 if not any(np.array_equal(now[:, part], state[:, part]) for state in right):
                     wrong.append(f"rank {r['rank']}: elements {begin} to {until} are not those of whole calls")
@@ -235,46 +163,78 @@ class Run:
 
 class Lost(Numbered):
     unit, chunk = "runs", 10
-    options = (
-        *numbered(unit, 200)[:2],
-        ("jobs", 0, "processes; 0: none but this"),
-        ("seconds", 2.0, "within which survivors go on"),
-    )
+    options = (*numbered(unit, 200, jobs=0), ("seconds", 2.0, "within which survivors go on"))
 
     def run(self) -> None:
-        """Kill a rank in so many jobs; the n-th has the seed of the attack, plus n."""
+        """Kill a rank in each run; run n has the seed of the attack plus n."""
         self.times: defaultdict[str, list[float]] = defaultdict(list)
         super().run()
-        for what, values in self.times.items():
+        for event, values in self.times.items():
             values.sort()
-            for of, value in (("median", statistics.median(values)), ("95 %", values[int(0.95 * (len(values) - 1))])):
-                self.report.measure(f"s after the kill until {what}, {of}", value)
-            self.report.measure(f"s after the kill until {what}, longest", values[-1])
-
-    def be_rank(self, folder: str, number: str) -> None:
-        """Be one of the ranks of a run."""
-        Run(self.report.seed + int(number)).on_rank(Path(folder))
+            name = f"s after the kill until {event}"
+            self.report.measure(f"{name}, median", statistics.median(values))
+            self.report.measure(f"{name}, 95 %", values[int(0.95 * (len(values) - 1))])
+            self.report.measure(f"{name}, longest", values[-1])
 
     def check(self, number: int) -> None:
-        """Make a run."""
-        made, killed = Run(self.report.seed + number), 0.0
-        with tempfile.TemporaryDirectory() as folder:
-
-            def kill(job: subprocess.Popen[bytes], _: Callable[[], str]) -> None:
-                nonlocal killed
-                killed = made.kill(Path(folder), job)
-
-            command = ["-m", "tests.stress", "lost", "--seed", str(self.report.seed), "--on-ranks", folder, str(number)]
-            _, said = mpirun(P, *command, options=("--with-ft", "ulfm"), meanwhile=kill)
-            ranks = [pickle.loads(file.read_bytes()) for file in sorted(Path(folder).glob("rank*"))]
-        self.counts.update({"kills": 1, "kills at the first call": int(made.early)})
-        which = f"{made.kind}, {made.algorithm}{', at the first call' if made.early else ''}"
-        assert len(ranks) == P - 1, f"{which}: {P - 1 - len(ranks)} survivors did not go on:\n{said[-3000:]}"
-        for what in ranks[0]["times"]:
-            self.times[what].append(max(r["times"][what] for r in ranks) - killed)
-        shown = ", ".join(f"{what} {values[-1]:.3f}" for what, values in self.times.items())
-        print(f"{number}: {which}: {shown} s after the kill", file=sys.stderr, flush=True)
-        wrong, slowest = made.wrong(ranks), self.times["all went on"][-1]
+        self._run, self._killed, self._ranks = Run(self.report.seed + number), 0.0, []
+        options = "--with-ft", "ulfm"
+        _, output = self.run_ranks(P, LIMIT, "mpi", mpirun_options=options, first=number, runs=1, jobs=0)
+        run, ranks = self._run, self._ranks
+        self.counts.update({"kills": 1, "kills at the first call": int(run.early)})
+        assert len(ranks) == P - 1, f"{run}: {P - 1 - len(ranks)} survivors did not go on:\n{output[-3000:]}"
+        for event in ranks[0]["times"]:
+            self.times[event].append(max(r["times"][event] for r in ranks) - self._killed)
+        shown = ", ".join(f"{event} {values[-1]:.3f}" for event, values in self.times.items())
+        print(f"{number}: {run}: {shown} s after the kill", file=sys.stderr, flush=True)
+        wrong, slowest = run.wrong(ranks), self.times["all went on"][-1]
         if slowest > self.given.seconds:
             wrong.append(f"went on after {slowest:.2f} s")
         assert not wrong, "\n".join(wrong)
+
+    def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
+        """Kill a rank once all are ready, and end the job once the others have gone on."""
+        pids = dict(line.split()[1:3] for line in lines if "is ready" in line)
+        if len(pids) < P:
+            return
+        (self.folder / "go").touch()
+        time.sleep(self._run.delay)
+        os.kill(int(pids[str(self._run.victim)]), signal.SIGKILL)
+        self._killed, deadline = time.monotonic(), time.monotonic() + LIMIT
+        while len(found := sorted(self.folder.glob("rank*"))) < P - 1 and time.monotonic() < deadline:
+            if job.poll() is not None:
+                break
+            time.sleep(1e-3)
+        end(job)
+        self._ranks = [pickle.loads(file.read_bytes()) for file in found]
+
+    def on_rank(self, ranks: Ranks) -> None:
+        run, comm, rank = Run(self.report.seed + self.given.first), ranks.comm, ranks.rank
+        work = run.work(comm)
+        if not run.early:
+            work.step(rank)
+        ranks.gather(None)
+        print(f"progress: {rank} {os.getpid()} is ready", flush=True)
+        while not (self.folder / "go").exists():
+            time.sleep(1e-3)
+        try:
+            while True:
+                work.step(rank)
+        except sc.RankFailedError as error:
+            found = {"rank": rank, "named": error.ranks, "error": str(error), "done": work.done}
+        times = {"all had raised": time.monotonic()}
+        comm = sc.shrink(comm)
+        times["all had shrunk"] = time.monotonic()
+        found |= {"size": comm.Get_size(), "lost": work.rebuild(comm)}
+        found |= {"applied": work.applied.copy(), "kept": work.kept.copy()}
+        work.done += 1  # the gradient of the call that failed is in the residual
+        for _ in range(CALLS_AFTER):
+            work.step(rank)
+            times.setdefault("all went on", time.monotonic())
+        found |= {"applied after": work.applied, "kept after": work.kept, "times": times}
+        temporary: Path = self.folder / f"new{rank}"
+        temporary.write_bytes(pickle.dumps(found))
+        temporary.rename(self.folder / f"rank{rank}")
+        while len(list(self.folder.glob("rank*"))) < P - 1:  # a rank that ended would be lost, too
+            time.sleep(5e-3)
+        os._exit(0)  # MPI's finalization may wait for the dead rank

@@ -27,8 +27,6 @@ from tests.stress import sanitizers
 from tests.stress.harness import SANITIZED, Numbered, numbered
 from tests.stress.mutations import damaged
 
-__all__ = ["DamagedMessages"]
-
 _BATCH = 512  # messages from one random generator, with one original
 _ADDRESSES = 2**28  # bytes that a process may map beyond what it has when it begins
 _SIZES = (1, 2, 100, 1000, 70_001, 2**31 - 1, 2**31, 2**40, 2**62)

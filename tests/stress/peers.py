@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import sparsecomm as sc
 from sparsecomm.algorithms import find, inner_algorithms
@@ -27,19 +27,17 @@ from sparsecomm.wire.header import CALL_BYTES
 from tests.stress.harness import Numbered, numbered
 from tests.stress.mutations import NUMBERS, damaged
 
-__all__ = ["PeerMessages"]
-
-_BACKEND = CpuBackend(1)
-_DAMAGES = ("bytes", "payload", "vectors", "vectors", "words")
-_REFUSALS = sc.CollectiveMismatchError, sc.TransportError
+BACKEND = CpuBackend(1)
+DAMAGES = ("bytes", "payload", "vectors", "vectors", "words")
+REFUSALS = sc.CollectiveMismatchError, sc.TransportError
 
 
-class _Case:
+class Case:
     """A call on P ranks, and the message that is damaged: message ``which`` of rank ``victim``.
 
     Attributes:
-        calls: without damage, before the damaged one.
-        damage: one of `_DAMAGES`.
+        calls: the number of calls without damage before the damaged one.
+        damage: one of `DAMAGES`.
     """
 
     def __init__(self, seed: int, number: int) -> None:
@@ -60,69 +58,103 @@ class _Case:
         self.residual = bool(rng.random() < 0.5)
         self.calls = int(rng.integers(0, 3))
         self.victim, self.which = int(rng.integers(self.P)), int(rng.integers(100))
-        self.damage = str(rng.choice(_DAMAGES))
+        self.damage = str(rng.choice(DAMAGES))
 
     def __repr__(self) -> str:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if name != 'rng')})"
 
     def gradient(self, rank: int, step: int) -> np.ndarray:
-        """Return the gradient of a rank: small whole numbers."""
+        """Return a rank's gradient: small whole numbers."""
         drawn = np.random.default_rng([self.calls, self.n, rank, step]).integers(-9, 10, self.n)
         return drawn.astype(self.dtype)
 
     @property
     def max_entries(self) -> int:
-        """The number of entries that a result may have."""
+        """The maximum number of entries of a result."""
         name = self.algorithm.removeprefix("hierarchical:")
-        found = find(name)
-        if name == "dense":
-            return self.n
         if name == "split:2":
             return 2 * self.k
-        return self.k if found and found.reselects else self.n
+        found = find(name)
+        return self.k if name != "dense" and found and found.reselects else self.n
 
 
-@dataclass
-class _Damage:
-    """What replaces the message, while `_replacing`.
+class Damage:
+    """Replaces the message while a case's damaged call is under way: see `applied`.
 
     Attributes:
-        case: says which one.
-        armed: whether the damaged call is under way.
-        sent: messages of the victim in that call.
-        done: what was sent instead of what, in words.
+        armed: the ranks that are in the damaged call.
+        sent: how many messages the victim has sent in that call.
+        done: whether a message was replaced.
     """
 
-    case: _Case
-    armed: set[int] = field(default_factory=set)
-    sent: int = 0
-    done: str = ""
-    made: dict[int, tuple[Any, Callable[[], np.ndarray | None]]] = field(default_factory=dict)
+    def __init__(self, case: Case) -> None:
+        self.case, self.armed, self.sent, self.done = case, set[int](), 0, False
+        # By the id of a message: the message, which keeps its id from being reused, and what makes another.
+        self._others: dict[int, tuple[np.ndarray, Callable[[], np.ndarray]]] = {}
 
-    def replaced(self, rank: int, data: np.ndarray) -> np.ndarray:
-        """Return what rank ``rank`` sends for ``data``."""
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let simulated ranks send the damaged message."""
+        rng, case, numbers = self.case.rng, self.case, [self.case.n - 1, self.case.n, self.case.k]
+        entries, parcel, words, isend = Messages.entries, Messages.parcel, Messages.words, SimulatedTransport.isend
+
+        def remember(message: np.ndarray, other: Callable[[], np.ndarray]) -> np.ndarray:
+            self._others[id(message)] = message, other
+            return message
+
+        def new_entries(messages: Messages, vector: SparseVector, wire: Wire, round_no: int) -> Any:
+            message = entries(messages, vector, wire, round_no)
+            return remember(message, lambda: entries(messages, other_vector(vector, wire, rng), wire, round_no))
+
+        def new_parcel(messages: Messages, vectors: Any, its: Any, wire: Wire, round_no: int) -> Any:
+            def other() -> Any:
+                drawn, sent = list(vectors), list(its)
+                if case.damage == "words" or not drawn:
+                    sent = other_words(its, rng, numbers)
+                else:
+                    at = int(rng.integers(len(drawn)))
+                    drawn[at] = other_vector(drawn[at], wire, rng)
+                if rng.random() < 0.05:
+                    drawn = drawn[:-1] if rng.random() < 0.5 else drawn + drawn[:1]
+                return parcel(messages, drawn, sent, wire, round_no)
+
+            return remember(parcel(messages, vectors, its, wire, round_no), other)
+
+        def new_words(messages: Messages, its: list[int], round_no: int) -> Any:
+            message = words(messages, its, round_no)
+            return remember(message, lambda: words(messages, other_words(its, rng, numbers), round_no))
+
+        def new_isend(transport: SimulatedTransport, data: Any, to: int, *rest: Any, **named: Any) -> Any:
+            return isend(transport, self._replaced(transport.rank, data), to, *rest, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name, method in (("entries", new_entries), ("parcel", new_parcel), ("words", new_words)):
+                patch.setattr(Messages, name, method)
+            patch.setattr(SimulatedTransport, "isend", new_isend)
+            yield
+
+    def _replaced(self, rank: int, data: np.ndarray) -> np.ndarray:
+        """Return the message that a rank sends in place of ``data``."""
         case = self.case
         if rank != case.victim or rank not in self.armed:
             return data
         self.sent += 1
         if self.sent != case.which + 1:
             return data
-        other: np.ndarray | None = None
-        if case.damage in ("vectors", "words") and id(data) in self.made:
-            other = self.made[id(data)][1]()
-        if other is None and case.damage == "payload" and len(data) > HEADER_BYTES + 4:
+        self.done = True
+        if case.damage in ("vectors", "words") and id(data) in self._others:
+            return self._others[id(data)][1]()
+        if case.damage == "payload" and len(data) > HEADER_BYTES + 4:
             other = data.copy()
             for _ in range(case.rng.integers(1, 3)):
                 at = int(case.rng.integers(HEADER_BYTES, len(data) - 3))
                 other[at : at + 4] = case.rng.integers(0, 256, 4, np.uint8)
-        if other is None:
-            numbers = [case.n - 1, case.n, case.k, case.k + 1]
-            (other,) = damaged(data, 1, CALL_BYTES, numbers, case.rng)
-        self.done = f"{len(data)} bytes, damaged by {case.damage}"
+            return other
+        (other,) = damaged(data, 1, CALL_BYTES, [case.n - 1, case.n, case.k, case.k + 1], case.rng)
         return other
 
 
-def _other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) -> SparseVector:
+def other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) -> SparseVector:
     """Return a vector that a faulty or hostile rank could send instead."""
     n, nnz = vector.size, vector.nnz
     indices, values = vector.indices.copy(), vector.values.copy()
@@ -147,88 +179,74 @@ def _other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) ->
     elif how == "zero":
         values[int(rng.integers(nnz))] = 0
     other = SparseVector.trusted(indices, values, n, vector.shape)
-    return other if wire.kind is EXACT or how == "zero" else _BACKEND.quantize(other, wire.kind)[0]
+    return other if wire.kind is EXACT or how == "zero" else BACKEND.quantize(other, wire.kind)[0]
 
 
-def _other_words(words: Any, rng: np.random.Generator, numbers: list[int]) -> list[int]:
-    """Return other whole numbers: a changed one, one more or one fewer, in any order."""
+def other_words(words: Any, rng: np.random.Generator, numbers: list[int]) -> list[int]:
+    """Return other whole numbers: one changed, one more or one fewer."""
     other = list(words)
     if other and rng.random() < 0.8:
         at = int(rng.integers(len(other)))
         chosen = [*NUMBERS, *numbers, other[at] + 1, max(0, other[at] - 1)]
         other[at] = int(chosen[rng.integers(len(chosen))]) % 2**64
-    elif rng.random() < 0.5:
-        other.append(int(rng.integers(0, 2**62)))
-    else:
-        other = other[:-1]
-    return other
+        return other
+    return [*other, int(rng.integers(0, 2**62))] if rng.random() < 0.5 else other[:-1]
 
 
-@contextmanager
-def _replacing(damage: _Damage) -> Iterator[None]:
-    """Let simulated ranks send what ``damage`` says."""
-    case, isend = damage.case, SimulatedTransport.isend
-    entries, parcel, words = Messages.entries, Messages.parcel, Messages.words
-    numbers = [case.n - 1, case.n, case.k]
-
-    def remember(message: np.ndarray, other: Callable[[], np.ndarray | None]) -> np.ndarray:
-        damage.made[id(message)] = message, other  # the message is kept, or another one could have its id
-        return message
-
-    def other_entries(self: Messages, vector: SparseVector, wire: Wire, round_no: int) -> Any:
-        return remember(
-            entries(self, vector, wire, round_no),
-            lambda: entries(self, _other_vector(vector, wire, case.rng), wire, round_no),
-        )
-
-    def other_parcel(self: Messages, vectors: Any, its: Any, wire: Wire, round_no: int) -> Any:
-        def other() -> Any:
-            drawn, numbers_sent = list(vectors), list(its)
-            if case.damage == "words" or not drawn:
-                numbers_sent = _other_words(its, case.rng, numbers)
-            else:
-                at = int(case.rng.integers(len(drawn)))
-                drawn[at] = _other_vector(drawn[at], wire, case.rng)
-            if case.rng.random() < 0.05:
-                drawn = drawn[:-1] if case.rng.random() < 0.5 else drawn + drawn[:1]
-            return parcel(self, drawn, numbers_sent, wire, round_no)
-
-        return remember(parcel(self, vectors, its, wire, round_no), other)
-
-    def other_words(self: Messages, its: list[int], round_no: int) -> Any:
-        return remember(words(self, its, round_no), lambda: words(self, _other_words(its, case.rng, numbers), round_no))
-
-    def other_isend(self: SimulatedTransport, data: Any, to: int, *rest: Any, **named: Any) -> Any:
-        return isend(self, damage.replaced(self.rank, data), to, *rest, **named)
-
-    Messages.entries, Messages.parcel, Messages.words = other_entries, other_parcel, other_words  # type: ignore[method-assign]
-    SimulatedTransport.isend = other_isend  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Messages.entries, Messages.parcel, Messages.words = entries, parcel, words  # type: ignore[method-assign]
-        SimulatedTransport.isend = isend  # type: ignore[method-assign]
-
-
-@dataclass
-class _Outcome:
-    """What a rank has after its damaged call, and after the next one."""
+class Outcome(NamedTuple):
+    """A rank's result or error of the damaged call, its contribution to the next call, and that call's result."""
 
     result: SparseVector | None
     error: BaseException | None
-    entered: np.ndarray
-    following: np.ndarray
+    contribution: np.ndarray
+    next_result: np.ndarray
 
 
-def _realign(transport: SimulatedTransport) -> None:
-    """Realign; a rank that has waited in vain for its timeout comes that much later than the others."""
+def make_calls(case: Case) -> tuple[Damage, list[Outcome]]:
+    damage = Damage(case)
+
+    def program(transport: SimulatedTransport) -> Outcome:
+        residual = np.zeros(case.n, case.dtype) if case.residual else None
+        options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual}
+
+        def call(step: int) -> SparseVector:
+            return sc.sparse_allreduce(case.gradient(transport.rank, step), case.k, comm=transport, **options)
+
+        for step in range(case.calls):
+            call(step)
+        damage.armed.add(transport.rank)
+        result, raised = None, None
+        try:
+            result = call(case.calls)
+        except REFUSALS as error:
+            raised = error
+        damage.armed.discard(transport.rank)
+        realign(transport)
+        contribution = case.gradient(transport.rank, case.calls + 1)
+        if residual is not None:
+            with np.errstate(all="ignore"):
+                contribution = contribution + residual
+        return Outcome(result, raised, contribution, call(case.calls + 1).to_dense())
+
+    with damage.applied():
+        found = run(case.P, program, node_of_rank=case.nodes, catch=True)
+    for rank, each in enumerate(found):
+        if each.error is not None and not isinstance(each.error, sc.TimeoutError):  # else another rank says why
+            raise AssertionError(f"rank {rank} raised {each.error!r}") from each.error
+    outcomes = [each.value for each in found if each.value is not None]
+    assert len(outcomes) == case.P, f"ranks waited in vain: {found}"
+    return damage, outcomes
+
+
+def realign(transport: SimulatedTransport) -> None:
+    """Realign; a rank that has waited for its timeout comes that much later than the others."""
     for _ in range(3):
         with suppress(sc.TimeoutError):
             return sc.realign(transport)
     raise AssertionError(f"rank {transport.rank} cannot realign")
 
 
-def _check_result(case: _Case, result: SparseVector) -> None:
+def check_result(case: Case, result: SparseVector) -> None:
     indices, values = np.asarray(result.indices), np.asarray(result.values)
     assert len(indices) == len(values), "as many indices as values"
     assert np.all(np.diff(indices) > 0), f"indices that do not increase: {indices.tolist()[:20]} ..."
@@ -242,77 +260,27 @@ class PeerMessages(Numbered):
     options = numbered(unit, 20_000)
 
     def check(self, number: int) -> None:
-        """Make a call in which one message is damaged, and the next call."""
-        case = _Case(self.report.seed, number)
-        try:
-            self._check(case)
-        except Exception as error:
-            raise AssertionError(f"{error!r}\n  in {case}") from error
-
-    def _check(self, case: _Case) -> None:
-        damage, outcomes = self._made(case)
-        if not damage.done and damage.sent:  # it has sent fewer messages
+        case = self.case = Case(self.report.seed, number)
+        damage, outcomes = make_calls(case)
+        if not damage.done and damage.sent:  # the rank has sent fewer messages
             case.which %= damage.sent
-            damage, outcomes = self._made(case)
+            damage, outcomes = make_calls(case)
         for outcome in outcomes:
             if outcome.result is not None:
-                _check_result(case, outcome.result)
+                check_result(case, outcome.result)
         if not damage.done:
             self.counts["calls in which the rank sends nothing"] += 1
         elif any(outcome.error is not None for outcome in outcomes):
             self.counts["refused"] += 1
         else:
             self.counts["taken, and the result is well formed"] += 1
-        self._check_following(case, outcomes)
-
-    @staticmethod
-    def _made(case: _Case) -> tuple[_Damage, list[_Outcome]]:
-        """Make the calls, and return what every rank has."""
-        damage = _Damage(case)
-
-        def program(transport: SimulatedTransport) -> _Outcome:
-            residual = np.zeros(case.n, case.dtype) if case.residual else None
-            options = {"algorithm": case.algorithm, "wire": case.wire, "op": case.op, "residual": residual}
-
-            def call(step: int) -> SparseVector:
-                return sc.sparse_allreduce(case.gradient(transport.rank, step), case.k, comm=transport, **options)
-
-            for step in range(case.calls):
-                call(step)
-            damage.armed.add(transport.rank)
-            result, raised = None, None
-            try:
-                result = call(case.calls)
-            except _REFUSALS as error:
-                raised = error
-            damage.armed.discard(transport.rank)
-            _realign(transport)
-            entered = case.gradient(transport.rank, case.calls + 1)
-            if residual is not None:
-                with np.errstate(all="ignore"):
-                    entered = entered + residual
-            return _Outcome(result, raised, entered, call(case.calls + 1).to_dense())
-
-        with _replacing(damage):
-            found = run(case.P, program, node_of_rank=case.nodes, catch=True)
-        for rank, each in enumerate(found):
-            if each.error is not None and not isinstance(each.error, sc.TimeoutError):  # else another rank says why
-                raise AssertionError(f"rank {rank} raised {each.error!r}") from each.error
-        outcomes = [each.value for each in found if each.value is not None]
-        assert len(outcomes) == case.P, f"ranks waited in vain: {found}"
-        return damage, outcomes
-
-    def _check_following(self, case: _Case, outcomes: list[_Outcome]) -> None:
-        """Check the results of the calls without damage."""
-        first = outcomes[0].following
+        first, contributions = outcomes[0].next_result, [outcome.contribution for outcome in outcomes]
         for rank, outcome in enumerate(outcomes):
-            same = np.array_equal(outcome.following, first, equal_nan=True)
+            same = np.array_equal(outcome.next_result, first, equal_nan=True)
             assert same, f"the next call: rank {rank} has another result than rank 0"
-        entered = [outcome.entered for outcome in outcomes]
-        name = case.algorithm
-        if not all(np.isfinite(v).all() and np.abs(v).max() < 2**16 for v in entered) or case.op != "sum":
-            return
-        if WIRES[case.wire].kind is EXACT or name.startswith("dense"):
+        small = all(np.isfinite(v).all() and np.abs(v).max() < 2**16 for v in contributions)
+        exact = WIRES[case.wire].kind is EXACT or case.algorithm.startswith("dense")
+        if small and exact and case.op == "sum":
             self.counts["next calls compared with the oracle"] += 1
-            expected = oracle(name)(entered, case.k, case.nodes)
+            expected = oracle(case.algorithm)(contributions, case.k, case.nodes)
             assert np.array_equal(first, expected), "the next call: not the oracle's result"

@@ -20,8 +20,6 @@ import numpy as np
 
 from tests.processes import ROOT
 
-__all__ = ["COMPILER", "build", "compile_all", "environment", "within"]
-
 COMPILER = os.environ.get("CXX", "g++")
 _MODULES = {"sparsecomm/backends/_cpu": ("cpp", ["--cplus"]), "sparsecomm/tensors/_dlpack": ("c", [])}
 _FLAGS = ["-O0", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION"]
@@ -31,11 +29,7 @@ _NO_RED_ZONES = ["-mllvm", "-asan-stack=0"] if "clang" in COMPILER else ["--para
 
 
 def compile_all(commands: Iterable[Sequence[str]], folder: Path) -> None:
-    """Run compilers, as many at a time as there are cores.
-
-    Raises:
-        subprocess.CalledProcessError: one failed.
-    """
+    """Run compilers, as many at a time as there are cores; raise a CalledProcessError if one fails."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, cwd=folder, check=True), commands))
 
@@ -46,7 +40,7 @@ def within() -> bool:
 
 
 def build(root: Path) -> bool:
-    """Make a copy of the checkout in ``root``, in which the modules have sanitizers, unless it is there.
+    """Copy the checkout to ``root`` and build modules with sanitizers in it, unless it is there.
 
     Returns: whether the sanitizers see a write behind the end of an array.
     """

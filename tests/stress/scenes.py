@@ -1,10 +1,11 @@
-"""What is interrupted on one of two real ranks, and how both then go on, as docs/footguns.md says.
+"""Scenes that are interrupted on one of two real ranks, and how both then go on, as docs/footguns.md says.
 
-A scene returns what must be the same, bit for bit, as if there had been no interrupt.
+A scene returns values that must be the same, bit for bit, as without an interrupt.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,17 +15,18 @@ import numpy as np
 
 import sparsecomm as sc
 from tests.interrupts import InterruptError, interrupted
-from tests.stress.side_channel import SideChannel
-
-__all__ = ["SCENES", "SHAPES", "Scene", "Within", "bits", "gradients"]
+from tests.stress.harness import Ranks
+from tests.stress.states import digest
+from tests.stress.subjects import KINDS
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 _REDUCER: dict[str, Any] = {"op": "sum", "dense_below": 3}
+_TORCH: dict[str, Any] = {"scope": "tensor", "dense_below": 3}
 _LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain", "dense_below": 0}
 
 Arrays = dict[str, np.ndarray]
 Within = Callable[[], AbstractContextManager[Any]]  # a block that one rank is interrupted in
-Scene = Callable[[SideChannel, Within], Any]
+Scene = Callable[[Ranks, Within], Any]
 
 
 def gradients(rank: int, step: int) -> Arrays:
@@ -34,7 +36,6 @@ def gradients(rank: int, step: int) -> Arrays:
 
 
 def bits(*arrays: Arrays) -> list[bytes]:
-    """Return what is compared."""
     return [array.tobytes() for each in arrays for array in each.values()]
 
 
@@ -46,8 +47,8 @@ def _residuals(reducer: sc.Reducer) -> Arrays:
     return {name: np.asarray(reducer.residual(name)) for name in SHAPES}
 
 
-def _again(ranks: SideChannel, comm: Any, within: Within, act: Callable[[], Any]) -> None:
-    """Do something in which one call is made; after an error on any rank, realign and do it again on both."""
+def _again(ranks: Ranks, comm: Any, within: Within, act: Callable[[], Any]) -> None:
+    """Perform an action that makes one call; after an error on any rank, realign and do it again on both."""
     raised: list[str] = []
     for attempt in range(3):
         before = sc.last_call(comm).number
@@ -64,16 +65,27 @@ def _again(ranks: SideChannel, comm: Any, within: Within, act: Callable[[], Any]
             if skipped or "sparsecomm.realign()" in str(error):  # the other one waits in that call, or in realign
                 sc.realign(comm)
                 realigned = True
-        told = ranks.gather((failed, realigned))
-        if not any(each[0] for each in told):
+        of_ranks = ranks.gather((failed, realigned))
+        if not any(failed for failed, _ in of_ranks):
             return
-        if not all(each[1] for each in told):
+        if not all(realigned for _, realigned in of_ranks):
             sc.realign(comm)
     raise AssertionError(f"not usable again: {raised}")
 
 
-def _first_call(ranks: SideChannel, within: Within) -> Any:
-    """A first call: where the gradient is, `last_call` says; the next one is right."""
+def _until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
+    """Repeat an action after interrupts, until it is done."""
+    while True:
+        try:
+            if done():
+                return
+            act()
+        except InterruptError:  # noqa: PERF203
+            continue
+
+
+def _first_call(ranks: Ranks, within: Within) -> Any:
+    """A first call. `last_call` says where the gradient is, and the next call is right."""
     comm, x = ranks.new(), np.arange(40, dtype=np.float32) - 17 - ranks.rank
     residual, out = np.ones(40, np.float32), np.empty(40, np.float32)
 
@@ -102,33 +114,41 @@ def _first_call(ranks: SideChannel, within: Within) -> Any:
     return bits({"residual": residual, "out": out})
 
 
+def _load(kind: str) -> Scene:
+    """A state that is loaded: on both ranks or on none."""
+
+    def scene(ranks: Ranks, within: Within) -> Any:
+        comm = ranks.new()
+        subject = KINDS[kind][0](comm, ranks.rank, np.random.default_rng(2))
+        for _ in range(7):
+            subject.step()
+        state = subject.it.state_dict()
+        subject.step()
+        subject.finish()
+        _again(ranks, comm, within, lambda: subject.it.load_state_dict(state))
+        for _ in range(3):
+            subject.step()
+        subject.finish()
+        return digest(subject.own())
+
+    return scene
+
+
 # -- Reducer ----------------------------------------------------------------------------------------------------------
 
 
 def _reducer_step(number: int, **options: Any) -> Scene:
     """Steps of a reducer, one of which is interrupted; `pushed` and `step` show where to continue."""
 
-    def scene(ranks: SideChannel, within: Within) -> Any:
+    def scene(ranks: Ranks, within: Within) -> Any:
         reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER, **options)
         outs, applied = _zeros(), _zeros()
-
-        def until(done: Callable[[], bool], act: Callable[[], Any]) -> None:
-            while True:
-                try:
-                    if done():
-                        return
-                    act()
-                except InterruptError:  # noqa: PERF203
-                    continue
-
-        def step(given: Arrays, number: int) -> None:
-            for name, gradient in given.items():
-                until(lambda n=name: reducer.pushed(n), lambda n=name, g=gradient: reducer.push(n, g, out=outs[n]))
-            until(lambda: reducer.step > number, lambda: reducer.wait())
-
         for i in range(3):
             with within() if i == number else interrupted():
-                step(gradients(ranks.rank, i), i)
+                for name, gradient in gradients(ranks.rank, i).items():
+                    push = lambda n=name, g=gradient: reducer.push(n, g, out=outs[n])  # noqa: E731
+                    _until(lambda n=name: reducer.pushed(n), push)
+                _until(lambda i=i: reducer.step > i, lambda: reducer.wait())
             assert reducer.last is not None
             assert reducer.step == i + 1
             for name, out in outs.items():
@@ -138,7 +158,7 @@ def _reducer_step(number: int, **options: Any) -> Scene:
     return scene
 
 
-def _rebuild_reducer(ranks: SideChannel, within: Within) -> Any:
+def _rebuild_reducer(ranks: Ranks, within: Within) -> Any:
     """A rebuild of a reducer, which is made again on both ranks after an error on one."""
     comm = ranks.new()
     reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER)
@@ -150,37 +170,19 @@ def _rebuild_reducer(ranks: SideChannel, within: Within) -> Any:
     return bits(step, _residuals(reducer))
 
 
-def _load_reducer(ranks: SideChannel, within: Within) -> Any:
-    """A state that is loaded: on both ranks or on none."""
-    comm = ranks.new()
-    reducer = sc.Reducer(_zeros(), 0.2, comm=comm, **_REDUCER)
-    reducer.reduce(gradients(ranks.rank, 0))
-    state = reducer.state_dict()
-    reducer.reduce(gradients(ranks.rank, 1))
-    _again(ranks, comm, within, lambda: reducer.load_state_dict(state))
-    assert ranks.gather(reducer.step) == [1, 1]
-    step = gradients(ranks.rank, 2)
-    reducer.reduce(step)
-    return bits(step, _residuals(reducer))
-
-
 # -- SparseAdamW ------------------------------------------------------------------------------------------------------
 
 
 def _adamw_step(number: int) -> Scene:
     """Steps of AdamW, before every other of which weights are compared; one is interrupted, and called again."""
 
-    def scene(ranks: SideChannel, within: Within) -> Any:
+    def scene(ranks: Ranks, within: Within) -> Any:
         weights = _zeros()
         optimizer = sc.SparseAdamW(weights, density=0.2, comm=ranks.new(), check_weights_every=2)
         for i in range(4):
-            given, interrupts = gradients(ranks.rank, i), within if i == number else interrupted
-            while max(optimizer._adamw.steps.values()) == i:
-                try:
-                    with interrupts():
-                        optimizer.step(given)
-                except InterruptError:  # noqa: PERF203
-                    interrupts = interrupted
+            given = gradients(ranks.rank, i)
+            with within() if i == number else interrupted():
+                _until(lambda i=i: max(optimizer._adamw.steps.values()) > i, lambda g=given: optimizer.step(g))
         return bits(weights, _residuals(optimizer.reducer))
 
     return scene
@@ -192,7 +194,7 @@ def _adamw_step(number: int) -> Scene:
 class _Local:
     """Local steps, and the parameters that they train."""
 
-    def __init__(self, ranks: SideChannel, comm: Any, **options: Any) -> None:
+    def __init__(self, ranks: Ranks, comm: Any, **options: Any) -> None:
         self.rank, self.parameters = ranks.rank, _zeros()
         outer = sc.NesterovSGD(0.5, 0.5)
         self.steps = sc.LocalSteps(self.parameters, 0.5, comm=comm, outer=outer, **_LOCAL, **options)
@@ -213,7 +215,7 @@ class _Local:
 def _local_step(number: int, **options: Any) -> Scene:
     """Local steps, one of which is interrupted: `round` and `local_step` say how to go on."""
 
-    def scene(ranks: SideChannel, within: Within) -> Any:
+    def scene(ranks: Ranks, within: Within) -> Any:
         local = _Local(ranks, ranks.new(), decay=0.5, sync_every=2, **options)
         delayed = bool(options.get("fragment_sync_delay"))
 
@@ -237,16 +239,13 @@ def _local_step(number: int, **options: Any) -> Scene:
     return scene
 
 
-def _rebuild_local(ranks: SideChannel, within: Within) -> Any:
+def _rebuild_local(ranks: Ranks, within: Within) -> Any:
     """A rebuild of local steps, made again on a new communicator after an error. The other rank may time out before."""
     local, attempt, failed = _Local(ranks, ranks.new(), sync_every=1), 0, True
     local.train(0)
     while any(ranks.gather(failed)):
-        comm, failed = ranks.new(), False  # what was broadcast over another one may not pair any more
-
-        def act(comm: Any = comm) -> None:
-            local.steps.rebuild(comm, local.parameters)
-
+        comm, failed = ranks.new(), False  # broadcasts over another one may not pair any more
+        act = lambda c=comm: local.steps.rebuild(c, local.parameters)  # noqa: E731
         try:
             with interrupted() if attempt else within():
                 act()
@@ -257,23 +256,103 @@ def _rebuild_local(ranks: SideChannel, within: Within) -> Any:
     return local.bits()
 
 
-def _load_local(ranks: SideChannel, within: Within) -> Any:
-    """A state of local steps, in the middle of a round and with an exchange under way, that is loaded again."""
-    comm = ranks.new()
-    local = _Local(ranks, comm, sync_every=3, fragment_sync_delay=2, decay=0.5)
-    local.train(*range(7))  # the exchange of the second round began in the sixth local step
-    state, saved = local.steps.state_dict(), {name: array.copy() for name, array in local.parameters.items()}
-    assert state["exchanges"]
-    assert state["local_step"]
-    local.train(7)
-    local.steps.finish(local.parameters)
-    _again(ranks, comm, within, lambda: local.steps.load_state_dict(state))
-    assert ranks.gather((local.steps.round, local.steps.local_step)) == [(2, 1)] * 2
-    for name, array in saved.items():
-        local.parameters[name][...] = array
-    local.train(7, 8, 9)
-    local.steps.finish(local.parameters)
-    return local.bits()
+# -- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+class _Training:
+    """A model and its optimizer, with DDP's hook or with `DistributedOptimizer`; ``saved``: their states."""
+
+    def __init__(self, kind: str, rank: int, comm: Any, saved: Any = None) -> None:
+        import torch
+
+        from sparsecomm.torch import DistributedOptimizer, register
+
+        self.kind, self.rank = kind, rank
+        self.module = module = torch.nn.Module()
+        for name, shape in SHAPES.items():
+            module.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+        named = dict(module.named_parameters())
+
+        def forward(given: Any) -> Any:
+            return sum((p * given[name]).sum() for name, p in named.items())
+
+        module.forward = forward
+        self.model, self.optimizer = module, torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+        if saved is not None:
+            module.load_state_dict(saved[0])
+        if kind == "hook":
+            self.model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1e-5, init_sync=False)
+            self.holder: Any = register(self.model, 0.2, comm=comm, **_TORCH)
+            if saved is not None:
+                self.optimizer.load_state_dict(saved[1])
+        else:
+            self.optimizer = self.holder = DistributedOptimizer(self.optimizer, named.items(), 0.2, comm=comm, **_TORCH)
+        if saved is not None:
+            self.holder.load_state_dict(saved[2])
+
+    def states(self) -> Any:
+        return copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict(), self.holder.state_dict()))
+
+    def train(self, step: int) -> None:
+        import torch
+
+        given = {name: torch.from_numpy(g) for name, g in gradients(self.rank, step).items()}
+        self.optimizer.zero_grad()
+        self.model(given).backward()
+        self.optimizer.step()
+
+    def go_on(self, step: int) -> None:
+        """Go on after an interrupt as if there had been none: an error says what to do, unless nothing has changed."""
+        hook = self.kind == "hook"
+        if not (self.holder if hook else self.holder._exchange).used:
+            return
+        if hook and step == 0:  # in which DDP itself would wait for the others
+            return
+        if not hook and self.holder._exchange._pass is None and not self.holder._exchange.divided:
+            return
+        try:
+            self.train(step)
+        except RuntimeError:  # of DistributedDataParallel, which has not finished the pass before
+            assert hook
+        except sc.InvalidInputError as error:
+            if "load a checkpoint" not in str(error) and "synchronize()" not in str(error):
+                raise
+        else:
+            raise AssertionError("went on as if there had been no interrupt")
+
+
+def _torch_step(kind: str, number: int) -> Scene:
+    """Steps of a model in PyTorch, one of which is interrupted: all ranks then begin from what they saved before it.
+
+    Before that, the interrupted rank tries to go on as if there had been no interrupt.
+    """
+
+    def scene(ranks: Ranks, within: Within) -> Any:
+        comm = ranks.new()
+        training = _Training(kind, ranks.rank, comm)
+        for step in range(3):
+            saved, error = training.states() if step else None, None
+            try:
+                with within() if step == number else interrupted():
+                    training.train(step)
+            except (InterruptError, sc.SparseCommError) as raised:
+                error = raised
+            if isinstance(error, InterruptError):
+                training.go_on(step)
+            if any(ranks.gather(error is not None)):
+                if kind == "optimizer":
+                    training.optimizer.remove()
+                sc.realign(comm)
+                assert sc.sparse_allreduce(np.ones(3, np.float32), 1, comm=comm).nnz == 1  # it can be used again
+                comm = ranks.new()  # the reducers that it had may not be as many on all ranks
+                training = _Training(kind, ranks.rank, comm, saved)
+                training.train(step)
+        held = [p.detach().numpy().tobytes() for p in training.module.parameters()]
+        assert held == ranks.gather(held)[0], "weights differ between ranks"
+        state = training.holder.state_dict()
+        return held + [kept.numpy().tobytes() for kept in state.get("sparsecomm", state)["residuals"].values()]
+
+    return scene
 
 
 SCENES: dict[str, Scene] = {
@@ -292,6 +371,9 @@ SCENES: dict[str, Scene] = {
     "local-applied": _local_step(3, fragment_sync_delay=1),
     "rebuild-reducer": _rebuild_reducer,
     "rebuild-local": _rebuild_local,
-    "load-reducer": _load_reducer,
-    "load-local": _load_local,
+    **{f"load-{kind}": _load(kind) for kind in KINDS},
+    "torch-hook-first": _torch_step("hook", 0),
+    "torch-hook": _torch_step("hook", 1),
+    "torch-optimizer-first": _torch_step("optimizer", 0),
+    "torch-optimizer": _torch_step("optimizer", 1),
 }

@@ -18,14 +18,10 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.stress.alarm import Alarm, Interrupted
-from tests.stress.harness import Attack
-from tests.stress.one_call import ALGORITHMS, Call, integers
-from tests.stress.side_channel import SideChannel
+from tests.stress.harness import MAX_FAILURES, Attack, Ranks
+from tests.stress.one_call import ALGORITHMS, Alarm, Call, Interrupted, integers
 
-__all__ = ["Signals"]
-
-_SECONDS_PER_CALL = 0.02  # at most, on a busy machine
+SECONDS_PER_CALL = 0.02  # at most, on a busy machine
 
 
 class Signals(Attack):
@@ -36,37 +32,35 @@ class Signals(Attack):
     )
 
     def run(self) -> None:
-        """Make so many calls on each number of ranks."""
         for over, P in product(self.given.over, self.given.ranks):
             self.given.over, self.given.ranks = [over], [P]
             if over == "simulated":
                 self._simulate(P)
             else:
-                self.start_ranks(P, 300 + self.given.calls * _SECONDS_PER_CALL, over)
+                self.start_ranks(P, 300 + self.given.calls * SECONDS_PER_CALL, over)
 
-    def on_rank(self, ranks: SideChannel) -> None:
-        """Make them, as one rank."""
+    def on_rank(self, ranks: Ranks) -> None:
         alarm, rng, usual = Alarm(), np.random.default_rng([self.report.seed, ranks.rank]), 1e-3
         residual = integers(0) * 0
         for number in range(-20, self.given.calls):
             call, signals = self._new(number, ranks.rank, ranks.size, residual)
-            everyones = ranks.gather(call.held)
+            held = ranks.gather(call.held)
             began = time.perf_counter()
             alarm.set(float(rng.uniform(0, 1.5 * usual)) if signals else 0)
             call.make(ranks.comm, alarm if signals else None)
             self._end(alarm)
-            usual = usual if signals else _nearer(time.perf_counter() - began, usual)
-            told = ranks.gather((call.error is not None, call.residual, _not_begun(call)))
-            failed, residuals, alone = zip(*told, strict=True)
-            self._judge(f"rank {ranks.rank}, call {number}", call, everyones, signals, any(alone))
+            usual = usual if signals else average(time.perf_counter() - began, usual)
+            of_ranks = ranks.gather((call.error is not None, call.residual, not_begun(call)))
+            failed, residuals, alone = zip(*of_ranks, strict=True)
+            self._judge(f"rank {ranks.rank}, call {number}", call, held, signals, any(alone))
             if any(failed):
                 self.counts["rounds with an interrupt"] += ranks.rank == 0
                 self.counts["rounds that some ranks finished"] += ranks.rank == 0 and not all(failed)
                 sc.realign(ranks.comm)
             else:
-                self._judge_sum(number, residuals, call.out, everyones)
+                self._judge_sum(number, residuals, call.out, held)
             self.progress(f"{number:,} of {self.given.calls:,} calls on {ranks.size} ranks")
-            if number % 100 == 0 and self.enough(ranks):
+            if number % 100 == 0 and self.too_many_failures(ranks):
                 break
 
     def _simulate(self, P: int) -> None:
@@ -75,7 +69,7 @@ class Signals(Attack):
         for number in range(-20, self.given.calls):
             made = [self._new(number, rank, P, residuals[rank]) for rank in range(P)]
             calls, signals = [call for call, _ in made], made[0][1]
-            everyones, began = [call.held for call in calls], time.perf_counter()
+            held, began = [call.held for call in calls], time.perf_counter()
 
             def program(transport: Any, calls: list[Call] = calls, within: Any = alarm if signals else None) -> None:
                 calls[transport.rank].make(transport, within)
@@ -83,57 +77,56 @@ class Signals(Attack):
             alarm.set(float(rng.uniform(0, 1.2 * usual)) if signals else 0)
             simulated.run(P, program)
             self._end(alarm)
-            usual = usual if signals else _nearer(time.perf_counter() - began, usual)
-            alone = any(map(_not_begun, calls))
+            usual = usual if signals else average(time.perf_counter() - began, usual)
+            alone = any(map(not_begun, calls))
             for rank, call in enumerate(calls):
-                self._judge(f"rank {rank}, call {number}", call, everyones, signals, alone)
+                self._judge(f"rank {rank}, call {number}", call, held, signals, alone)
             if all(call.error is None for call in calls):
-                self._judge_sum(number, [call.residual for call in calls], calls[0].out, everyones)
-            if len(self.report.failures) > 20:
+                self._judge_sum(number, [call.residual for call in calls], calls[0].out, held)
+            if len(self.report.failures) > MAX_FAILURES:
                 break
 
     def _new(self, number: int, rank: int, P: int, residual: NDArray[Any]) -> tuple[Call, bool]:
         """Return a rank's part of a call, and whether signals come."""
-        name = ALGORITHMS[number // 2 % len(ALGORITHMS)]
-        return Call(
-            name, integers(self.report.seed, number * P, rank, 20 * P), residual
-        ), number >= 0 and number % 2 == 0
+        x = integers(self.report.seed, number * P, rank, 20 * P)
+        call = Call(ALGORITHMS[number // 2 % len(ALGORITHMS)], x, residual)
+        return call, number >= 0 and number % 2 == 0
 
     def _end(self, alarm: Alarm) -> None:
-        """Let no signal come any more, and count the one that came."""
+        """Let no more signals come, and count the one that came."""
         where = alarm.where
         alarm.set(0)
         if where:
-            of = "Python code of the library" if where.startswith("sparsecomm") else "compiled code or around it"
-            self.counts[f"interrupts in {of}"] += 1
+            place = "Python code of the library" if where.startswith("sparsecomm") else "compiled code or around it"
+            self.counts[f"interrupts in {place}"] += 1
 
-    def _judge(self, which: str, call: Call, everyones: list[Any], signals: bool, alone: bool) -> None:
-        """Check what a call has left; ``alone``: a rank was interrupted before it had begun, and others wait for it."""
-        which, committed = f"{which}, {call.name}", call.committed(everyones)
+    def _judge(self, which: str, call: Call, held: list[Any], signals: bool, alone: bool) -> None:
+        """Check the state after a call; ``alone``: ranks wait for one that was interrupted before the call began."""
+        which, committed = f"{which}, {call.algorithm}", call.committed(held)
         if call.error is None:
             self.counts["calls done"] += 1
             if not committed:
-                right = call.right(everyones)
+                right = call.right(held)
                 self.fail(f"{which}: {'done, and the residual is not committed' if right else 'a wrong result'}")
             return
         self.counts[f"calls that raised {type(call.error).__name__}"] += 1
         if not signals or (isinstance(call.error, sc.TimeoutError) and not alone):
             self.fail(f"{which}: {'a hang' if signals else 'without a signal'}: {call.error!r}")
         states = {"not begun": call.untouched, "residual + x": call.kept, "committed": committed}
-        for what, holds in states.items():
-            self.counts[f"residuals after an interrupt: {what}"] += holds
+        for state, holds in states.items():
+            self.counts[f"residuals after an interrupt: {state}"] += holds
         if not any(states.values()):
             self.fail(f"{which}: raised {call.error!r}, and gradient was lost or made")
 
-    def _judge_sum(self, number: int, residuals: Any, out: NDArray[Any], everyones: list[Any]) -> None:
-        if not np.array_equal(sum(residuals) + out, sum(everyones)):
+    def _judge_sum(self, number: int, residuals: Any, out: NDArray[Any], held: list[Any]) -> None:
+        if not np.array_equal(sum(residuals) + out, sum(held)):
             self.fail(f"call {number}: gradient was lost or made, summed over ranks")
 
 
-def _not_begun(call: Call) -> bool:
+def not_begun(call: Call) -> bool:
     return isinstance(call.error, Interrupted) and call.untouched
 
 
-def _nearer(seconds: float, usual: float) -> float:
+def average(seconds: float, usual: float) -> float:
     """Return the usual duration of a call, after another one."""
     return usual + 0.05 * (min(seconds, 0.01) - usual)

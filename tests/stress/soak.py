@@ -31,38 +31,34 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
-from tests.stress.endurance import held
-from tests.stress.harness import Attack
-from tests.stress.side_channel import SideChannel
+from tests.stress.endurance import resources
+from tests.stress.harness import Attack, Ranks
 
-__all__ = ["Soak"]
-
-_EVERY, _STEP = 4, 0.01  # local steps of a round, and seconds of one
-_CHECKS = 4  # rounds between two looks at all ranks
-_SIZES = {"a": 150_000, "b": 30_000, "c": 700}
-_LONG = 1.7  # a long stall, in timeouts
-_NAMED = re.compile(r"for ranks? (\d+)")
-_MAX_GROWTH = 32 << 20  # bytes of resident memory: buffers of connections, and of the allocator
+SYNC_EVERY, STEP = 4, 0.01  # local steps of a round, and seconds of one
+ROUNDS = 4  # between two checks of all ranks
+SIZES = {"a": 150_000, "b": 30_000, "c": 700}
+LONG = 1.7  # a long stall, in timeouts
+NAMED = re.compile(r"for ranks? (\d+)")
+MAX_GROWTH = 32 << 20  # bytes of resident memory: buffers of connections, and of the allocator
 
 
-class _Training:
-    """A training of a rank, and the sum of what it has pushed: as hashes, which are linear, so that they can be added.
+class Training:
+    """A training of a rank, and the sum of what it has pushed, as a hash.
 
-    A hash is the sum of the elements times fixed random numbers, modulo 2^64.
+    A hash is the sum of the elements times fixed random numbers, modulo 2^64. It is linear, so hashes can be added.
     """
 
     def __init__(self, name: str, comm: Any, rank: int, P: int, seed: int, **options: Any) -> None:
         self.name, self._P, self._delay = name, P, options.get("fragment_sync_delay", 0)
-        self.parameters = {key: np.zeros(size, np.float32) for key, size in _SIZES.items()}
+        self.parameters = {key: np.zeros(size, np.float32) for key, size in SIZES.items()}
         self._rng, weights = np.random.default_rng([seed, rank]), np.random.default_rng(seed)
-        self._weights = {key: weights.integers(-(2**62), 2**62, size) for key, size in _SIZES.items()}
+        self._weights = {key: weights.integers(-(2**62), 2**62, size) for key, size in SIZES.items()}
         self.local = sc.LocalSteps(
-            self.parameters, sync_every=_EVERY, comm=comm, op="mean", wire="packed", decay=1.0, **options
+            self.parameters, sync_every=SYNC_EVERY, comm=comm, op="mean", wire="packed", decay=1.0, **options
         )
         self.pushed = self.began = 0
 
     def hash(self, arrays: dict[str, Any]) -> int:
-        """Return the hash of whole numbers."""
         with np.errstate(over="ignore"):
             parts = [np.dot(self._weights[key], array.astype(np.int64)) for key, array in arrays.items()]
         return sum(map(int, parts)) % 2**64
@@ -72,15 +68,14 @@ class _Training:
         for array in self.parameters.values():
             some = self._rng.integers(0, array.size, array.size // 8)
             array[some] += self._P * self._rng.integers(-3, 4, some.size)
-        if (self.local.local_step + 1 + self._delay) % _EVERY == 0:
+        if (self.local.local_step + 1 + self._delay) % SYNC_EVERY == 0:
             now = self.local.global_parameters()
             self.pushed += self.hash({key: now[key] - local for key, local in self.parameters.items()})
         self.local.step(self.parameters)
 
     @property
     def kept(self) -> int:
-        """The hash of the residuals."""
-        return self.hash({key: reducer.residual(key) for reducer in self.local.reducers for key in _SIZES})
+        return self.hash({key: reducer.residual(key) for reducer in self.local.reducers for key in SIZES})
 
     @property
     def applied(self) -> int:
@@ -89,11 +84,7 @@ class _Training:
 
     @property
     def checksum(self) -> int:
-        """A checksum of the global parameters."""
-        found = 0
-        for array in self.local.global_parameters().values():
-            found = zlib.crc32(np.ascontiguousarray(array).data, found)
-        return found
+        return zlib.crc32(b"".join(array.tobytes() for array in self.local.global_parameters().values()))
 
     def begin(self) -> None:
         """Count anew from here, with the global parameters: what local ones differ by may be no multiple of P."""
@@ -118,7 +109,6 @@ class Soak(Attack):
     )
 
     def run(self) -> None:
-        """Start the ranks, and stall what is between them."""
         given, P = self.given, self.given.ranks
         network = ["-m", "bench.slow_network", "run", "--ranks", str(P), "--launcher", "torchrun", "--no-measure"]
         network += ["--rate", given.rate, "--rtt", given.rtt, "--loss", given.loss]
@@ -130,14 +120,14 @@ class Soak(Attack):
         if noticed and not self.counts["TimeoutError"]:
             self.fail("nothing timed out in stalls that were longer than the timeout")
 
-    def meanwhile(self, job: subprocess.Popen[bytes]) -> None:
+    def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
         """Stall the network, if it is time."""
         now = time.monotonic()
         if not self._number:  # the ranks have begun
             self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes
         long = self._number % self.given.long == self.given.long // 2
-        seconds = _LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
-        if self._due < now < self._end - 2 * seconds and (stopped := _stop(job.pid, self._rng)):
+        seconds = LONG * self.given.timeout if long else float(self._rng.uniform(0.3, self.given.stall))
+        if self._due < now < self._end - 2 * seconds and (stopped := stop_below(job.pid, self._rng)):
             time.sleep(seconds)
             for process in stopped:
                 os.kill(process, signal.SIGCONT)
@@ -146,18 +136,17 @@ class Soak(Attack):
             self.report.measure("s, the longest stall", seconds)
             self._due = time.monotonic() + float(self._rng.uniform(0.5, 1.5)) * self.given.every
 
-    def be_rank(self, over: str, store: str) -> None:
-        """Be one of the ranks, with the timeout that was asked for."""
+    def be_rank(self, over: str, folder: str) -> None:
         self.timeout = self.given.timeout
-        super().be_rank(over, store)
+        super().be_rank(over, folder)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def on_rank(self, ranks: SideChannel) -> None:
+    def on_rank(self, ranks: Ranks) -> None:
         """Train, and look now and then whether all is as it should be."""
         comm, seed, P = ranks.comm, self.report.seed, ranks.size
-        blocking = _Training("blocking", comm, ranks.rank, P, seed)
-        delayed = _Training("delayed", comm, ranks.rank, P, seed + 1, fragment_sync_delay=2, algorithm="allgather")
+        blocking = Training("blocking", comm, ranks.rank, P, seed)
+        delayed = Training("delayed", comm, ranks.rank, P, seed + 1, fragment_sync_delay=2, algorithm="allgather")
         trainings = (blocking, delayed)
         if ranks.rank == 0:
             print("progress: the ranks have begun", flush=True)
@@ -168,47 +157,47 @@ class Soak(Attack):
         going_on = True
         while going_on:
             failed = False
-            for _ in range(_CHECKS * _EVERY):
-                time.sleep(_STEP)
+            for _ in range(ROUNDS * SYNC_EVERY):
+                time.sleep(STEP)
                 for training in trainings:
                     failed |= not self._try(ranks, training.name, training.step)
                 if failed:
                     break
-            told = self._gather(ranks, (failed, time.monotonic() < end))
-            going_on = told[0][1]
-            if any(failed for failed, _ in told):
+            of_ranks = self._gather(ranks, (failed, time.monotonic() < end))
+            going_on = of_ranks[0][1]
+            if any(failed for failed, _ in of_ranks):
                 self._recover(ranks, trainings)
             else:
                 self._check(ranks, trainings, "in the course")
             checks += 1
             if before is None and checks >= 20:
-                before = held()
+                before = resources()
             self.progress(f"round {blocking.local.round}, {self.counts['recoveries']} recoveries")
             if any(self._gather(ranks, bool(self.report.failures))):
                 break
         self.counts["rounds"] = blocking.local.round if ranks.rank == 0 else 0
-        for kind, now in held().items() if before is not None else ():
+        for kind, now in resources().items() if before is not None else ():
             grown = now - before[kind]
             self.report.measure(f"{kind}: growth", grown)
-            if grown > (_MAX_GROWTH if "bytes" in kind else 4):
+            if grown > (MAX_GROWTH if "bytes" in kind else 4):
                 self.fail(f"rank {ranks.rank}: {grown} more {kind} after {checks} checks")
 
-    def _gather(self, ranks: SideChannel, mine: Any) -> list[Any]:
-        """Return what all ranks tell, beside the library; take note of a stall that nobody else can notice."""
+    def _gather(self, ranks: Ranks, mine: Any) -> list[Any]:
+        """All-gather, and count the stalls of which the library does not hear."""
         began = time.monotonic()
-        told = ranks.gather(mine)
+        of_ranks = ranks.gather(mine)
         self.counts["gathers longer than the timeout"] += time.monotonic() - began > self.timeout
-        return told
+        return of_ranks
 
-    def _try(self, ranks: SideChannel, what: str, action: Callable[..., object], *arguments: Any) -> bool:
-        """Do it; return whether it went well. Take note of what a rank raises that must not be."""
+    def _try(self, ranks: Ranks, what: str, action: Callable[..., object], *arguments: Any) -> bool:
+        """Perform an action; return whether it succeeded. Check its error."""
         began = time.monotonic()
         try:
             action(*arguments)
         except sc.TransportError as error:
             self.counts[type(error).__name__] += 1
             if isinstance(error, sc.TimeoutError):
-                named = _NAMED.search(str(error))
+                named = NAMED.search(str(error))
                 if named is None or int(named[1]) in (ranks.rank, ranks.size):
                     self.fail(f"rank {ranks.rank}, {what}: the error names no other rank: {error}")
             return False
@@ -216,16 +205,16 @@ class Soak(Attack):
             self.report.measure("s, the longest wait", time.monotonic() - began)
         return True
 
-    def _check(self, ranks: SideChannel, trainings: tuple[_Training, ...], when: str) -> bool:
+    def _check(self, ranks: Ranks, trainings: tuple[Training, ...], when: str) -> bool:
         """Return whether all ranks have the same global parameters; fail where sums are not conserved. Collective."""
         same = True
         for training in trainings:
             mine = training.checksum, training.pushed, training.kept, training.applied, training.local.round
-            told = self._gather(ranks, mine)
-            if len({checksum for checksum, *_ in told}) > 1:
+            of_ranks = self._gather(ranks, mine)
+            if len({checksum for checksum, *_ in of_ranks}) > 1:
                 same = False
                 continue
-            pushed, kept = (sum(each[i] for each in told) for i in (1, 2))
+            pushed, kept = (sum(each[i] for each in of_ranks) for i in (1, 2))
             if (pushed - kept - ranks.size * mine[3]) % 2**64:
                 self.fail(f"rank {ranks.rank}, {training.name}, round {mine[-1]}, {when}: sums are not conserved")
                 training.begin()
@@ -234,7 +223,7 @@ class Soak(Attack):
             self.fail(f"rank {ranks.rank}: global parameters differ, and nothing was raised")
         return same
 
-    def _recover(self, ranks: SideChannel, trainings: tuple[_Training, ...]) -> None:
+    def _recover(self, ranks: Ranks, trainings: tuple[Training, ...]) -> None:
         """Let the ranks meet again, and go on together. Collective."""
         began = time.monotonic()
         self.counts["recoveries"] += ranks.rank == 0
@@ -250,17 +239,15 @@ class Soak(Attack):
                 break
         else:
             self.fail(f"rank {ranks.rank}: the ranks do not meet again")
-        for training in trainings:
-            if same:
-                continue
+        for training in () if same else trainings:
             training.begin()
         if not self._check(ranks, trainings, "after rebuild"):
             self.fail(f"rank {ranks.rank}: global parameters differ after rebuild")
         self.report.measure("s, the longest recovery", time.monotonic() - began)
 
 
-def _stop(parent: int, rng: np.random.Generator) -> list[int]:
-    """Stop the relay below a process, or else one of the ranks; return what was stopped."""
+def stop_below(parent: int, rng: np.random.Generator) -> list[int]:
+    """Stop the relay below a process, or else one of the ranks; return the processes that were stopped."""
     parents, programs = {}, {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:

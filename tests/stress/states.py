@@ -20,19 +20,16 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.stress.damage import damaged
-from tests.stress.harness import Numbered, numbered
-from tests.stress.side_channel import SideChannel
+from tests.stress.harness import Numbered, Ranks, numbered
+from tests.stress.mutations import damaged_state
 from tests.stress.subjects import KINDS, ON_HOST, Subject
 
-__all__ = ["ON_HOST", "Case", "States", "digest"]
-
-_TIMEOUT = 30  # seconds: SPARSECOMM_TIMEOUT, on real ranks
-_REFUSED = ("InvalidInputError", "KeyboardInterrupt")
+TIMEOUT = 30  # seconds: SPARSECOMMTIMEOUT, on real ranks
+REFUSED = ("InvalidInputError", "KeyboardInterrupt")
 
 
 def digest(value: Any) -> str:
-    """Return a digest of nested values, bit for bit."""
+    """Return a digest of all bits of nested values."""
     found = hashlib.sha1()
 
     def add(value: Any) -> None:
@@ -91,11 +88,7 @@ class Case:
         self.of_subject = int(rng.integers(2**31))
 
     def play(self, comm: Any, rank: int, gather: Callable[[Any], list[Any]]) -> tuple[list[Outcome], str]:
-        """Play the case on a rank.
-
-        Args:
-            comm, rank: the ranks, and this one.
-            gather: returns the arguments of all ranks, in order of rank.
+        """Play the case on a rank. ``gather`` all-gathers objects.
 
         Returns:
             The outcome on each rank, and a digest of this rank's common values after further steps, if all loaded.
@@ -116,16 +109,15 @@ class Case:
         except BaseException as e:
             error = type(e).__name__
             raised = f"{error}: {e!s:.300}".encode(errors="replace").decode()
-        late = time.monotonic() - began > _TIMEOUT / 2
+        late = time.monotonic() - began > TIMEOUT / 2
         each = gather(Outcome(error, raised, digest(subject.own()) != before, late))
         return each, "" if any(one.error for one in each) else _train_further(subject)
 
     def _damaged(self, state: Any, rank: int, part: str | None) -> Any:
-        """Return the state that a rank loads."""
         if self.ranks_damaged == "none" or (self.ranks_damaged == "one" and rank != self.victim):
             return state
         seed = [self.seed, self.number, 1] + [rank] * (self.ranks_damaged == "all")
-        return damaged(state, np.random.default_rng(seed), part if self.ranks_damaged == "all alike" else None)
+        return damaged_state(state, np.random.default_rng(seed), part if self.ranks_damaged == "all alike" else None)
 
     def simulate(self) -> list[Outcome]:
         """Play the case on simulated ranks, and judge the outcomes."""
@@ -161,7 +153,7 @@ class Case:
             )
             assert len(set(after)) == 1, f"{what}all loaded, and differ afterwards: {after}"
             return
-        assert all(error in _REFUSED for error in errors), f"{what}some ranks neither loaded nor refused: {errors_text}"
+        assert all(error in REFUSED for error in errors), f"{what}some ranks neither loaded nor refused: {errors_text}"
         assert self.ranks_damaged != "none", f"{what}a good state was refused: {errors_text}"
         changed = [rank for rank, one in enumerate(each) if one.changed]
         assert not changed, f"{what}refused, and changed on {changed}: {errors_text}"
@@ -178,23 +170,20 @@ def _train_further(subject: Subject) -> str:
 
 
 class States(Numbered):
-    unit, chunk, timeout = "states", 250, _TIMEOUT
+    unit, chunk, timeout = "states", 250, TIMEOUT
     options = (*numbered(unit, 10_000), ("over", "simulated", "or mpi, or gloo"))
 
     def run(self) -> None:
-        """Load damaged states."""
         if self.given.over == "simulated":
             super().run()
         else:
             self.start_ranks(2, 120 + 2.0 * self.given.states, self.given.over)
 
     def check(self, number: int) -> None:
-        """Load damaged states on simulated ranks."""
         case = Case(self.report.seed, number, 2 + number % 2)
         self._count(case, case.simulate())
 
-    def on_rank(self, ranks: SideChannel) -> None:
-        """Load damaged states on a real rank."""
+    def on_rank(self, ranks: Ranks) -> None:
         warnings.simplefilter("ignore")
         np.seterr(all="ignore")
         for number in range(self.given.first, self.given.first + self.given.states):
@@ -208,7 +197,7 @@ class States(Numbered):
                     case.judge(each, after)
                 except AssertionError as wrong:
                     self.fail(f"state {number}, {wrong}", first=number, states=1)
-            if any(one.error not in ("", *_REFUSED) for one in each):
+            if any(one.error not in ("", *REFUSED) for one in each):
                 sc.realign(ranks.comm)
             self.progress(f"{number + 1 - self.given.first} of {self.given.states} states")
 

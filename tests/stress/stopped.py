@@ -15,24 +15,19 @@ import time
 import numpy as np
 
 import sparsecomm as sc
-from tests.stress.harness import Attack
-from tests.stress.one_call import ALGORITHMS, Call, integers
-from tests.stress.side_channel import SideChannel
-
-__all__ = ["Stopped"]
+from tests.stress.harness import Attack, Ranks
+from tests.stress.one_call import Call
 
 
 class Stopped(Attack):
     options = ("rounds", 50, ""), ("ranks", 3, "")
     timeout = 2.0
-    stopped = 3.5 * timeout  # seconds: a rank that waits for one that waits for it gives up, too
+    stopped = 3.5 * timeout  # seconds: also a rank that waits for one that waits for the stopped one gives up
 
     def run(self) -> None:
-        """Stop ranks in so many rounds."""
         self.start_ranks(self.given.ranks, 120 + self.given.rounds * 10 * self.timeout)
 
-    def on_rank(self, ranks: SideChannel) -> None:
-        """Stop ranks, or be stopped."""
+    def on_rank(self, ranks: Ranks) -> None:
         common, processes = np.random.default_rng(self.report.seed), ranks.gather(os.getpid())
         number = 0
         self._call(number, ranks)
@@ -46,7 +41,7 @@ class Stopped(Attack):
                     timers[-1].start()
             began, error = time.monotonic(), None
             while error is None and time.monotonic() - began < 2 * self.stopped:
-                number += 1  # those before the signal comes are done
+                number += 1  # calls before the signal succeed
                 error = self._call(number, ranks)
             who = "stopped ranks" if ranks.rank == victim else "other ranks"
             self.counts[f"{who}: {type(error).__name__}"] += 1
@@ -64,18 +59,15 @@ class Stopped(Attack):
                 if (error := self._call(number, ranks)) is not None:
                     self.fail(f"rank {ranks.rank}, call {number}, after realign: {error!r}")
             self.progress(f"{i + 1} of {self.given.rounds} rounds")
-            if self.enough(ranks):
+            if self.too_many_failures(ranks):
                 break
 
-    def _call(self, number: int, ranks: SideChannel) -> BaseException | None:
-        """Make a call, check what it leaves, and return its error."""
-        numbers = [self.report.seed + 2 * (number * ranks.size + rank) for rank in range(ranks.size)]
-        inputs = [(integers(n), integers(n, 1)) for n in numbers]
-        everyones = [x + residual for x, residual in inputs]
-        call = Call(ALGORITHMS[number % len(ALGORITHMS)], *inputs[ranks.rank])
+    def _call(self, number: int, ranks: Ranks) -> BaseException | None:
+        """Make a call, check the state that it leaves, and return its error."""
+        call, held = Call.numbered(number, self.report.seed, ranks.rank, ranks.size)
         call.make(ranks.comm)
-        which = f"rank {ranks.rank}, call {number}, {call.name}"
-        if call.error is None and not call.committed(everyones):
+        which = f"rank {ranks.rank}, call {number}, {call.algorithm}"
+        if call.error is None and not call.committed(held):
             self.fail(f"{which}: a wrong result, or another residual")
         if call.error is not None and not (call.kept and isinstance(call.error, sc.TransportError)):
             self.fail(f"{which}: raised {call.error!r}, and the residual is {'' if call.kept else 'not '}residual + x")

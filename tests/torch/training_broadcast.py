@@ -1,4 +1,4 @@
-"""Cases of `broadcast_parameters`, on every rank: see `test_broadcast.py`."""
+"""Cases of `broadcast_parameters`, on every rank: see `test_training.py`."""
 
 from __future__ import annotations
 

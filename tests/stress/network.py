@@ -17,35 +17,30 @@ from dataclasses import dataclass
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from sparsecomm import config
-from sparsecomm.errors import TransportError
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.base import Mismatch, Request
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
-__all__ = ["Crash", "Network", "Rank"]
-
-_TWICE = 0.1  # of control messages that arrive twice
-_MAX_EVENTS = 3_000_000  # after which a program does not end
+TWICE = 0.1  # of control messages that arrive twice
+MAX_EVENTS = 3_000_000  # after which a program does not end
 
 
 class Crash(BaseException):
-    """The end of a rank, which tells nobody."""
-
-
-@dataclass
-class _Data:
-    number: int
-    data: Bytes
-    request: _Sent
-    checksum: int
+    """The end of a rank of which no other rank is informed."""
 
 
 @dataclass(eq=False)
-class _Sent(Request):
+class Message(Request):
+    """A message of call ``number``. ``out``: the sender may reuse the bytes."""
+
     sender: Rank
     to: int
-    out: bool  # the bytes may be reused
+    number: int
+    data: Bytes
+    out: bool
+
+    def __post_init__(self) -> None:
+        self.checksum = zlib.crc32(self.data.data)
 
     def wait(self) -> None:
         self.sender._wait(self.to, lambda: self.out)
@@ -54,12 +49,7 @@ class _Sent(Request):
 
 
 class Network:
-    """Ranks, the messages between them, and what happens next.
-
-    Attributes:
-        ranks: the transports.
-        violations: what no transport may see, in words.
-    """
+    """Ranks and the messages between them, which it lets happen. ``violations``: forbidden uses of a transport."""
 
     def __init__(self, node_of_rank: Sequence[int], seed: int) -> None:
         self.random = random.Random(seed)
@@ -67,8 +57,8 @@ class Network:
         self.ranks = [Rank(self, rank, node_of_rank) for rank in range(len(node_of_rank))]
         self._hub = getcurrent()
         self._ready: list[Rank] = []
-        self._data: dict[tuple[int, int], deque[_Data]] = {}
-        self._control: list[tuple[int, ControlMessage]] = []
+        self.data: dict[tuple[int, int], deque[Message]] = {}
+        self.control: list[tuple[int, ControlMessage]] = []
         self._met: list[Rank] = []
 
     def run(self, program: Callable[[Rank], None]) -> None:
@@ -84,14 +74,14 @@ class Network:
         for rank in self.ranks:
             rank.greenlet = greenlet(task, parent=self._hub)
         self._ready = list(self.ranks)
-        for _ in range(_MAX_EVENTS):
+        for _ in range(MAX_EVENTS):
             if all(rank.greenlet.dead for rank in self.ranks):
                 return
             self._happen()
-        raise AssertionError(f"no end after {_MAX_EVENTS} events: {[rank.state() for rank in self.ranks]}")
+        raise AssertionError(f"no end after {MAX_EVENTS} events: {self.ranks}")
 
     def step(self, rank: Rank) -> None:
-        """Let others run, perhaps; called at every call of a transport."""
+        """Let others run, perhaps. Each call of a transport begins with it."""
         rank.steps += 1
         if rank.steps == rank.fault_step and rank.fault is not None:
             error, rank.fault = rank.fault, None
@@ -122,18 +112,8 @@ class Network:
             self._ready += self._met
             self._met = []
 
-    def send_data(self, sender: Rank, to: int, message: _Data) -> None:
-        """Put a message of a call under way."""
-        self._data.setdefault((sender.rank, to), deque()).append(message)
-
-    def send_control(self, to: int, message: ControlMessage) -> None:
-        """Put a control message under way, perhaps twice."""
-        self._control.append((to, message))
-        if self.random.random() < _TWICE:
-            self._control.append((to, message))
-
     def _happen(self) -> None:
-        links, controls = list(self._data), len(self._control)
+        links, controls = list(self.data), len(self.control)
         what = self.random.randrange(max(1, len(self._ready) + len(links) + controls))
         if not self._ready and not links and not controls:
             self._pass_time()
@@ -143,43 +123,42 @@ class Network:
         elif what < len(self._ready) + len(links):
             self._deliver(links[what - len(self._ready)])
         else:
-            to, message = self._control.pop(what - len(self._ready) - len(links))
+            to, message = self.control.pop(what - len(self._ready) - len(links))
             self.ranks[to].arrived.append(message)
-            self._wake(self.ranks[to])
+            self.wake(self.ranks[to])
 
     def _deliver(self, link: tuple[int, int]) -> None:
-        queue = self._data[link]
+        queue = self.data[link]
         message = queue.popleft()
         if not queue:
-            del self._data[link]
+            del self.data[link]
         source, to = link
         if zlib.crc32(message.data.data) != message.checksum:
             self.violations.append(f"rank {source} changed a message to rank {to} that was under way")
         self.ranks[to].inbox.setdefault((source, message.number), deque()).append(message)
-        self._wake(self.ranks[to])
+        self.wake(self.ranks[to])
 
-    def _wake(self, rank: Rank) -> None:
+    def wake(self, rank: Rank) -> None:
         if rank.waits_for is not None and rank not in self._ready:
             self._ready.append(rank)
 
     def _pass_time(self) -> None:
         waiting = [rank for rank in self.ranks if rank.waits_for is not None and not rank.greenlet.dead]
         if not waiting:
-            raise AssertionError(f"nobody can go on: {[rank.state() for rank in self.ranks]}")
+            raise AssertionError(f"nobody can go on: {self.ranks}")
         quiet = [rank for rank in waiting if not rank.pinged]
         for rank in quiet or [self.random.choice(waiting)]:
             rank.aged = True
-            self._wake(rank)
+            self.wake(rank)
 
 
 class Rank(FailureDetector):
     """One rank's transport.
 
     Attributes:
-        fault, fault_step: what it raises, and at which step.
-        crashed: it has; nothing that it sends arrives any more.
+        fault, fault_step: the exception that it raises, and at which step.
+        crashed: whether it has; it sends nothing any more.
         steps: calls of the transport so far.
-        greenlet: that runs it.
     """
 
     library = "stress"
@@ -187,34 +166,28 @@ class Rank(FailureDetector):
 
     def __init__(self, network: Network, rank: int, node_of_rank: Sequence[int]) -> None:
         super().__init__(node_of_rank)
-        self.rank, self.size, self.counters = rank, len(node_of_rank), TrafficCounters()
+        self.rank, self.size, self._network = rank, len(node_of_rank), network
         self.fault: BaseException | None = None
-        self.fault_step = -1
-        self.crashed = False
-        self.steps = 0
-        self.inbox: dict[tuple[int, int], deque[_Data]] = {}
+        self.fault_step, self.steps, self.crashed = -1, 0, False
+        self.inbox: dict[tuple[int, int], deque[Message]] = {}
         self.arrived: list[ControlMessage] = []
         self.waits_for: int | None = None
-        self.aged = False  # time has passed
-        self.pinged = False
-        self._network = network
-        self._unfinished: list[_Sent] = []
-        self._asked = 0  # for the time
+        self.aged = self.pinged = False  # time has passed; this rank has pinged the one it waits for
+        self._unfinished: list[Message] = []
+        self._ticks = 0
 
     def clock(self) -> float:
-        """Return a time that only depends on how often it was asked for: ranks measure the same in every order."""
-        self._asked += 1
-        return 1e-4 * self._asked
+        """Return a time that depends on the number of calls only: ranks measure the same in every order."""
+        self._ticks += 1
+        return 1e-4 * self._ticks
 
-    def state(self) -> str:
-        """Return what it does, in words."""
+    def __repr__(self) -> str:
         return f"rank {self.rank}: call {self.number}, waits for {self.waits_for}, ended {self.greenlet.dead}"
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def begin(self, call: bytes, mismatch: Mismatch) -> int:
         self._network.step(self)
-        config.timeout()
         number = self._begin_call(call, mismatch)
         self._network.step(self)
         self._unfinished = []
@@ -233,21 +206,20 @@ class Rank(FailureDetector):
         super().end()
 
     def _send_control(self, to: int, kind: int, text: bytes) -> None:
+        message, network = ControlMessage(self.rank, self.number, kind, text), self._network
         if not self.crashed:
-            self._network.send_control(to, ControlMessage(self.rank, self.number, kind, text))
+            network.control += [(to, message)] * (2 if network.random.random() < TWICE else 1)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def isend(self, data: Bytes, to: int, memory: MessageMemory = HOST) -> Request:
         self._network.step(self)
-        if not 0 <= to < self.size:
-            raise TransportError(f"rank {self.rank} names rank {to} as its peer: there are {self.size} ranks")
+        self._check_peer(to)
         eager = self._network.random.random() < 0.5
-        request = _Sent(self, to, eager)
-        self._unfinished.append(request)
-        message = _Data(self.number, data.copy() if eager else data, request, zlib.crc32(data.data))
-        self._network.send_data(self, to, message)
-        return request
+        message = Message(self, to, self.number, data.copy() if eager else data, eager)
+        self._unfinished.append(message)
+        self._network.data.setdefault((self.rank, to), deque()).append(message)
+        return message
 
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         key = source, self.number
@@ -256,8 +228,8 @@ class Rank(FailureDetector):
         message = queue.popleft()
         if not queue:
             del self.inbox[key]
-        message.request.out = True
-        self._network._wake(message.request.sender)
+        message.out = True
+        self._network.wake(message.sender)
         return np.array(message.data)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
