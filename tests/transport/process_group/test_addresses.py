@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from sparsecomm.errors import TransportError
-from sparsecomm.transport.process_group.addresses import own_address
+from sparsecomm.transport.process_group.joining import own_address
 
 
 def test_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
