@@ -89,7 +89,7 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - began < SOON
 
 
-def noise(size: int, seed: int) -> np.ndarray:
+def noise(size: int, seed: int = 0) -> np.ndarray:
     """Return bytes of a rank."""
     return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
 

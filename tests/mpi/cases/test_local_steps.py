@@ -25,19 +25,6 @@ def test_the_whole_algorithm_with_exchanges_in_the_background() -> None:
     local.finish(parameters)
 
 
-def test_one_rank_takes_other_rounds_and_all_know() -> None:
-    parameters = initial()
-    local = sc.LocalSteps(parameters, 0.1, sync_every=2 + (RANK == 1), fragment_sync_delay=1, **PLAIN)
-    train(local, parameters, RANK, 1, 1 + (RANK == 1))
-    if P == 1:
-        train(local, parameters, RANK, 2, 2)
-        return
-    with pytest.raises(sc.CollectiveMismatchError, match="rank 1 exchanges fragment 0 for round 0 after 2 local steps"):
-        train(local, parameters, RANK, 9, 9)
-    for name, held in local.global_parameters().items():
-        np.testing.assert_array_equal(held, initial()[name])
-
-
 @pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="no thread may make calls")
 @pytest.mark.parametrize(("delay", "by_speed"), [(0, True), (1, False)])
 def test_a_rank_that_is_late_is_left_out_and_nothing_is_lost(

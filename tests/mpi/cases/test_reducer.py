@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from tests.mpi.ranks import ODD, RANK, WORLD, several
+from tests.mpi.ranks import RANK, WORLD
 from tests.reducer.programs import MIXED, SHAPES, bits, gradients, residuals, same, total
 
 DTYPES = {name: MIXED[name] for name in SHAPES}
@@ -34,15 +34,3 @@ def test_nothing_is_lost_and_all_ranks_get_the_same_bits(scope: str, options: di
         applied.append(mine)
     same(total([*WORLD.allgather(residuals(reducer)), *applied]), total(WORLD.allgather(total(pushed))))
     assert len({str(g) for g in WORLD.allgather(reducer.groups)}) == 1
-
-
-@several
-@pytest.mark.parametrize("wrong", [{"scope": "model"}, {"density": 0.2}, {"momentum": 0.5}])
-def test_ranks_whose_settings_differ_all_raise(wrong: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"density": 0.1, "bucket_bytes": 1500} | (wrong if RANK == ODD else {})
-    with pytest.raises(sc.CollectiveMismatchError):
-        sc.Reducer(gradients(0), **options).reduce(gradients(RANK))
-    comm = WORLD.Dup()  # calls that nobody has made yet
-    sc.Reducer(gradients(0), 0.1, comm=comm).reduce(gradients(RANK))
-    WORLD.Barrier()
-    comm.Free()
