@@ -24,6 +24,8 @@ from mpi4py.libmpi cimport (
     MPI_Imrecv, MPI_Iprobe, MPI_Irecv, MPI_Isend, MPI_Message, MPI_Mrecv, MPI_Request, MPI_Request_free, MPI_Status,
     MPI_Test,
 )
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+from posix.unistd cimport getpid
 
 from sparsecomm.signals import poll as poll_signals
 from sparsecomm.transport.memory import HOST
@@ -32,15 +34,6 @@ np.import_array()
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    ctypedef long time_t
-    struct timespec:
-        time_t tv_sec
-        long tv_nsec
-    int CLOCK_MONOTONIC
-    int clock_gettime(int, timespec *)
-    int nanosleep(const timespec *, timespec *)
 
 cdef extern from *:
     """
@@ -58,10 +51,6 @@ cdef extern from *:
     const char *SC_BUILT_WITH
 
 built_with = SC_BUILT_WITH.decode()  # name and version of the MPI whose headers were used
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
-
 cdef int PROCESS = getpid()
 
 

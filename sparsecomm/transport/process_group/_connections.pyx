@@ -9,11 +9,9 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
+from posix.unistd cimport getpid
 
 np.import_array()
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
     enum: DATA_ "sparsecomm::DATA"
@@ -29,18 +27,14 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
         uint64_t total
 
     cdef cppclass CCompletion "sparsecomm::Completion":
-        int kind
-        int rank
+        int kind, rank
         CMessage message
         uint64_t request
         string text
 
     cdef cppclass CTraffic "sparsecomm::Traffic":
-        uint64_t sent
-        uint64_t received
-        double seconds
-        double round_trip
-        uint64_t retransmits
+        uint64_t sent, received, retransmits
+        double seconds, round_trip
         int connections
 
     enum CSent "sparsecomm::Sent":

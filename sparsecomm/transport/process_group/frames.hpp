@@ -87,8 +87,7 @@ class Assembly {
         partial_.clear();
     }
 
-    // Begin a piece and set `to`, its destination. Return a description of an invalid piece, otherwise "". The system
-    // provides memory only as bytes arrive, so an announced length or number of pieces alone uses none.
+    // Begin a piece and set `to`, its destination. Return a description of an invalid piece, otherwise "".
     std::string begin(const Frame &f, char **to) {
         *to = nullptr;
         if (!is_valid(f))
@@ -102,6 +101,7 @@ class Assembly {
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
         if (is_new) {
+            // The system provides memory as bytes arrive: an announced length alone uses none.
             p.message = {f.kind, f.number, static_cast<char *>(std::malloc(f.total ? f.total : 1)), f.total};
             p.piece = f.piece;
             if (p.message.memory == nullptr) {

@@ -174,3 +174,10 @@ def test_the_address_of_the_host_where_it_has_one_of_its_own(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     assert own_address() == ("127.0.0.3" if found and "127.0.0.3" in found else "127.0.0.1")
+
+
+def test_a_line_that_comes_after_its_rank_has_gone_does_not_count() -> None:
+    store = dist.HashStore()
+    store.append("came", "- 0 old \n+ 0 old here\n")
+    with pytest.raises(TimeoutError, match="rank 0 has not called"):
+        rendezvous(store, 1, 2, 0.05, "new", "here")
