@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from sparsecomm import config
 from sparsecomm.errors import (
@@ -60,13 +61,14 @@ _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the sam
 _IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
 
 
+@dataclass(slots=True, eq=False)
 class ControlMessage:
     """A control message from ``rank`` about call ``number``."""
 
-    __slots__ = "kind", "number", "rank", "text"
-
-    def __init__(self, rank: int, number: int, kind: int, text: bytes) -> None:
-        self.rank, self.number, self.kind, self.text = rank, number, kind, text
+    rank: int
+    number: int
+    kind: int
+    text: bytes
 
     @property
     def fault(self) -> str:

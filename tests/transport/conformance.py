@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -389,49 +389,20 @@ def parts_of_the_world(transport: Ranks) -> None:
     for size in (10, 300_000):
         ring(half, size)
         ring(world, size)
-    if world.threaded:
-        made = []
-        thread = threading.Thread(target=lambda: made.append(ring(half)))  # two at once
-        thread.start()
-        ring(world)
-        thread.join()
-        assert made == [None]
-
-
-@case(ranks=2, real=True)
-def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
-    """On some ranks the thread of one communicator comes first, on the others that of another: neither waits for it."""
-    comms = [ranks.comm(), ranks.comm()]
-    made: list[Transport] = []
-
-    def first_use(comm: Any) -> None:
-        transport = transport_of(comm)
-        ring(transport)
-        made.extend([transport, transport_of(comm)])
-
-    if not ranks.new().threaded:
-        return
-    order = comms if ranks.rank % 2 else comms[::-1]
-    with ranks.timeout(SOON / 2):
-        threads = [threading.Thread(target=first_use, args=(comm,)) for comm in order]
-        threads += [threading.Thread(target=transport_of, args=(comm,)) for comm in order]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.3)
-        for thread in threads:
-            thread.join()
-    assert len(made) == 4
-    assert {id(transport_of(comm)) for comm in comms} == set(map(id, made))
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 @case(real=True)
-def threads_on_communicators_of_their_own(transport: Ranks) -> None:
-    """From the first call on, which makes the transport."""
-    comms = [transport.comm() for _ in range(3)]
-    if transport.new().threaded:
-        works = [partial(threads.calls, comm, transport.rank, seed) for seed, comm in enumerate(comms)]
-        together = threads.at_once(works)
-        assert together == [work() for work in works]
+def threads_on_communicators_of_their_own(ranks: Ranks) -> None:
+    """The thread of one communicator comes first on some ranks, and that of another on others: neither waits for it."""
+    comms = [ranks.comm() for _ in range(3)]
+    if not ranks.new().threaded:
+        return
+    works = [partial(threads.calls, comm, ranks.rank, seed) for seed, comm in enumerate(comms)]
+    together = {}
+    with ranks.timeout(SOON / 2), ThreadPoolExecutor(2 * len(comms)) as pool:
+        for i in range(len(comms))[:: (-1) ** ranks.rank]:
+            together[i] = pool.submit(works[i]), pool.submit(transport_of, comms[i])
+            time.sleep(0.3)
+    for i, work in enumerate(works):
+        assert together[i][0].result() == work()
+        assert together[i][1].result() is transport_of(comms[i])

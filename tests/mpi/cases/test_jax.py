@@ -1,4 +1,4 @@
-"""`sparsecomm.jax` between ranks. Every rank runs this file: see `tests/mpi/test_under_mpirun.py`."""
+"""Compiled `sparsecomm.jax` between ranks, which simulated ranks cannot run. Every rank runs this file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ optax = pytest.importorskip("optax", reason="optax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 import sparsecomm.jax as sj  # noqa: E402
-
-JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def everyones(value: Any) -> list[Any]:
@@ -108,14 +106,13 @@ def test_ranks_that_disagree_all_raise_and_go_on() -> None:
     np.testing.assert_array_equal(result[:5], [P, P, P, P, 0])
 
 
-@JIT
-def test_weights_that_differ_are_found(wrap: Any) -> None:
+def test_weights_that_differ_are_found() -> None:
     params = {"w": jnp.ones(300), "b": jnp.full(3, jnp.nan)}
     changed = params | {"w": params["w"].at[7].add(RANK == 2)}
 
     def step(every: int | None, params: Any, state: Any = None) -> Any:
         chain = optax.chain(sj.sparsify(0.1, check_weights_every=every), optax.sgd(0.1))
-        update = wrap(lambda params, state: chain.update(jax.tree.map(jnp.ones_like, params), state, params)[1])
+        update = jax.jit(lambda params, state: chain.update(jax.tree.map(jnp.ones_like, params), state, params)[1])
         return jax.block_until_ready(update(params, state or chain.init(params)))
 
     step(None, changed)
@@ -142,13 +139,12 @@ def test_large_arrays() -> None:
     assert len(set(map(tuple, everyones(bits(tree))))) == 1
 
 
-@JIT
-def test_adamw_makes_the_same_weights_and_moments_everywhere(wrap: Any) -> None:
+def test_adamw_makes_the_same_weights_and_moments_everywhere() -> None:
     """Where the first of its two exchanges is made in step 0 alone."""
     optimizer = sj.sparse_adamw(0.05, density=0.2)
     params: Any = {name: leaf for name, leaf in integers(0).items() if name != "c"}
     params = jax.tree.map(jnp.array, WORLD.bcast(jax.tree.map(np.asarray, params)))
-    state, update = optimizer.init(params), wrap(optimizer.update)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     before = params
     for step in range(4):
         grads = {name: leaf for name, leaf in integers(step + 1).items() if name != "c"}
