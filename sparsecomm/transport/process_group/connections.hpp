@@ -5,10 +5,10 @@
 // sender chooses the connection of each piece.
 //
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
-// with a valid ticket, which the listener accepts once. At most MAX_STRANGERS accepted connections have not said hello;
-// one more closes the oldest. Before the tickets are known, connections wait in the system's accept queue, of which the
-// thread closes the oldest before it is full. If a rank's connection is closed this way, the rank connects again and
-// repeats what it has written, until the listener has answered its hello. The listener closes when all are connected.
+// with a valid ticket, which the listener accepts once. At most MAX_STRANGERS accepted connections have not said hello:
+// one more closes the oldest. Before the tickets are known, connections wait in the system's accept queue. The thread
+// closes the oldest ones before the queue is full. A rank whose connection is closed this way connects again and sends
+// again what it has written, until the listener has answered its hello. The listener closes when all are connected.
 //
 // Threads: one thread of this module reads from all connections. It never runs Python. A caller that sends writes as
 // much as the system accepts at once; the thread writes the rest. One caller at a time may wait in `next`. Ownership:

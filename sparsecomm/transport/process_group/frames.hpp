@@ -1,9 +1,10 @@
 // The frames on a connection, and the assembly of a peer's messages from them. No input or output happens here.
 //
-// Both ends of a connection first send a hello, with a ticket that is valid for one connection in one direction. Frames
-// follow: a header and a piece of a message. A message consists of one piece, or of several pieces of equal length except
-// for the last one, which may travel on different connections in any order. Messages to a peer are numbered and delivered
-// in this order. All numbers have the sender's byte order; a receiver with another byte order finds no magic number.
+// Both ends of a connection first send a hello, with a ticket that is valid for one connection in one direction. Then
+// follow frames: a header and a piece of a message. A message consists of one piece, or of several pieces, which have
+// equal lengths except for the last one. They may travel on different connections in any order. Messages to a peer are
+// numbered and delivered in this order. All numbers have the sender's byte order: a receiver with another byte order
+// finds no magic number.
 #pragma once
 
 #include <cstdint>

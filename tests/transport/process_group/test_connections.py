@@ -173,17 +173,20 @@ def test_a_peer_that_ends_in_order_is_not_dead() -> None:
         assert rank.next(0.1) is None
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("ends", ["closed", "reset", "goodbye"])
 @pytest.mark.parametrize("pieces", [0, 1])
-def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: bool) -> None:
-    """One connection has said goodbye, and another one ends before what the goodbye came after."""
+def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, ends: str) -> None:
+    """Some connections have said goodbye; another one ends before a message is complete, perhaps with a goodbye."""
     with stranger(streams=3) as (rank, peers, _):
+        goodbye = frame(1, b"", kind=GOODBYE)
         peers[0].sendall(frame(0, bytes(100), 0, 64)[: -1 if pieces == 0 else None])
         for peer in peers[1:]:
-            peer.sendall(frame(1, b"", kind=GOODBYE))
+            peer.sendall(goodbye)
             peer.close()
         assert rank.next(0.1) is None
-        if reset:
+        if ends == "goodbye" and pieces:
+            peers[0].sendall(goodbye)
+        elif ends == "reset":
             reset_at_close(peers[0])
         peers[0].close()
         assert following(rank)[:2] == (DISCONNECTED, 1)

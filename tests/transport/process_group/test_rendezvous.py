@@ -16,6 +16,7 @@ import pytest
 dist = pytest.importorskip("torch.distributed")
 
 from sparsecomm.errors import TimeoutError, TransportError  # noqa: E402
+from sparsecomm.transport.process_group import joining  # noqa: E402
 from sparsecomm.transport.process_group.joining import own_address  # noqa: E402
 from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E402
 
@@ -108,14 +109,6 @@ def test_a_connection_that_others_hold_delays_nobody_for_long(busy: list[int], m
         assert check(attempts(store, delays, 60, lambda rank: Busy(store, free if rank in busy else at_once)))
 
 
-def test_ranks_that_fail_in_between() -> None:
-    """A rank comes again that was here, and did not go on; the others, who went on, come again as well."""
-    store = dist.HashStore()
-    for _ in range(4):
-        assert check(attempts(store, [0.0, 0.02], 60))
-        assert check(attempts(store, [0.02, 0.0], 60))
-
-
 @pytest.mark.parametrize(("P", "missing", "who"), [(3, [1], "rank 1 has"), (4, [0, 2], "ranks 0, 2 have")])
 def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) -> None:
     delays = [float("nan") if rank in missing else 0.0 for rank in range(P)]
@@ -154,6 +147,15 @@ def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in ("lo", " lo , other"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
         assert own_address() in ("127.0.0.1", "::1")
+
+
+def test_the_address_of_an_interface_without_ipv4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(joining, "_IPV6", tmp_path / "addresses")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "tun77")
+    for number, scope, address in ("20010db8", "00", "2001:db8::1"), ("fe800000", "20", "fe80::1%tun77"):
+        line = f"{number}{'0' * 23}1 05 40 {scope} 80 tun77\n"
+        joining._IPV6.write_text("0" * 31 + "1 01 80 10 80 lo\n" + line)
+        assert own_address() == address
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
