@@ -17,7 +17,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
 from sparsecomm.cli.bench import launch
-from sparsecomm.transport.cuda_aware import cuda_aware
+from sparsecomm.transport.abi import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive
 

@@ -65,10 +65,7 @@ def run(program: str, *options: str) -> str:
 def datagrams(*options: str, count: int, size: int = 100) -> tuple[list[int], float]:
     """Return the numbers of the datagrams that arrived, and the seconds in which they were sent."""
     printed = run(DATAGRAMS.format(count=count, size=size), "--ranks", "2", *options)
-    came, sent_in = (
-        re.search(r"^came (.*)$", printed, re.MULTILINE),
-        re.search(r"^sent in (.*)$", printed, re.MULTILINE),
-    )
+    came, sent_in = (re.search(rf"^{name} (.*)$", printed, re.MULTILINE) for name in ("came", "sent in"))
     assert came, printed
     assert sent_in, printed
     return ast.literal_eval(came[1]), float(sent_in[1])
@@ -187,16 +184,7 @@ def test_what_tc_is_asked_for(rate: float, rtt: float, part: float, loss: float,
 def test_what_the_relay_did(late: list[int], seconds: float, overrun: int) -> None:
     names = ("packets", "bytes", "lost", "dropped_up", "dropped_down", "time", "cpu", "overrun")
     before = dict.fromkeys(names, 5.0) | {"late": [3] * 24}
-    change = {
-        "packets": 80,
-        "lost": 10,
-        "dropped_up": 6,
-        "dropped_down": 4,
-        "bytes": 9,
-        "time": seconds,
-        "cpu": 1,
-        "overrun": overrun,
-    }
+    change = dict(zip(names, (80, 9, 10, 6, 4, seconds, 1, overrun), strict=True))
     after = {name: before[name] + change[name] for name in names} | {"late": [3 + count for count in late]}
     did = network.difference(before, after)
     assert (did["lost"], did["dropped_up"], did["dropped_down"]) == (0.10, 0.06, 0.04)
