@@ -22,12 +22,10 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
-from sparsecomm.states.weights import check_due
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import SparseVector
@@ -80,7 +78,6 @@ class LazyAdamW:
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Continue with other moments and numbers of steps, which may belong to other weights."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
-        self._checked: int | None = None  # the last step whose opening calls succeeded
         self._pending: list[Update] | None = None  # the rest of an update that was interrupted
         self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # for the sums of `_accept`
         self._overflows: dict[str, Array] = {}  # indices of weights for which the step was not accepted, by name
@@ -122,7 +119,7 @@ class LazyAdamW:
         self.open(replicated, rules)
         if not self.moments:
             self._begin(gradients, rules, scale)
-            self._end_opening()
+            self._reducer.end_opening()
             if not self.moments:
                 return None
         for name in self.specs:
@@ -134,15 +131,8 @@ class LazyAdamW:
         """Begin a step, unless it has begun: compare weights and moments between the ranks if that is due."""
         reducer = self._reducer
         if not reducer.pending:
-            if check_due(self._check_every, reducer.step, self._checked):
-                reducer.check_weights({**replicated, **self.replicated()})
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
             reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
-            if self.moments:
-                self._end_opening()
-
-    def _end_opening(self) -> None:
-        self._checked = self._reducer.step
-        self._reducer.end_opening()
 
     @default_float_mode
     def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:
@@ -284,7 +274,6 @@ class LazyAdamW:
 
     def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Broadcast the moments of a rank that stayed, if others joined or were a step apart. Collective."""
-        self._checked = None
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)

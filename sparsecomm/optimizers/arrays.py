@@ -11,9 +11,8 @@ from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import DENSITY, AdamWRule
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.options import OnStep
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.bucket import NamedTensors
+from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared

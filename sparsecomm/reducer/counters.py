@@ -73,7 +73,6 @@ class Counters:
         return {f"sparsecomm/{name}": value for name, value in added.items()}
 
     def copy(self) -> Counters:
-        """Return a copy."""
         return Counters(**asdict(self))
 
     def added_to(self, other: Counters) -> Counters:
@@ -87,7 +86,7 @@ class Counters:
         return self.table("step")
 
     def table(self, unit: str) -> str:
-        """Return a table of this rank's means per ``unit``, which is what ``steps`` counts."""
+        """Return a table of this rank's means per ``unit``; ``steps`` counts these units."""
         steps = max(1, self.steps)
         dense = bytes_text(self.bytes_dense / steps)
         if self.bytes_dense:
@@ -102,9 +101,8 @@ class Counters:
             ("sent, received", f"{bytes_text(self.bytes_sent / steps)}, {bytes_text(self.bytes_received / steps)}"),
             ("dense would send", dense),
         ]
-        rows += [
-            (name, time_text(getattr(self, name) / steps)) for name in ("accumulate", "exchange", "write", "waited")
-        ]
+        times = "accumulate", "exchange", "write", "waited"
+        rows += [(name, time_text(getattr(self, name) / steps)) for name in times]
         if self.setup_sent or self.setup_received:
             sent, received = bytes_text(self.setup_sent), bytes_text(self.setup_received)
             rows.append(("set-up", f"{sent} sent, {received} received, in all: link measurement, agreement"))
@@ -128,9 +126,9 @@ def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
     return lines
 
 
-def peer_lines(transport: Transport) -> list[str]:
+def peer_lines(transport: Transport | None) -> list[str]:
     """Return a table of the traffic with each peer since the communicator was first used, if the transport knows it."""
-    peers = transport.peers()
+    peers = [] if transport is None else transport.peers()
     if not peers:
         return []
     title, listed = "since the communicator was first used, set-up included", peers

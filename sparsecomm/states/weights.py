@@ -16,7 +16,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "compare_weights"]
+__all__ = ["WeightComparison", "check_every", "check_weights", "compare_weights"]
 
 
 @deferred
@@ -117,14 +117,3 @@ def check_every(every: object) -> int | None:
     raise InvalidInputError(
         f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
     )
-
-
-def check_due(every: int | None, step: int, checked: int | None) -> bool:
-    """Return whether weights are to be compared before a step.
-
-    Args:
-        every: the option ``check_weights_every``.
-        step: number of the step.
-        checked: the last step before which they were compared because it was due; ``None`` if there is none.
-    """
-    return every is not None and (checked is None or bool(every and step % every == 0 and checked != step))

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.schedule import density_at
+from sparsecomm.reducer.bucket import TensorSpec, layout
+from sparsecomm.reducer.options import ReducerOptions, density_at
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import CPU
 from sparsecomm.transport import simulated

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.reducer.options import ALGORITHM, DENSITY, WIRE
-from sparsecomm.reducer.schedule import with_dense_steps
+from sparsecomm.reducer.options import ALGORITHM, DENSITY, WIRE, with_dense_steps
 from sparsecomm.transport import Transport, simulated
 from tests import data
 
