@@ -53,11 +53,7 @@ class TensorSpec:
         return self.size * self.accumulator.itemsize
 
     def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
-        """Import an array that must match this spec; ``name`` is its name in error messages.
-
-        Raises:
-            InvalidInputError: it does not match, or cannot be written although it must be ``writable``.
-        """
+        """Import an array that must match this spec; ``name`` is its name in error messages."""
         t = interop.tensor(obj, name, writable=writable)
         if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
             raise InvalidInputError(
@@ -68,11 +64,7 @@ class TensorSpec:
 
 
 def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
-    """Return the specs of named tensors by name, in their order. A `TensorSpec` may take a tensor's place.
-
-    Raises:
-        InvalidInputError: a name is not a string or not unique, a tensor is not supported, or there are no tensors.
-    """
+    """Return the specs of named tensors by name, in their order. A `TensorSpec` may take a tensor's place."""
     specs: dict[str, TensorSpec] = {}
     for name, tensor in interop.named(tensors):
         if name in specs:

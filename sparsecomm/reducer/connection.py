@@ -184,13 +184,12 @@ class Rebuilt:
 
     Attributes:
         size: the new number of ranks.
-        ranks_lost: ranks that are gone, as numbered in the previous communicator. Their residuals and velocities are
-            lost, with their gradients of steps that did not count.
-        elements_lost: the number of elements of these residuals.
+        ranks_lost, elements_lost: ranks that are gone, as numbered in the previous communicator, and the number of
+            elements of their residuals. Their gradients of steps that did not count are lost, too.
         ranks_joined: new ranks, as numbered in the new communicator. Their residuals are zeros.
         step: the number of the next step.
-        steps_apart: the difference between the ranks' steps. If it is above 0, some ranks have applied an update that
-            others have not: broadcast the weights.
+        steps_apart: the difference between the ranks' steps. If it is above 0, broadcast the weights, because some
+            ranks have applied an update that others have not.
         unit: the unit of ``step``. It is "round" for `LocalSteps`, which broadcasts the weights itself.
     """
 
@@ -219,20 +218,13 @@ class Rebuilt:
 
 
 class Member(NamedTuple):
-    """One rank's message to all ranks.
+    """One rank's message to all ranks."""
 
-    Attributes:
-        joining: the rank is new, and takes the state of the other ranks.
-        step: its next step, or the number of its steps.
-        rank, size: its rank and the world size in the previous communicator; -1 and 0 if there was none.
-        words: other ints that all ranks need, equally many on all ranks.
-    """
-
-    joining: bool
-    step: int
-    rank: int
-    size: int
-    words: list[int]
+    joining: bool  # the rank is new, and takes the state of the other ranks
+    step: int  # its next step, or the number of its steps
+    rank: int  # its rank in the previous communicator, or -1
+    size: int  # the size of the previous communicator, or 0
+    words: list[int]  # other numbers that all ranks need, equally many on all ranks
 
 
 class Members:
@@ -253,17 +245,9 @@ class Members:
         words: Sequence[int],
         label: int,
     ) -> None:
-        """Gather the messages of all ranks. Collective.
+        """Gather the messages of all ranks, which must not all join. Collective.
 
-        Args:
-            transport: the new transport.
-            before: this rank's previous communicator, or its transport.
-            joining, step, words: see `Member`.
-            label: must be equal on all ranks.
-
-        Raises:
-            InvalidInputError: all ranks join.
-            CollectiveMismatchError, TransportError: a rank makes another call, did not answer, or died.
+        ``before``: this rank's previous communicator, or its transport. ``label`` must be equal on all ranks.
         """
         step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
         gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)

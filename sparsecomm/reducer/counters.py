@@ -17,20 +17,16 @@ _MAX_PEERS = 16  # in a table; of more peers, the slowest are listed
 
 @dataclass
 class Counters:
-    """What a reducer has done since the beginning, or since the last `reset`. Seconds are of this rank.
+    """What a reducer has done since the beginning, or since the last `reset`. Seconds and bytes are of this rank.
 
     Attributes:
-        steps, calls: number of steps and calls.
-        elements: elements of all gradients.
-        selected: entries that this rank selected.
-        applied: entries of the results.
-        bytes_sent, bytes_received, messages_sent: traffic of this rank in sums.
+        steps, calls, skipped: numbers of steps, calls, and steps that were not usable.
+        elements, selected, applied: elements of all gradients, entries that this rank selected, entries of the results.
+        bytes_sent, bytes_received, messages_sent: traffic in sums.
         bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent.
         accumulate: seconds spent adding gradients to residuals and applying momentum.
         exchange: seconds of the calls (selection, messages, merging), if possible on a thread of their own.
-        write: seconds spent writing results.
-        waited: seconds in which the program waited for calls, which overlap did not hide.
-        skipped: steps that were not usable.
+        write, waited: seconds spent writing results, and in which the program waited for calls.
         setup_sent, setup_received: bytes outside sums, for link measurement and agreement on buckets and weights, of
             the whole communicator. ``bytes_sent`` and ``bytes_received`` do not include them.
         ranks_lost, elements_lost: sums of what `Reducer.rebuild` returned.

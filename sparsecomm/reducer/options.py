@@ -79,11 +79,7 @@ class DenseStart:
 
 
 def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
-    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
-    """
+    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there."""
     count = _count("dense_steps", dense_steps, 0)
     if not callable(density):
         density = density_at(density)
@@ -102,9 +98,6 @@ def density_at(schedule: Any, step: int | None = None, *, name: str = "density")
 
     An int is refused, because it could be meant as a number of entries, like ``k``. A function may also return the int
     1, or an array of one element.
-
-    Raises:
-        InvalidInputError: the density is not a number in (0, 1].
     """
     density, got = math.nan, f"{name}={quote(schedule)}"
     if step is not None and callable(schedule):
@@ -153,67 +146,51 @@ class ReducerOptions(CallOptions, total=False):
     on_step: OnStep | None
 
 
-@dataclass(frozen=True)
 class Settings:
-    """The options of a `sparsecomm.Reducer`, which documents them. They are checked and converted here.
+    """The options of a `sparsecomm.Reducer`, which documents them, checked and converted.
 
-    Attributes:
-        chunk: ``None`` unless the scope is "chunk".
-
-    Raises:
-        InvalidInputError: an option is out of range, or contradicts another one.
+    ``chunk`` is ``None`` unless the scope is "chunk".
     """
 
-    density: Schedule
-    options: Options
-    scope: str
-    chunk: int | None
-    dense_below: int
-    bucket_bytes: int | None
-    momentum: float
-    masking: bool
-    clip: Clip
-    decay: float
-    skip_nonfinite: bool
-
-    def __post_init__(self) -> None:
-        momentum, decay = to_float(self.momentum), to_float(self.decay)
-        clip = None if self.clip is None else to_float(self.clip)
-        bucket_bytes = None if self.bucket_bytes is None else to_int(self.bucket_bytes, 1) or 0
-        checks = (
-            ("momentum", 0 <= momentum < 1, "must be at least 0 and below 1"),
-            ("clip", clip is None or 0 < clip < math.inf, "must be a norm above 0, or None"),
-            ("decay", 0 < decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
-            ("bucket_bytes", bucket_bytes != 0, "must be a number of bytes, at least 1, or None"),
-        )
-        for name, valid, expected in checks:
+    def __init__(
+        self,
+        density: Schedule,
+        options: Options,
+        scope: str,
+        chunk: int,
+        dense_below: int,
+        bucket_bytes: int | None,
+        momentum: float,
+        masking: bool,
+        clip: Clip,
+        decay: float,
+        skip_nonfinite: bool,
+    ) -> None:
+        first, length = density_at(density, 0), chunk_of(chunk)
+        self.density: Schedule = density if callable(density) else first
+        self.options, self.scope = options, scope
+        self.dense_below = check_layout(scope, dense_below)
+        self.chunk = length if scope == "chunk" else None
+        self.bucket_bytes = None if bucket_bytes is None else to_int(bucket_bytes, 1)
+        self.momentum, self.decay = to_float(momentum), to_float(decay)
+        self.clip = None if clip is None else to_float(clip)
+        self.masking, self.skip_nonfinite = to_bool("masking", masking), to_bool("skip_nonfinite", skip_nonfinite)
+        positive = (self.bucket_bytes is None) == (bucket_bytes is None)
+        for name, value, valid, expected in (
+            ("momentum", momentum, 0 <= self.momentum < 1, "must be at least 0 and below 1"),
+            ("clip", clip, self.clip is None or 0 < self.clip < math.inf, "must be a norm above 0, or None"),
+            ("decay", decay, 0 < self.decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
+            ("bucket_bytes", bucket_bytes, positive, "must be a number of bytes, at least 1, or None"),
+        ):
             if not valid:
-                raise InvalidInputError(f"{name}={quote(getattr(self, name))}: {expected}")
-        if decay < 1 and self.options.algorithm == "dense":
+                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
+        if self.decay < 1 and options.algorithm == "dense":
             raise InvalidInputError(
-                f"decay={quote(self.decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
+                f"decay={quote(decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
-        first, chunk = density_at(self.density, 0), chunk_of(self.chunk)
-        values = {
-            "density": self.density if callable(self.density) else first,
-            "dense_below": check_layout(self.scope, self.dense_below),
-            "chunk": chunk if self.scope == "chunk" else None,
-            "bucket_bytes": bucket_bytes,
-            "momentum": momentum,
-            "masking": to_bool("masking", self.masking),
-            "clip": clip,
-            "decay": decay,
-            "skip_nonfinite": to_bool("skip_nonfinite", self.skip_nonfinite),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def check_dtypes(self, accumulators: Iterable[str]) -> None:
-        """Check that the algorithm and the wire format support sums of these dtypes.
-
-        Raises:
-            InvalidInputError: one of them is not supported.
-        """
+        """Check that the algorithm and the wire format support sums of these dtypes."""
         for accumulator in accumulators:
             self.options.check(accumulator, by_chunk=self.chunk is not None)
 
@@ -223,11 +200,7 @@ class Settings:
 
 
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `sparsecomm.reducer.bucket.layout`, and return ``dense_below`` as an int.
-
-    Raises:
-        InvalidInputError: ``scope`` is not one of ``scopes``, or ``dense_below`` is not a number of elements.
-    """
+    """Check the options of `sparsecomm.reducer.bucket.layout`, and return ``dense_below`` as an int."""
     check_choice("scope", scope, scopes)
     elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):

@@ -48,9 +48,9 @@ class Reducer:
     and overlap with the program. A residual for each tensor, in float32 (float64 for float64), stores what was not
     sent.
 
-    A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change, and its
-    name is in `Step.without_gradient`. If only some ranks have a gradient, the other ranks contribute zeros and keep
-    their residuals. Each call in which a rank lacks a gradient takes one more round trip.
+    A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change. If only
+    some ranks have a gradient, the other ranks contribute zeros and keep their residuals, and the call takes one more
+    round trip.
 
     All ranks must use the same tensors in the same order, the same settings and the same step; otherwise they raise
     `CollectiveMismatchError`. Several reducers may share a communicator if all ranks use them in the same order.
@@ -59,40 +59,38 @@ class Reducer:
         tensors: names and tensors, as a dictionary or as pairs: parameters or gradients. Only their shape, dtype and
             device are used.
         density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
-            such as `Warmup`. At 1.0 gradients are summed densely and exactly, whatever ``algorithm`` and ``wire`` are,
-            and residuals are flushed.
+            such as `Warmup`. At 1.0 gradients are summed densely and exactly with any ``algorithm`` and ``wire``, and
+            residuals are flushed.
         dense_steps: number of steps at the beginning with density 1.0. A schedule counts its steps from there.
         comm: as in `sparse_allreduce`.
-        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes. If "double"
-            is not supported (``op="mean_of_contributors"``, ``scope="chunk"``), "auto" selects "fastest".
-        wire: as in `sparse_allreduce`, but with ``algorithm="auto"``, "auto" selects "packed_int2", values of 2 bits;
-            for float64 sums, and where "auto" selects "fastest", exact values.
+        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
+            "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
+        wire: as in `sparse_allreduce`, but where "auto" selects "double", "auto" selects "packed_int2", values of 2
+            bits, except for float64 sums.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
-        scope: the elements among which entries are selected. "tensor": each tensor, as in Deep Gradient Compression
-            (Lin et al., 2018), with a call for each. "model": all tensors, as in gTop-k (Shi et al., 2019), in one
-            call, which begins when the last gradient is ready. "bucket": buckets of neighbouring tensors, so that calls
-            are large and overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, as in
-            SparseLoCo (Sarfi et al., 2025), in the calls of "bucket"; it has the fastest selection and the shortest
-            indices. Global top-k algorithms select the largest sums of a bucket.
-        chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a tensor may be shorter.
-            ``density * chunk`` entries are selected in each chunk, at least one.
-        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``, in which a
-            backward pass makes gradients. ``None``: large enough that an element costs at most a quarter more than in
-            a very large bucket, by the costs that ``sparsecomm tune`` measured.
+        scope: the elements among which entries are selected. "tensor": each tensor, with a call for each (Lin et al.,
+            Deep Gradient Compression, 2018). "model": all tensors, in one call, which begins when the last gradient is
+            ready (Shi et al., gTop-k, 2019). "bucket": buckets of neighbouring tensors, so that calls are large and
+            overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, in the calls of "bucket",
+            which has the fastest selection and the shortest indices (Sarfi et al., SparseLoCo, 2025).
+        chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
+            are selected in each chunk, at least one.
+        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
+            enough that an element costs at most a quarter more than in a very large bucket, by the measured costs.
         dense_below: tensors with fewer elements are summed densely, in one call at the end.
         momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate the velocity of this rank in place
             of the gradient. Use an optimizer without momentum.
         masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
             except in dense sums (Section 3.3).
-        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2): each rank clips
+        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2). Each rank clips
             its own gradient, whose norm is taken to be sqrt(P) times that of the mean. Calls begin when the last
             gradient is ready.
         decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
             gradually dropped.
-        skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all ranks, and at least
-            one result is then not finite on every rank, for all scalers to see. Finite gradients stay in residuals;
-            other gradients are dropped. The same holds for overflows of residuals and sums; entries of residuals that
-            could overflow again are dropped. It costs two more reads of the gradients.
+        skip_nonfinite: for loss scaling. Infinity or NaN on one rank, also by an overflow, makes the step unusable on
+            all ranks, and at least one result is then not finite on every rank. Finite gradients stay in residuals;
+            other gradients, and entries that could overflow again, are dropped. It costs two more reads of the
+            gradients.
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
@@ -254,14 +252,12 @@ class Reducer:
         """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
 
         Args:
-            accept: for optimizers with ``skip_nonfinite``: a function of `Step.left` and of the largest magnitude in
-                all sums, which is called if all sums are finite. If it returns False, the step is not usable, and all
-                gradients stay in the residuals. It must return the same on all ranks, and may be called again.
+            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.left` and the largest
+                magnitude in all sums. It must return the same on all ranks, and may be called again.
 
         Raises:
             SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
-                calls were written and count, except with ``skip_nonfinite``: see `unsummed`. You may begin the next
-                step.
+                calls count, except with ``skip_nonfinite``: see `unsummed`. You may begin the next step.
         """
         with self._lock:
             self._prepare()
@@ -346,8 +342,8 @@ class Reducer:
         """Continue with the ranks of another communicator, for example from `shrink` or `grow`. Collective over them.
 
         This rank keeps its residuals, velocities, settings and counters. A step that has begun is abandoned: the
-        gradients that were not summed go to the residuals. Afterwards all ranks have the same next step and the same
-        buckets, and means are over the new ranks. If this fails because another rank died, shrink and call it again.
+        gradients that were not summed go to the residuals. If this fails because another rank died, shrink and call it
+        again.
 
         Args:
             comm: as in the constructor.
@@ -355,7 +351,7 @@ class Reducer:
                 one rank must not join. You must broadcast weights and the optimizer's state.
 
         Returns:
-            The ranks that were lost or joined. It is also logged and counted.
+            The ranks that were lost or joined, which are also logged and counted.
 
         Raises:
             InvalidInputError: all ranks join, or ``comm`` is not supported.
@@ -381,12 +377,11 @@ class Reducer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state: NumPy arrays, numbers, lists and strings.
+        """Return this rank's state: NumPy arrays, numbers, lists and strings. Each rank saves its own.
 
-        Each rank saves its own. The state contains the world size; `reshard` makes states for another one. It also
-        contains the measured links, so that "auto" chooses the same after a resume; remove ``state["costs"]`` to
-        measure them again. What algorithms keep from step to step is dropped here, so that a resumed run computes the
-        same as this one; the next step takes two more round trips.
+        `reshard` makes states for another world size. The state contains the measured links, so that "auto" chooses the
+        same after a resume; set ``state["costs"]`` to ``None`` to measure them again. What algorithms keep from step to
+        step is dropped here, so that a resumed run computes the same; the next step takes two more round trips.
 
         Raises:
             InvalidInputError: a step has begun.
@@ -397,14 +392,12 @@ class Reducer:
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
 
-        Collective: all ranks load, or none. The states must be of one step. Any exception while a state is read, on any
-        rank, is treated as a state that does not fit, but an interrupt (Ctrl-C) is raised unchanged.
+        Collective: all ranks load, or none. The states must be of one step.
 
         Raises:
-            InvalidInputError: the state does not fit on some rank. The message names the rank, the key, the value and
-                the expected value. Nothing has changed on any rank.
-            CollectiveMismatchError: another rank makes another call.
-            TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+            InvalidInputError: the state does not fit on some rank, or reading it raised an exception. Nothing has
+                changed on any rank.
+            CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         self.load_with(lambda undo: self.prepare_state(state))
 
@@ -486,13 +479,10 @@ class Reducer:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a table for this rank.
+        """Return a table for this rank: means per step, algorithms and wire formats, and traffic per peer.
 
-        - Means per step, and the bytes of dense sums.
-        - "set-up": all bytes sent to measure links and to agree with other ranks. The bytes per step exclude them.
-        - The algorithms and wire formats of the calls, and the costs by which they were chosen.
-        - The bytes and the rate per peer, if the transport knows them, of all calls on the communicator. Over MPI the
-          rate is a lower bound: bytes sent, divided by the time in which messages of the peer were waited for.
+        "set-up" is all bytes sent to measure links and to agree with other ranks; the bytes per step exclude them. Over
+        MPI, rates are lower bounds: bytes sent, divided by the time in which messages of the peer were waited for.
         """
         with self._lock:
             self.count_setup()

@@ -11,7 +11,7 @@ from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.connection import Buckets, Connection
-from sparsecomm.states.loading import DAMAGED, as_float, reading
+from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tuning.profile import KnownCosts, measured
@@ -71,16 +71,10 @@ def fields_of(connection: Connection, step: int) -> StateDict:
 
 
 def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
-    """Return buckets with the residuals and velocities of a state that `REDUCER` has read.
-
-    Raises:
-        InvalidInputError: the state belongs to other tensors.
-    """
+    """Return buckets with the residuals and velocities of a state that `REDUCER` has read."""
     specs, momentum = connection.specs, connection.settings.momentum
     residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False)
     velocities = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE, copy=False)
-    if found["order"] is not None and sorted(found["order"]) != sorted(specs):
-        raise InvalidInputError(f"state: its order has other names than its residuals; {DAMAGED}")
     buckets = connection.new_buckets(found["bucket_bytes"])
     buckets.fill(residuals, velocities)
     return buckets
@@ -104,9 +98,6 @@ def read_arrays(
         specs: the tensors by name.
         key, copy: see `as_float`.
         advice: tells the user how to get the expected names.
-
-    Raises:
-        InvalidInputError: the arrays have other names, dtypes or shapes than the tensors.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())
