@@ -332,7 +332,7 @@ class _Survey(NamedTuple):
     """The checkpoints that the ranks see.
 
     Attributes:
-        complete: the checkpoints of which each rank sees all files that it loads, newest first.
+        complete: the checkpoints that each rank can load, by the files that it sees, newest first.
         last: the newest checkpoint that any rank sees.
         steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
         foreign: whether a rank sees checkpoints of another format.

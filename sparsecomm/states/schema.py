@@ -61,7 +61,7 @@ def summed() -> Field:
 
 
 class Schema:
-    """The layout of a class's state dict, of which each rank has its own.
+    """The layout of a class's state dict. Each rank has its own state dict.
 
     Attributes:
         name: the name of the class.

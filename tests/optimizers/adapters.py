@@ -83,7 +83,7 @@ class OfArrays:
 
 
 class OfTorch(OfArrays):
-    """PyTorch's, of which gradients come by a backward pass."""
+    """The optimizer of PyTorch. A backward pass makes its gradients."""
 
     overlap = False
 

@@ -24,7 +24,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def again_until(done: Callable[[], bool], act: Callable[[], object]) -> None:
-    """Do something as a program that goes on after interrupts."""
+    """Repeat an action until it is done, as a program does that continues after interrupts."""
     while True:
         with contextlib.suppress(InterruptError):
             if done():

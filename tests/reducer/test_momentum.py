@@ -39,7 +39,7 @@ def test_velocity_is_forgotten_where_a_rank_has_selected_and_where_the_result_ap
             if algorithm != "double" or transport.rank or P == 1:  # of several ranks the first owns all
                 velocity["x"][reference.topk(velocity["x"], 20)[0]] = 0
             velocity["x"][mine["x"] != 0] = 0
-        same(reducer.state_dict()["velocities"], velocity)  # that of "small", which is summed whole, goes on
+        same(reducer.state_dict()["velocities"], velocity)  # "small" is summed whole, so its velocity continues
 
     run(P, program)
 
