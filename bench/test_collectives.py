@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from bench.compare.contenders import CONTENDERS, Contender, Ours
 from sparsecomm import transport
-from sparsecomm.cli.bench.runners import Vectors
+from sparsecomm.cli.bench.timing import Vectors
 
 ROUNDS, WARMUP = 30, 3
 COMM = MPI.COMM_WORLD

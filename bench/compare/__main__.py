@@ -27,8 +27,7 @@ from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli.bench.runners import Vectors
-from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
+from sparsecomm.cli.bench.timing import Runner, Timer, Timing, Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
 from sparsecomm.wire import WIRES

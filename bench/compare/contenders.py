@@ -19,10 +19,9 @@ import sparsecomm as sc
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.cli.bench import runners
+from sparsecomm.cli.bench import timing as runners
 from sparsecomm.cli.bench.rows import Check
-from sparsecomm.cli.bench.runners import Clock, Vectors
-from sparsecomm.cli.bench.timing import Runner
+from sparsecomm.cli.bench.timing import Clock, Runner, Vectors
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32

@@ -32,7 +32,7 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
-from sparsecomm.cli.plots import panels, pyplot
+from sparsecomm.cli.outputs import panels, pyplot
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.memory import Bytes

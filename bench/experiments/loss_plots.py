@@ -18,7 +18,7 @@ from typing import Any
 from bench.experiments.adamw_rules import GRID, Rule
 from bench.experiments.convergence.results import Results
 from bench.experiments.tasks import TASKS, weights_of
-from sparsecomm.cli.plots import log_axis, pyplot
+from sparsecomm.cli.outputs import log_axis, pyplot
 from sparsecomm.quantities import number_text, time_text
 
 # By the way to exchange: label, colour, marker.

@@ -24,7 +24,7 @@ from bench import report
 from bench.page import results
 from bench.page.pictures import PICTURES
 from bench.page.results import Result
-from sparsecomm.cli.plots import pyplot
+from sparsecomm.cli.outputs import pyplot
 from sparsecomm.quantities import number_text
 
 MAX_ROWS = 60

@@ -10,8 +10,8 @@ from bench import model
 from bench.page.results import Result
 from bench.paper import tables
 from bench.paper.models import MODELS, RANKS
-from sparsecomm.cli.bench import plot
-from sparsecomm.cli.plots import log_axis, panels, size_axis, style
+from sparsecomm.cli import bench as plot
+from sparsecomm.cli.outputs import log_axis, panels, size_axis, style
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
 from sparsecomm.tracing.observers import PARTS
 

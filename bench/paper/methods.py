@@ -22,8 +22,8 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 from bench.compare import baselines, contenders
-from sparsecomm.cli.bench import runners
-from sparsecomm.cli.bench.runners import Vectors
+from sparsecomm.cli.bench import timing as runners
+from sparsecomm.cli.bench.timing import Vectors
 
 COMM = MPI.COMM_WORLD
 Array = np.ndarray[Any, Any]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.cli.plots import panels, pyplot
+from sparsecomm.cli.outputs import panels, pyplot
 from sparsecomm.quantities import number_text
 
 Group = dict[str, Any]  # a `bench.paper.beyond.Cell` for each method

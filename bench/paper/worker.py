@@ -30,8 +30,7 @@ from bench.paper.models import MODELS, Model
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench.runners import Vectors
-from sparsecomm.cli.bench.timing import uninterrupted
+from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.utilisation.grid import Cell, Network, name
 from bench.utilisation.tables import LOCAL, Found, percent
-from sparsecomm.cli.plots import pyplot
+from sparsecomm.cli.outputs import pyplot
 from sparsecomm.quantities import rate_text
 
 _TITLES = {"dense": "dense, gloo", "blocking": "ours", "delayed": "ours, delayed"}

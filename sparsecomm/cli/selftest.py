@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import transport
 from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, contributors, oracle
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.world import World, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.wire import Op
@@ -101,7 +100,7 @@ class Checks:
     def call(self, x: Vector, k: int, **options: Any) -> sc.SparseVector:
         """Call the algorithm. Collective."""
         options = {"algorithm": sc.algorithms()[self.algorithm]} | options
-        return sc.sparse_allreduce(x, k, comm=comm_of(self.comm), **options)
+        return sc.sparse_allreduce(x, k, comm=transport_of(self.comm), **options)
 
     def check(self, holds: object, what: str) -> None:
         """Count a check, and record the failure ``what`` unless it holds."""
@@ -126,9 +125,7 @@ def _check(checks: Checks, case: Case) -> int:
     accumulated = gradients.astype(case.accumulator)
     if case.residual:
         accumulated = accumulated + residuals
-    total = oracle(checks.algorithm)(
-        list(accumulated), case.k, transport.transport_of(comm_of(checks.comm)).node_of_rank
-    )
+    total = oracle(checks.algorithm)(list(accumulated), case.k, transport_of(checks.comm).node_of_rank)
     indices = np.flatnonzero(total)
     expected: dict[Op, Vector] = {"sum": total}
     if case.residual and case.content not in EXACT:

@@ -119,7 +119,7 @@ def main() -> None:
 
     from bench.compare.contenders import CONTENDERS
     from sparsecomm import transport
-    from sparsecomm.cli.bench.runners import Vectors
+    from sparsecomm.cli.bench.timing import Vectors
 
     counters = transport.transport_of(MPI.COMM_WORLD).counters
     vectors = Vectors(MPI.COMM_WORLD, np.random.default_rng(MPI.COMM_WORLD.rank).standard_normal(10_007, np.float32))

@@ -22,7 +22,8 @@ from sparsecomm.backends import Backend
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import launch, rows, runners, sweep, timing
+from sparsecomm.cli import world as launch
+from sparsecomm.cli.bench import rows, timing
 from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
@@ -39,11 +40,11 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PARSER = argparse.ArgumentParser()
-sweep.add_arguments(PARSER)
+command.add_arguments(PARSER)
 
 
 def parsed(*given: str) -> argparse.Namespace:
-    return sweep.parse(PARSER.parse_args(given))
+    return command.parse(PARSER.parse_args(given))
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -58,9 +59,9 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_both_figures_are_said() -> None:
     said = r"64 MiB on 4 rank.*about [\d.]+ Gi?B of memory, [\d.]+ Mi?B per rank; available are 1 G"
     with pytest.raises(sc.InvalidInputError, match=said):
-        sweep.check_memory(parsed(), 8, 4, 1 << 30)
-    sweep.check_memory(parsed(), 8, 4, 1 << 40)
-    sweep.check_memory(parsed(), 8, 4, None)
+        command.check_memory(parsed(), 8, 4, 1 << 30)
+    command.check_memory(parsed(), 8, 4, 1 << 40)
+    command.check_memory(parsed(), 8, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     assert set(observers.PART_OF.values()) == set(observers.PARTS)
 
 
-class Nested(runners.Clock):
+class Nested(timing.Clock):
     """A clock that fails if parts are nested, so that time would count twice."""
 
     inside = ""
@@ -152,7 +153,7 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
     n, k, P = 5000, 50, 3
 
     def call(transport: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
-        x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), transport.rank)
+        x, residual = timing.inputs(n, np.dtype(np.float32), np.dtype(np.float32), transport.rank)
         out, clock = np.empty_like(x), Nested()
         if with_clock:
             queue_of(transport).observe(transport, clock)
@@ -239,7 +240,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
     def program(transport: simulated.SimulatedTransport) -> tuple[float, float]:
-        x, residual = runners.inputs(row["count"], t, accumulator, transport.rank)
+        x, residual = timing.inputs(row["count"], t, accumulator, transport.rank)
         options = {"algorithm": row["algorithm_taken"], "wire": row["wire_taken"]}
         sent, received = [], []
         for _ in range(1 + 3):
@@ -363,7 +364,7 @@ FAULTY = """
 import os, signal, sys
 from mpi4py import MPI
 from sparsecomm.cli import main
-from sparsecomm.cli.bench.runners import Ours
+from sparsecomm.cli.bench.timing import Ours
 right = Ours.step
 def wrong(self):
     result = right(self)

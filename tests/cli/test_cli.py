@@ -16,7 +16,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import COMMANDS, info, main, oracles
-from sparsecomm.cli.bench import launch
+from sparsecomm.cli import world as launch
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive

@@ -18,12 +18,11 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.cli import main, plan
-from sparsecomm.cli.plan import advice, methods
+from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
 from sparsecomm.optimizers import rule
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.reducer.options import DENSITY
-from sparsecomm.tuning import streams
 from sparsecomm.tuning.links import _all_pairs
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Network, Training, predict
@@ -86,7 +85,7 @@ def test_the_line_to_paste_can_be_run() -> None:
     """The advice uses options of LocalSteps."""
     for network in (Network(50e6, 0.08), Network(50e6, 0.08, 0.001), Network(1e9)):
         taken = best(network)
-        line = next(line for line in advice._code(taken) if line.startswith("local = "))
+        line = next(line for line in methods._code(taken) if line.startswith("local = "))
         parameters = {"x": np.zeros(4096, np.float32)}
         made = eval(line.removeprefix("local = "), {"sc": SimpleNamespace(LocalSteps=_alone), "parameters": parameters})
         assert repr(made).find(f"sync_every={taken.H},") > 0
@@ -142,7 +141,7 @@ def test_the_optimizer_decides_which_rows_count() -> None:
 def test_what_is_taken(network: Network, step: float, expected: set[str]) -> None:
     taken = best(network, Training(4, 30_800_000, step))
     assert taken.method in expected
-    said = advice.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
+    said = methods.advice(taken, [taken, *methods.ways(TRAINING, network, [32], DEFAULT)], TRAINING, network)
     assert said[0] == ("Sparse sums do not pay here." if taken.method == methods.DENSE else "Sparse sums pay here.")
     assert all(len(line) <= 100 or line.startswith("    ") for line in said)
 
@@ -238,7 +237,7 @@ def test_all_pairs_and_all_links_are_measured(count: int) -> None:
     )
     assert all(max(Counter(rank for pair in turn for rank in pair).values()) == 1 for turn in turns)
     members = [10 * i for i in range(count)]
-    one_way = streams._one_way(members)
+    one_way = measurement._one_way(members)
     assert sorted(pair for turn in one_way for pair in turn.items()) == sorted(
         zip(members, members[1:] + members[:1], strict=True)
     )
@@ -253,7 +252,7 @@ def test_the_connections_of_a_process() -> None:
                 *measurement._connections()
             }
             one.sendall(b"x" * 100_000)
-            assert streams._segments(one)[1] > 0
+            assert measurement._segments(one)[1] > 0
     assert measurement._interfaces()["lo"] == "127.0.0.1"
 
 
@@ -295,11 +294,11 @@ class Threads:
         return SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
 
 
-def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[streams.Report]:
+def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[measurement.Report]:
     transport = Threads(len(addresses))
 
-    def work(rank: int) -> streams.Report:
-        return streams._streams(transport.rank(rank), pairs, addresses, 2, 0.4, pace)
+    def work(rank: int) -> measurement.Report:
+        return measurement._streams(transport.rank(rank), pairs, addresses, 2, 0.4, pace)
 
     with ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(work, range(len(addresses))))
@@ -308,7 +307,7 @@ def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> 
 @pytest.mark.parametrize("pace", [0.0, 8e6])
 def test_streams(pace: float) -> None:
     """The receiver reports the rate, the sender the segments; the third rank only waits; no stream exceeds its pace."""
-    found: list[streams.Report] = []
+    found: list[measurement.Report] = []
 
     def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
         found[:] = told_of({0: 1}, ["127.0.0.1"] * 3, pace)
@@ -319,7 +318,7 @@ def test_streams(pace: float) -> None:
     assert sender.rate is None
     assert sender.sent > 0
     assert sender.control
-    assert other == streams.Report()
+    assert other == measurement.Report()
 
 
 def test_streams_that_cannot_be_made() -> None:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from sparsecomm.algorithms import ALGORITHMS, inner_algorithms
-from sparsecomm.cli.bench import plot
-from sparsecomm.cli.plots import pyplot, style
+from sparsecomm.cli import bench as plot
+from sparsecomm.cli.outputs import pyplot, style
 
 pytest.importorskip("matplotlib")
 

@@ -13,7 +13,7 @@ from bench.experiments.convergence.results import Outcome, Results, best, groupe
 from bench.experiments.convergence.tables import amount
 from bench.experiments.convergence.training import METHODS, Curve
 from bench.experiments.tasks import TASKS
-from sparsecomm.cli.plots import log_axis, pyplot
+from sparsecomm.cli.outputs import log_axis, pyplot
 from sparsecomm.quantities import bytes_text, number_text, time_text
 
 COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"), strict=True))
