@@ -139,26 +139,26 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
 def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -> None:
     """Measure the links, print the results, and fill in the options that were not passed. Collective."""
 
-    def say(label: str, text: str) -> None:
-        if transport.rank == 0:
-            print(f"{label:<14} {text}", flush=True)
-
-    say("ranks", measurement.placement(transport, comm.allgather(socket.gethostname())))
+    placement = measurement.placement(transport, comm.allgather(socket.gethostname()))
+    if transport.rank == 0:
+        print(f"{'ranks':<14} {placement}", flush=True)
     measured, P = measurement.measure(transport, comm, arguments.seconds), transport.size
+    streams, loss = measured.streams, measured.streams.loss
     assert measured.links.farthest is not None
     first, second = measured.links.farthest
-    say("library", transport.library)
-    say("interfaces", ", ".join(measured.interfaces) or measured.streams.problem)
-    say("round trip", f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}")
-    say("rates", measured.rates_text)
-    say(
-        "losses",
-        "unknown" if measured.streams.loss is None else f"{percent_text(measured.streams.loss)} of the packets",
-    )
-    say("TCP", measured.streams.control or "congestion control unknown")
-    for warning in [*measured.warnings, *measurement.warnings(transport)]:
-        say("! warning", warning)
-    say("", "")
+    longest = f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}"
+    lines = [
+        ("library", transport.library),
+        ("interfaces", ", ".join(measured.interfaces) or streams.problem),
+        ("round trip", longest),
+        ("rates", measured.rates_text),
+        ("losses", "unknown" if loss is None else f"{percent_text(loss)} of the packets"),
+        ("TCP", streams.control or "congestion control unknown"),
+        *(("! warning", warning) for warning in [*measured.warnings, *measurement.warnings(transport)]),
+        ("", ""),
+    ]
+    if transport.rank == 0:
+        print(*(f"{label:<14} {text}" for label, text in lines), sep="\n", flush=True)
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
         arguments.ranks_per_site = P // transport.num_nodes

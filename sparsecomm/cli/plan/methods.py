@@ -44,23 +44,14 @@ SETTINGS: dict[str, Sequence[tuple[str, Exchange]]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        method: of `METHODS`.
-        exchange: algorithm, wire format and schedule.
-        predicted: the prediction.
-        loss: nats above dense sums in every step, measured with this setting; ``None`` if unknown.
-        seconds: to make as much progress as one step with dense sums; infinite if the loss is unknown.
-        arguments: of the method, besides its defaults.
-    """
-
-    method: str
+    method: str  # of `METHODS`
     exchange: Exchange
     predicted: Prediction
-    loss: float | None
-    seconds: float
-    arguments: str = ""
+    loss: float | None  # nats above dense sums in every step, measured with this setting; None if unknown
+    seconds: float  # to make as much progress as one step with dense sums; infinite if the loss is unknown
+    arguments: str = ""  # of the method, besides its defaults
 
     @property
     def H(self) -> int:  # noqa: N802 - the papers' name
@@ -127,11 +118,8 @@ def ways(training: Training, network: Network, every: Sequence[int], costs: Cost
 def best(table: Sequence[Way], optimizer: str = "adamw") -> Way:
     """Return the way that reaches the same loss in the least time, or a simpler one that takes hardly longer.
 
-    Dense sums in every step are good enough if ranks compute most of the time.
-
-    Args:
-        table: all ways.
-        optimizer: of `OPTIMIZERS`; ways that do not suit it are ignored.
+    Dense sums in every step are good enough if ranks compute most of the time. Ways that do not suit the optimizer, a
+    key of `OPTIMIZERS`, are ignored.
     """
     table = [way for way in table if way.method != OPTIMIZERS[optimizer]]
     dense = [way for way in table if way.method == DENSE and way.predicted.utilisation >= _GOOD]
