@@ -217,31 +217,22 @@ class Theirs(Runner):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to sum gradients over ranks.
+    """One way to sum gradients over ranks."""
 
-    Attributes:
-        name: the name on command lines.
-        kind: "ours", "baseline" (the method of another project) or "mpi" (calls of MPI alone).
-        make: returns a runner on vectors, for k entries and a wire format. Collective. Raises `ValueError` if it does
-            not work here or on this number of ranks.
-        times: the actions of the runner that are timed.
-        oracle: the algorithm with the same result, see `sparsecomm.cli.oracles`; ``None`` for the dense sum.
-        error: tolerated error beyond rounding of sums, as a share of the sum of all ranks' largest magnitudes; ``None``
-            if the result must be the same in every bit.
-        conserves: whether result and residuals add up to residuals and gradients before the call.
-        slow: whether a step of long gradients takes seconds.
-        usual: whether it runs by default.
-    """
-
-    name: str
-    kind: str
+    name: str  # the name on command lines
+    kind: str  # "ours", "baseline" (the method of another project) or "mpi" (calls of MPI alone)
+    # returns a runner on vectors, for k entries and a wire format. Collective. Raises `ValueError` if it does not work
+    # here or on this number of ranks
     make: Callable[[Vectors, int, str], Runner]
-    times: tuple[str, ...] = ("step",)
+    times: tuple[str, ...] = ("step",)  # the actions of the runner that are timed
+    # the algorithm with the same result, see `sparsecomm.cli.oracles`; ``None`` for the dense sum
     oracle: str | None = None
+    # tolerated error beyond rounding of sums, as a share of the sum of all ranks' largest magnitudes; ``None`` if the
+    # result must be the same in every bit
     error: float | None = None
-    conserves: bool = True
-    slow: bool = False
-    usual: bool = True
+    conserves: bool = True  # whether result and residuals add up to residuals and gradients before the call
+    slow: bool = False  # whether a step of long gradients takes seconds
+    usual: bool = True  # whether it runs by default
 
 
 def _ours(name: str) -> Contender:

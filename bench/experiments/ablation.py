@@ -33,57 +33,42 @@ Entries = tuple[Indices, Vector]
 
 @dataclass(frozen=True)
 class Variant:
-    """A training.
+    """A training."""
 
-    Attributes:
-        model, ranks, density, seed: as in `convergence`.
-        steps: 0 for the task's own number.
-        method: "topk" (the sum of all top-k), "split" (its exact top-k), "butterfly" (merged in pairs), or "dense".
-        keep: who takes back entries that the result does not hold: "owner", or "merger" (a shard each).
-        mask: where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none".
-        momentum: m, of each rank's velocity, before the residual; or "after" the sum, in the optimizer (`place`).
-        decay: factor on the residual in each step (SparseLoCo, 2025).
-        rate, clip: factors on the task's learning rate and on its norm for clipping; clip 0: no clipping.
-        warmup: of all steps, in which the density falls from `start` in `stages` (Lin et al., ICLR 2018).
-        clamp: limit on sent values, as a multiple of the smallest one; the residual keeps the rest. 0: no limit.
-        complete: the result: "no", the sum of the sent entries; "sum", of all accumulated gradients at their indices;
-            "contributors", that divided by the number of ranks that selected the index; "root", by its square root.
-        scope: "model": one selection from all, or "tensor": one from each.
-        lowpass: b of ScaleCom's m' = m + b (g - sent) (Chen et al., NeurIPS 2020); 1 is error feedback.
-        ef21: h of EF21-SGDM (Fatkhullin et al., NeurIPS 2023); 0 is error feedback.
-        regular: mu of RegTop-k's damping (2024); 0 for none.
-        threshold: select entries above it, instead of k (Sahu et al., NeurIPS 2021); 0 for k.
-        bits: of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); the residual keeps
-            the rounding error.
-        result_ratio: entries of the result / entries that a rank selects; not for "topk".
-    """
-
-    model: str = "text"
+    model: str = "text"  # as in `convergence`
     ranks: int = 8
+    # "topk" (the sum of all top-k), "split" (its exact top-k), "butterfly" (merged in pairs), or "dense"
     method: str = "split"
     density: float = 0.001
     seed: int = 0
-    steps: int = 0
-    keep: str = "owner"
+    steps: int = 0  # 0 for the task's own number
+    keep: str = "owner"  # who takes back entries that the result does not hold: "owner", or "merger" (a shard each)
+    # where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none"
     mask: str = "both"
+    # m, of each rank's velocity, before the residual; or "after" the sum, in the optimizer (`place`)
     momentum: float = 0.9
     place: str = "before"
     nesterov: int = 0
-    decay: float = 1.0
-    rate: float = 1.0
+    decay: float = 1.0  # factor on the residual in each step (SparseLoCo, 2025)
+    rate: float = 1.0  # factors on the task's learning rate and on its norm for clipping; clip 0: no clipping
     clip: float = 1.0
-    warmup: float = 0.1
+    warmup: float = 0.1  # of all steps, in which the density falls from `start` in `stages` (Lin et al., ICLR 2018)
     start: float = 0.25
     stages: int = 4
+    # limit on sent values, as a multiple of the smallest one; the residual keeps the rest. 0: no limit
     clamp: float = 0.0
+    # the result: "no", the sum of the sent entries; "sum", of all accumulated gradients at their indices;
+    # "contributors", that divided by the number of ranks that selected the index; "root", by its square root
     complete: str = "no"
-    scope: str = "model"
-    lowpass: float = 1.0
-    ef21: float = 0.0
-    regular: float = 0.0
-    threshold: float = 0.0
+    scope: str = "model"  # "model": one selection from all, or "tensor": one from each
+    lowpass: float = 1.0  # b of ScaleCom's m' = m + b (g - sent) (Chen et al., NeurIPS 2020); 1 is error feedback
+    ef21: float = 0.0  # h of EF21-SGDM (Fatkhullin et al., NeurIPS 2023); 0 is error feedback
+    regular: float = 0.0  # mu of RegTop-k's damping (2024); 0 for none
+    threshold: float = 0.0  # select entries above it, instead of k (Sahu et al., NeurIPS 2021); 0 for k
+    # of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); the residual keeps the
+    # rounding error
     bits: int = 32
-    result_ratio: float = 1.0
+    result_ratio: float = 1.0  # entries of the result / entries that a rank selects; not for "topk"
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------

@@ -36,36 +36,22 @@ BLOCK = 64  # values with common levels on the wire
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the exchange of pseudo-gradients.
+    """A rule for the exchange of pseudo-gradients."""
 
-    Attributes:
-        ranks, steps, sync_every, seed: of the training: workers, local steps of each, local steps per round.
-        method: "dense"; "allgather": the sum of all selections; "split": the largest entries of that sum.
-        k: entries that a rank selects of each chunk.
-        bits: of a value: 32, 8, 4, 2; 1 is a sign and one magnitude per block.
-        table: 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block.
-        decay: factor on the residual in each round.
-        result_ratio: entries of split's result / entries that a rank selects.
-        by: whether split selects its result by "chunk", or from "all" entries.
-        op: "mean", or "contributors": the mean over the ranks that sent an entry.
-        complete: 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones.
-        rate, momentum: of the outer optimizer, Nesterov's; 1 and 0 for none.
-    """
-
-    ranks: int = 8
+    ranks: int = 8  # of the training: workers, local steps of each, local steps per round
     steps: int = 450
     sync_every: int = 15
     seed: int = 0
-    method: str = "split"
-    k: int = 64
-    bits: int = 2
-    table: int = 0
-    decay: float = 0.95
-    result_ratio: float = 1.0
-    by: str = "all"
-    op: str = "mean"
-    complete: int = 0
-    rate: float = 1.0
+    method: str = "split"  # "dense"; "allgather": the sum of all selections; "split": the largest entries of that sum
+    k: int = 64  # entries that a rank selects of each chunk
+    bits: int = 2  # of a value: 32, 8, 4, 2; 1 is a sign and one magnitude per block
+    table: int = 0  # 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block
+    decay: float = 0.95  # factor on the residual in each round
+    result_ratio: float = 1.0  # entries of split's result / entries that a rank selects
+    by: str = "all"  # whether split selects its result by "chunk", or from "all" entries
+    op: str = "mean"  # "mean", or "contributors": the mean over the ranks that sent an entry
+    complete: int = 0  # 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones
+    rate: float = 1.0  # of the outer optimizer, Nesterov's; 1 and 0 for none
     momentum: float = 0.0
 
 

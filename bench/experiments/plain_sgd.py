@@ -28,32 +28,24 @@ from sparsecomm.transport import Transport, simulated
 
 @dataclass(frozen=True)
 class Setting:
-    """A training.
+    """A training."""
 
-    Attributes:
-        model: one of `TASKS`.
-        density, algorithm, wire: of the `Reducer`; density 0 leaves all three at their defaults.
-        dense_steps: dense steps at the beginning.
-        warmup: steps after these in which the density falls from ``start`` in ``stages``.
-        clip: where gradients are clipped: "after" the exchange, as in a program for dense gradients, or "before" it,
-            by the `Reducer`.
-        steps: 0 for the model's own number.
-    """
-
-    model: str = "text"
+    model: str = "text"  # one of `TASKS`
     ranks: int = 8
     seed: int = 0
-    density: float = 0.0
+    density: float = 0.0  # of the `Reducer`; density 0 leaves all three at their defaults
     algorithm: str = "double"
     wire: str = "packed_int2"
-    dense_steps: int = 0
-    warmup: int = 0
+    dense_steps: int = 0  # dense steps at the beginning
+    warmup: int = 0  # steps after these in which the density falls from ``start`` in ``stages``
     start: float = 0.25
     stages: int = 4
     momentum: float = 0.9
     rate: float = 1.0
+    # where gradients are clipped: "after" the exchange, as in a program for dense gradients, or "before" it, by the
+    # `Reducer`
     clip: str = "after"
-    steps: int = 0
+    steps: int = 0  # 0 for the model's own number
 
 
 def program(setting: Setting, transport: Transport) -> Outcome:

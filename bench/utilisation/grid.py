@@ -51,17 +51,11 @@ EXCHANGE = {
 
 @dataclass(frozen=True)
 class Network:
-    """A link behind each rank.
+    """A link behind each rank."""
 
-    Attributes:
-        rate: bits per second, each way.
-        rtt: seconds of a round trip between two ranks.
-        loss: part of the packets that is lost.
-    """
-
-    rate: float
-    rtt: float = 0.0
-    loss: float = 0.0
+    rate: float  # bits per second, each way
+    rtt: float = 0.0  # seconds of a round trip between two ranks
+    loss: float = 0.0  # part of the packets that is lost
 
     @property
     def ahead(self) -> float:

@@ -56,18 +56,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons for a choice. Printing it lists the candidates, the cheapest first.
+    """The reasons for a choice. Printing it lists the candidates, the cheapest first."""
 
-    Attributes:
-        query: the call.
-        costs, source: the costs of messages and work, and where they come from.
-        candidates: the cheapest first, which is the choice.
-    """
-
-    query: CostQuery
-    costs: Costs
+    query: CostQuery  # the call
+    costs: Costs  # the costs of messages and work, and where they come from
     source: str
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Candidate]  # the cheapest first, which is the choice
 
     def __str__(self) -> str:
         q, link, node = self.query, self.costs.link, self.costs.node or self.costs.link

@@ -29,30 +29,28 @@ import argparse
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench import report
 from bench.experiments.convergence import training
-from bench.experiments.convergence.equal_bytes import equal_density
 from bench.experiments.convergence.plots import plot_costs, plot_courses
 from bench.experiments.convergence.results import Results, Training, about
 from bench.experiments.convergence.tables import tables
-from bench.experiments.convergence.training import METHODS, Curve, Setting
+from bench.experiments.convergence.training import METHODS, Curve, Setting, equal_density
 from bench.experiments.tasks import TASKS
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 Done = Iterator[tuple[Setting, Curve]]
-Advance = Callable[[int], None]
 
 
 def parse() -> argparse.Namespace:
@@ -107,12 +105,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace, ranks: list[int], note: Callable[[str], None]) -> list[Setting]:
-    """Return all trainings, seed by seed, so that an interrupted run has something to compare.
-
-    Args:
-        ranks: the numbers of ranks.
-        note: told of what cannot be.
-    """
+    """Return all trainings, seed by seed, so that an interrupted run has something to compare."""
     wanted = []
     for model, P, times, method in product(options.models, ranks, options.steps_times, options.methods):
         steps = times * (options.steps or TASKS[model].steps)
@@ -135,20 +128,27 @@ def settings(options: argparse.Namespace, ranks: list[int], note: Callable[[str]
     return [replace(setting, seed=seed) for seed in range(options.seeds) for setting in dict.fromkeys(wanted)]
 
 
-def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
+def in_processes(todo: Sequence[Setting], jobs: int) -> Done:
     """Train on simulated ranks, ``jobs`` trainings at a time."""
     if jobs == 1:
-        for setting in todo:
-            yield setting, training.simulate(setting, lambda: advance(1))
+        yield from ((setting, training.simulate(setting)) for setting in todo)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         futures = {pool.submit(training.simulate, setting): setting for setting in todo}
         try:
             for future in as_completed(futures):
-                advance(futures[future].steps)
                 yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def over_mpi(todo: Sequence[Setting], comm: Any) -> Done:
+    """Train with a process per rank."""
+    from sparsecomm import transport
+
+    for setting in todo:
+        curves = comm.allgather(training.train(setting, transport.transport_of(comm)))
+        yield setting, training.combined(setting, curves)
 
 
 def finish(results: Results, out: str, console: Console) -> None:
@@ -174,7 +174,7 @@ def main() -> None:
     console, out = Console(), Path(f"{options.out}.json")
     console.width = max(console.width, TABLE_WIDTH)
     if options.report:
-        finish(Results.read(*options.report), options.out, console)
+        finish(Results(*options.report), options.out, console)
         return
     comm = None
     if not options.simulated:
@@ -184,7 +184,7 @@ def main() -> None:
         if any(TASKS[model].batch % comm.size for model in options.models):
             sys.exit(f"{comm.size} ranks: expected a number of ranks that divides the batches into equal shares")
     rank = 0 if comm is None else comm.rank
-    results = Results.read(out) if rank == 0 and out.exists() else Results()
+    results = Results(*([out] if rank == 0 and out.exists() else []))
     todo: list[Setting] = []
     same: dict[Setting, list[Setting]] = {}  # settings of the same training
     if rank == 0:
@@ -194,38 +194,20 @@ def main() -> None:
         todo = list(same)
     if comm is not None:
         todo = comm.bcast(todo)
-    columns = TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=rank > 0) as progress:
-        bar = progress.add_task("", total=sum(setting.steps for setting in todo))
-
-        def advance(steps: int) -> None:
-            progress.advance(bar, steps)
-
-        done = in_processes(todo, options.jobs, advance) if comm is None else over_mpi(todo, comm, advance)
-        transport = "simulated" if comm is None else MPI.Get_library_version().split(",")[0].strip()
-        for number, (setting, curve) in enumerate(done):
-            if rank == 0:
-                progress.update(bar, description=f"{setting.model}, P = {setting.ranks}: {setting.name}")
-                if number == 0:
-                    launched = [] if comm is None else ["mpirun", "-n", str(comm.size)]
-                    results.runs.append(about([*launched, "python -m bench.experiments.convergence", *sys.argv[1:]]))
-                for each in same[setting]:
-                    results.add(Training(each, training.recipe(each), transport, curve))
-                results.write(out)
+    transport = "simulated" if comm is None else MPI.Get_library_version().split(",")[0].strip()
+    launched = [] if comm is None else ["mpirun", "-n", str(comm.size)]
+    for number, (setting, curve) in enumerate(
+        in_processes(todo, options.jobs) if comm is None else over_mpi(todo, comm)
+    ):
+        if rank == 0:
+            console.print(f"{number + 1} of {len(todo)}: {setting.model}, P = {setting.ranks}: {setting.name}")
+            if number == 0:
+                results.runs.append(about([*launched, "python -m bench.experiments.convergence", *sys.argv[1:]]))
+            for each in same[setting]:
+                results.add(Training(each, training.recipe(each), transport, curve))
+            results.write(out)
     if rank == 0:
         finish(results, options.out, console)
-
-
-def over_mpi(todo: list[Setting], comm: object, advance: Advance) -> Done:
-    """Train with a process per rank."""
-    from mpi4py import MPI
-
-    from sparsecomm import transport
-
-    assert isinstance(comm, MPI.Intracomm)
-    for setting in todo:
-        curves = comm.allgather(training.train(setting, transport.transport_of(comm), lambda: advance(1)))
-        yield setting, training.combined(setting, curves)
 
 
 if __name__ == "__main__":

@@ -218,17 +218,11 @@ class Ours(Runner):
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of the calls of one action, the same on all ranks.
+    """Times of the calls of one action, the same on all ranks."""
 
-    Attributes:
-        seconds: of a call, by rank and round; NaN in rounds without a call.
-        parts: the same for each part of a call, if they were timed.
-        traffic: bytes per call by rank, in the columns of `Runner.traffic`.
-    """
-
-    seconds: Array
-    parts: dict[str, Array]
-    traffic: Array
+    seconds: Array  # of a call, by rank and round; NaN in rounds without a call
+    parts: dict[str, Array]  # the same for each part of a call, if they were timed
+    traffic: Array  # bytes per call by rank, in the columns of `Runner.traffic`
 
     @property
     def slowest(self) -> Array:

@@ -97,35 +97,23 @@ def warnings(transport: Transport) -> list[str]:
 
 @dataclass(frozen=True)
 class Streams:
-    """Measured TCP streams, the same on all ranks.
+    """Measured TCP streams, the same on all ranks."""
 
-    Attributes:
-        one, several: bits per second of one connection, and of `STREAMS` together; ``None`` if there were none.
-        loss: share of segments that were sent again; ``None`` also if the kernel does not count them.
-        control: the congestion control of TCP, such as "cubic".
-        problem: why there were no streams.
-    """
-
+    # bits per second of one connection, and of `STREAMS` together; ``None`` if there were none
     one: float | None = None
     several: float | None = None
-    loss: float | None = None
-    control: str = ""
-    problem: str = ""
+    loss: float | None = None  # share of segments that were sent again; ``None`` also if the kernel does not count them
+    control: str = ""  # the congestion control of TCP, such as "cubic"
+    problem: str = ""  # why there were no streams
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The network between ranks, the same on all of them.
+    """The network between ranks, the same on all of them."""
 
-    Attributes:
-        links: measured with messages of the library.
-        streams: measured with TCP connections.
-        interfaces, warnings: the network interfaces that ranks use, and problems with them, in words.
-    """
-
-    links: Links
-    streams: Streams
-    interfaces: Sequence[str] = ()
+    links: Links  # measured with messages of the library
+    streams: Streams  # measured with TCP connections
+    interfaces: Sequence[str] = ()  # the network interfaces that ranks use, and problems with them, in words
     warnings: Sequence[str] = ()
 
     @property
