@@ -1,7 +1,4 @@
-"""The table of all contenders: the algorithms of sparsecomm, methods of other projects, and MPI alone.
-
-``python -m bench.compare`` times them; ``bench/test_collectives.py`` times the quick ones.
-"""
+"""The table of all contenders: the algorithms of sparsecomm, methods of other projects, and MPI alone."""
 
 from __future__ import annotations
 
