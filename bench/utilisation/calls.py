@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.utilisation import grid, launch
+from bench.utilisation import grid
 from bench.utilisation.grid import Network
 from sparsecomm.quantities import number_text
 
@@ -121,7 +121,7 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
         plan.write_text(json.dumps(content))
         results.touch()
         more = {"PYTHONPATH": str(folder)}
-        status = launch.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)
+        status = grid.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)
         if status:
             raise SystemExit(f"bench.utilisation.calls: the ranks ended with status {status}")
         return [json.loads(line) for line in results.read_text().splitlines()]

@@ -154,7 +154,7 @@ _run = reducer_step._BucketCall.run
 
 def _counted(call: Any) -> Any:
     """Run a call, and count its work."""
-    transport, work = _of_calls[id(call.ranks)]
+    transport, work = _of_calls[id(call.transport)]
     _advance(transport, work)
     before = work.total
     result = _run(call)

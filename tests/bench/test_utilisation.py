@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from bench.utilisation import grid, plans, plots, tables
+from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
 
 ROOT = Path(__file__).parents[2]
@@ -122,16 +122,16 @@ def test_held_out_cells_do_not_change_predictions() -> None:
     """Only the CPU time of cells without delay and losses calibrates the work."""
     setting = {"ranks": 4, "elements": 10**6, "step": grid.STEP, "cores": 2}
     near, far = row(1e9, "blocking", 8, 0.5), row(1e9, "blocking", 8, 0.4, rtt=0.08)
-    found = plans.predictions([near, far], setting)
-    assert plans.predictions([near, far | {"busy": 0.9, "utilisation": 0.1}], setting) == found
-    busier = plans.predictions([near | {"busy": 1.0}, far], setting)
+    found = tables.predictions([near, far], setting)
+    assert tables.predictions([near, far | {"busy": 0.9, "utilisation": 0.1}], setting) == found
+    busier = tables.predictions([near | {"busy": 1.0}, far], setting)
     assert all(after < before for after, before in zip(busier, found, strict=True))
 
 
 def test_heat_maps_are_drawn_of_what_there_is() -> None:
     rows = [row(rate, method, H, 0.3, rtt) for rate in (5e7, 1e9) for method in ("dense", "blocking") for H in (1, 8)
             for rtt in (0.0, 0.08)]  # fmt: skip
-    figure = plots.heat_maps(tables.found(rows[:-1]))
+    figure = tables.heat_maps(tables.found(rows[:-1]))
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert len(panels) == 4  # two methods, two delays
     assert sum(len(axes.texts) for axes in panels) == len(rows) - 1
