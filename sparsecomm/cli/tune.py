@@ -94,7 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(transport: Transport, file: Path) -> None:
-    """Check that there are messages to measure, and that the file can be written."""
     if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no message to measure: run it under mpirun with the ranks that train"

@@ -82,12 +82,6 @@ def test_single_exchanges_are_timed_beside_another_checkout(tmp_path: Path) -> N
     assert len(kept["pages"]["slow_calls"]) == 1 + len(names)
 
 
-def test_the_model_is_the_published_one() -> None:
-    assert sum(grid.SHAPES.values()) == 30_846_720
-    assert len(grid.SHAPES) == 57
-    assert grid.PUBLISHED.keys() == grid.EXCHANGE.keys()
-
-
 def test_dense_cells_stand_beside_the_published_ones() -> None:
     """A cell whose exchange takes as long as the published one has the ratio 1."""
     H, rate = 32, 200e6

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.cli import COMMANDS, info, main, oracles
+from sparsecomm.cli import info, main
 from sparsecomm.cli import world as launch
 from sparsecomm.transport.cuda_aware import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
@@ -109,13 +109,6 @@ def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], mo
     assert output.out == ""
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
-
-
 def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(arguments: object) -> int:
         raise sc.TransportError("no way")
@@ -141,9 +134,8 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("redirection", "said"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed.*")]
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_cannot_be_written(redirection: str, said: str, unbuffered: str) -> None:
-    program = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m sparsecomm"
+def test_output_that_cannot_be_written(redirection: str, said: str) -> None:
+    program = f"{sys.executable} -m sparsecomm"
     ran = subprocess.run(
         ["sh", "-c", f"{program} info {redirection}; echo $? >&2"], capture_output=True, text=True, timeout=LIMIT
     )
@@ -237,22 +229,18 @@ selftest.SIZES = selftest.SIZES[1:2]
 if last:
     run = lambda group, gradient, k: wrong(right.run(group, gradient, k), gradient)
     ALGORITHMS["tree"] = dataclasses.replace(right, run=run)
+found = []
 for fault in sys.argv[1:]:
     exec(f"def wrong(s, gradient): {fault}")
-    status = main(["selftest"])
-    if last:
-        print(f"status {status}", flush=True)
+    found.append(main(["selftest"]))
+MPI.COMM_WORLD.Barrier()
+sys.exit(found != [1] * len(found))  # on every rank
 """
 
 
 def rows_of(output: str) -> list[list[str]]:
     rows = [line.split() for line in output.replace("\r", "").splitlines()]
     return [row for row in rows if row and row[0] in sc.algorithms()]
-
-
-def test_every_algorithm_has_an_oracle() -> None:
-    for name in sc.algorithms():
-        assert callable(oracles.oracle(name))
 
 
 @pytest.mark.mpi
@@ -270,11 +258,10 @@ def test_selftest(ranks: int, sizes: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [exhaustive(0), 3])
 def test_selftest_notices(ranks: int) -> None:
-    ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks)
+    ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks, SPARSECOMM_TIMEOUT=str(LIMIT))  # cores may be busy
     assert ran.returncode == 0, ran.stdout + ran.stderr
     runs = ran.stdout.replace("\r", "").split("sparsecomm ")[1:]
     assert len(runs) == len(FAULTS)
-    assert re.findall(r"^status (\d)", ran.stdout, re.MULTILINE) == ["1"] * len(FAULTS)
     for output, said in zip(runs, FAULTS, strict=True):
         assert "FAILED" in output
         (tree, _, broken), (allgather, _, right) = rows_of(output)

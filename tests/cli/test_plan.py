@@ -165,11 +165,6 @@ def test_a_plan_costs_least_at_equal_loss() -> None:
         assert way.predicted == predict(TRAINING, Network(50e6, 0.08), way.exchange)
 
 
-def test_sites(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--ranks", "8", "--ranks-per-site", "4", "--rate", "1gbit", "--rtt", "20ms", *MODEL]) == 0
-    assert "on 8 ranks, 4 at each site" in capsys.readouterr().out
-
-
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 

@@ -190,10 +190,6 @@ def test_refused(change: dict[str, Any], says: str) -> None:
     assert says in str(error.value)
 
 
-def test_sizes_may_be_numpys() -> None:
-    assert explained(np.int64(1000), np.float32(0.01)).query.k == 10
-
-
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
