@@ -45,9 +45,7 @@ class Variant:
     keep: str = "owner"  # who takes back entries that the result does not hold: "owner", or "merger" (a shard each)
     # where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none"
     mask: str = "both"
-    # m, of each rank's velocity, before the residual; or "after" the sum, in the optimizer (`place`)
-    momentum: float = 0.9
-    place: str = "before"
+    momentum: float = 0.9  # of each rank's velocity, before the residual
     nesterov: int = 0
     decay: float = 1.0  # factor on the residual in each step (SparseLoCo, 2025)
     rate: float = 1.0  # factors on the task's learning rate and on its norm for clipping; clip 0: no clipping
@@ -148,7 +146,7 @@ class Ranks:
         self.boundaries = [0, *itertools.accumulate(sizes)] if variant.scope == "tensor" else [0, n]
         self.residual = np.zeros((variant.ranks, n), np.float32)
         self.velocity = np.zeros((variant.ranks, n), np.float32)
-        self.applied = np.zeros(n, np.float32)  # EF21's estimate, or the optimizer's velocity
+        self.applied = np.zeros(n, np.float32)  # EF21's estimate
         self.last: Vector | None = None
         self.sent = 0  # entries that a rank has selected
         self.in_result = 0  # entries that results have held
@@ -161,7 +159,7 @@ class Ranks:
             self.velocity += v.ef21 * gradients
             accumulated = self.velocity - self.residual  # here the residual is what has been sent so far
         else:
-            if v.place == "before" and v.momentum:
+            if v.momentum:
                 self.velocity *= v.momentum
                 self.velocity += gradients
                 g = gradients + v.momentum * self.velocity if v.nesterov else self.velocity
@@ -183,10 +181,6 @@ class Ranks:
         total /= P
         self.last = total
         if v.ef21:
-            self.applied += total
-            return self.applied
-        if v.place == "after":
-            self.applied *= v.momentum
             self.applied += total
             return self.applied
         return total
@@ -237,7 +231,7 @@ class Ranks:
                 accumulated[rank][i] = taken[rank] - sent
                 for j, lost in drops[rank]:
                     accumulated[rank][j] += lost
-        if v.place == "before" and not v.ef21:
+        if not v.ef21:
             for rank, (i, _) in enumerate(mine):
                 if v.mask in ("selected", "both"):
                     self.velocity[rank, where][i] = 0

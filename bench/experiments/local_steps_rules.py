@@ -48,7 +48,6 @@ class Rule:
     table: int = 0  # 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block
     decay: float = 0.95  # factor on the residual in each round
     result_ratio: float = 1.0  # entries of split's result / entries that a rank selects
-    by: str = "all"  # whether split selects its result by "chunk", or from "all" entries
     op: str = "mean"  # "mean", or "contributors": the mean over the ranks that sent an entry
     complete: int = 0  # 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones
     rate: float = 1.0  # of the outer optimizer, Nesterov's; 1 and 0 for none
@@ -182,8 +181,6 @@ class Ranks:
 
     def winners(self, total: Vector, chosen: Flags) -> Flags:
         """Return which entries of the sum are in the result."""
-        if self.rule.by == "chunk":
-            return select(total, round(self.rule.result_ratio * self.rule.k), self.parts)
         k = round(self.rule.result_ratio * chosen[0].sum())
         return select(total, k, [slice(0, len(total))])
 

@@ -95,7 +95,7 @@ def _outside(args: argparse.Namespace) -> int:
         raise network.CannotError("1 rank has no link to measure: expected 2 or more")
     enter = network.entry(args.ranks)
     if not asked.only_rate:
-        network.relay_program(asked)
+        network.relay_program()
     if args.what == "run" and args.launcher == "mpirun":
         _check_mpirun()
     if args.link_json:
