@@ -27,6 +27,7 @@ from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
+from sparsecomm.cli.bench import available_bytes
 from sparsecomm.cli.bench.timing import Runner, Timer, Timing, Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 def problem(options: argparse.Namespace) -> str | None:
     """Return why this run is impossible, or ``None``. Hosts of an emulated network share the memory of one machine."""
     boot_ids = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
-    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    available = available_bytes() or 2**63
     needed = boot_ids.count(boot_ids[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
     text = None
     if needed > available:

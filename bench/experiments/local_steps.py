@@ -32,7 +32,7 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
-from sparsecomm.cli.outputs import panels, pyplot
+from sparsecomm.cli.outputs import panels, save
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.memory import Bytes
@@ -298,8 +298,7 @@ def _annotate(axes: Any, x: Sequence[float], y: Sequence[float], every: Sequence
 
 def _save(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
+    save(figure, path, 110)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from bench.paper import beyond, plots, tables
+from bench.paper import beyond, tables
 from bench.paper.models import MODELS, RANKS
 from bench.slow_network import network
 from sparsecomm.primitives.costs import Costs, Link
@@ -101,13 +101,13 @@ def test_plots_are_drawn_where_ours_loses(tmp_path: Path) -> None:
         for rate in (1e9, 1e11)
         for method, seconds in (("dense", 0.1), ("topk", 0.2), ("gtopk", 0.3), ("ours", 0.2))
     ]
-    plots.draw(beyond.grouped(cells), tmp_path)
+    beyond.draw(beyond.grouped(cells), tmp_path)
     work = Costs(Link(0, 0), select=3e-10, merge=3e-9, codec=2e-9, add=2e-10)
     densities = beyond.by_density(work, MODELS["VGG-16"], 64)
     ratios = [row["dense"] / row["seconds"] for row in densities if row["rate"] == 4e11]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[0] > 1 > ratios[-1]
-    plots.draw_densities(densities, tmp_path)
+    beyond.draw_densities(densities, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
         "beyond-32-density.png",
         "beyond-32-exchange.png",

@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from bench.utilisation import grid, tables
-from bench.utilisation.grid import Cell, Network
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,15 +129,3 @@ def test_heat_maps_are_drawn_of_what_there_is() -> None:
     assert len(panels) == 4  # two methods, two delays
     assert sum(len(axes.texts) for axes in panels) == len(rows) - 1
     assert {text.get_text() for axes in panels for text in axes.texts} == {"30"}
-
-
-def test_every_cell_is_there_once_and_has_an_estimate() -> None:
-    cells = [cell for network in grid.full() for cell in grid.cells(network, list(grid.METHODS), (1, 8, 32, 128))]
-    assert len(set(cells)) == len(cells) == 18 * (4 + 4 + 3 + 2)
-
-    def estimate(cell: Cell) -> float:
-        return grid.seconds(cell, (3.0, 60.0), 30_846_720, 4, grid.STEP)
-
-    assert all(estimate(cell) > 5 for cell in cells)
-    lossy, clean = (estimate(Cell(Network(1e9, 0.08, loss), "dense", 1)) for loss in (0.001, 0.0))
-    assert lossy > 10 * clean

@@ -25,7 +25,7 @@ from sparsecomm.primitives.costs import Costs
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.tuning.links import _all_pairs
 from sparsecomm.tuning.profile import DEFAULT
-from sparsecomm.tuning.utilisation import Network, Training, predict
+from sparsecomm.tuning.utilisation import Network, Training
 from tests.cli.test_cli import shell
 from tests.processes import LIMIT, needs_mpirun, torchrun
 from tests.waiting import until
@@ -151,28 +151,16 @@ def test_it_does_not_advise_what_trains_badly() -> None:
     for rate in (1e6, 1e7, 1e8, 1e9, 1e10):
         for rtt in (0.0, 0.02, 0.3):
             for loss in (0.0, 0.001, 0.01):
-                taken = best(Network(rate, rtt, loss))
+                found = list(methods.ways(TRAINING, Network(rate, rtt, loss), (1, 8, 32, 128), DEFAULT))
+                taken = methods.best(found)
+                least = min(way.seconds for way in found)
+                assert least <= taken.seconds <= 1.05 * least or taken.predicted.utilisation >= 0.9
                 assert taken.exchange.delay <= 0.6 * taken.H
                 assert taken.loss is not None
                 assert taken.loss < 0.62
 
 
-def test_a_plan_costs_least_at_equal_loss() -> None:
-    found = list(methods.ways(TRAINING, Network(50e6, 0.08), (8, 32), DEFAULT))
-    taken, min_seconds = methods.best(found), min(way.seconds for way in found)
-    assert min_seconds <= taken.seconds <= 1.05 * min_seconds
-    for way in found:
-        assert way.predicted == predict(TRAINING, Network(50e6, 0.08), way.exchange)
-
-
 # -- what it refuses --------------------------------------------------------------------------------------------------
-
-
-def test_one_rank_has_no_link() -> None:
-    ran = shell(*MEASURE)
-    assert ran.returncode == 1
-    assert "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun" in ran.stderr
-    assert "Traceback" not in ran.stderr
 
 
 def test_ranks_that_are_not_alike() -> None:
@@ -202,15 +190,6 @@ def test_measures_under_mpirun(tmp_path: Path) -> None:
     header = json.loads(file.read_text())["header"]
     assert (header["ranks"], header["rtt"]) == (3, 0.04)  # what was given is not replaced
     assert 1e6 < header["rate"] < 1e13
-
-
-@needs_mpirun
-@pytest.mark.mpi
-def test_what_is_missing_is_said_once_before_anything_is_measured() -> None:
-    ran = shell(*MEASURE[:-2], ranks=2)
-    assert ran.returncode == 1
-    assert ran.stderr.count("Add, with your numbers: --step-time 30ms\n") == 1, ran.stderr
-    assert ran.stdout.strip() == ""
 
 
 @pytest.mark.exhaustive
