@@ -14,15 +14,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Trainer, Vector
 from sparsecomm.quantities import percent_text
@@ -288,29 +286,23 @@ def train(variant: Variant) -> Outcome:
     return trainer.outcome() | {"sent": ranks.sent / per_step, "held": ranks.in_result / per_step}
 
 
-GRID = Grid(Variant, "variant")
-
-
-def write(outcomes: dict[Variant, Outcome], path: Path) -> None:
-    """Print a row for each variant, over its seeds."""
-    names = {"model": "model", "ranks": "P", "method": "method", "density": "density"}
-    columns: list[Any] = [
-        ("score", lambda seeds: mean_and_range([o["score"] for o in seeds])),
-        ("seeds", len),
-        *(
-            (heading, lambda seeds, key=key: percent_text(fmean(o[key] for o in seeds)))
-            for heading, key in (("selected", "sent"), ("in results", "held"))
-        ),
-    ]
-
-    def order(v: Variant, _: list[Outcome]) -> tuple[Any, ...]:
-        return v.model, v.ranks, v.method
-
-    show(GRID.table(outcomes, "Rules of error feedback", names, columns, order, "rules"))
+GRID = Grid(
+    Variant,
+    "variant",
+    "Rules of error feedback",
+    {"model": "model", "ranks": "P", "method": "method", "density": "density"},
+    {
+        "score": spread("score"),
+        "seeds": len,
+        "selected": mean("sent", percent_text),
+        "in results": mean("held", percent_text),
+    },
+    lambda v, seeds: (v.model, v.ranks, v.method),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "ablation.jsonl", write)
+    GRID.run(__doc__, train, "ablation.jsonl")
 
 
 if __name__ == "__main__":

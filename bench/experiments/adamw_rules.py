@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS, TRANSFORMERS, Task
 from bench.experiments.trainer import Trainer, Vector
 from sparsecomm.quantities import number_text
@@ -373,28 +372,24 @@ def train(rule: Rule) -> Outcome:
     return _with_bytes(rule, trainer.outcome(), way.nbytes / trainer.steps / way.n)
 
 
-GRID = Grid(Rule, "rule")
-
-
-def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
-    """Print a row for each rule, over its seeds."""
-    columns: list[Any] = [
-        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
-        ("seeds", len),
-        ("%", lambda seeds: f"{fmean(o['accuracy'] for o in seeds):.1f}"),
-        ("bytes per weight", lambda seeds: number_text(seeds[0]["bytes"])),
-        ("ring / it", lambda seeds: f"{seeds[0]['ring']:.1f}"),
-    ]
-
-    def order(rule: Rule, seeds: list[Outcome]) -> tuple[Any, ...]:
-        return rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)
-
-    title, names = "Ways to exchange under optimizers with moments", {"model": "model", "ranks": "P", "way": "way"}
-    show(GRID.table(outcomes, title, names, columns, order))
+GRID = Grid(
+    Rule,
+    "rule",
+    "Ways to exchange under optimizers with moments",
+    {"model": "model", "ranks": "P", "way": "way"},
+    {
+        "nats": spread("loss"),
+        "seeds": len,
+        "%": mean("accuracy", "{:.1f}".format),
+        "bytes per weight": mean("bytes", number_text),
+        "ring / it": mean("ring", "{:.1f}".format),
+    },
+    lambda rule, seeds: (rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "adamw.jsonl", write)
+    GRID.run(__doc__, train, "adamw.jsonl")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.local_steps import SOME, lstm_worker, rate_at
 from bench.experiments.trainer import Vector
 
@@ -225,26 +224,22 @@ def _flat(worker: Any) -> Vector:
     return flat
 
 
-GRID = Grid(Rule, "rule")
-
-
-def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
-    """Print a row for each rule, by loss."""
-    names = {"ranks": "P", "steps": "steps", "sync_every": "H", "method": "method"}
-    columns: list[Any] = [
-        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
-        ("selected", lambda seeds: f"{fmean(o['selected'] for o in seeds):.0f}"),
-        ("in the result", lambda seeds: f"{fmean(o['result'] for o in seeds):.0f}"),
-    ]
-
-    def order(_: Rule, seeds: list[Outcome]) -> float:
-        return fmean(o["loss"] for o in seeds)
-
-    show(GRID.table(outcomes, "Rules for pseudo-gradients", names, columns, order, "rules"))
+GRID = Grid(
+    Rule,
+    "rule",
+    "Rules for pseudo-gradients",
+    {"ranks": "P", "steps": "steps", "sync_every": "H", "method": "method"},
+    {
+        "nats": spread("loss"),
+        "selected": mean("selected", "{:.0f}".format),
+        "in the result": mean("result", "{:.0f}".format),
+    },
+    lambda rule, seeds: fmean(o["loss"] for o in seeds),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "local-steps-rules.jsonl", write)
+    GRID.run(__doc__, train, "local-steps-rules.jsonl")
 
 
 if __name__ == "__main__":

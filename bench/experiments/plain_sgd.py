@@ -12,14 +12,12 @@ is not repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Trainer
 from sparsecomm.quantities import number_text
@@ -82,23 +80,18 @@ def train(setting: Setting) -> Outcome:
     return outcomes[0] | {"sent": max(outcome["sent"] for outcome in outcomes)}
 
 
-GRID = Grid(Setting, "setting")
-
-
-def write(outcomes: dict[Setting, Outcome], path: Path) -> None:
-    """Print a row for each setting, over its seeds."""
-    names = {"model": "model", "ranks": "P", "density": "density (0: default)"}
-    columns: list[Any] = [
-        ("score", lambda seeds: mean_and_range([o["score"] for o in seeds])),
-        ("seeds", len),
-        ("MB sent", lambda seeds: number_text(fmean(o["sent"] for o in seeds) / 1e6)),
-    ]
-    title = "Sparse gradients in an unchanged program"
-    show(GRID.table(outcomes, title, names, columns, lambda setting, _: (setting.model, setting.ranks)))
+GRID = Grid(
+    Setting,
+    "setting",
+    "Sparse gradients in an unchanged program",
+    {"model": "model", "ranks": "P", "density": "density (0: default)"},
+    {"score": spread("score"), "seeds": len, "MB sent": mean("sent", lambda sent: number_text(sent / 1e6))},
+    lambda setting, seeds: (setting.model, setting.ranks),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "plain-sgd.jsonl", write)
+    GRID.run(__doc__, train, "plain-sgd.jsonl")
 
 
 if __name__ == "__main__":
