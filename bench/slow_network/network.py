@@ -102,10 +102,6 @@ class Links:
         return self.queue or max(self.rtt, 0.032)
 
 
-# The options of a link, as they stand on the command line.
-_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "stall", "congestion", "sites")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the links."""
     add = parser.add_argument
@@ -122,11 +118,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
     add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
-
-
-def options(args: argparse.Namespace) -> list[str]:
-    """Return the options of the links as a command line has them."""
-    return [word for name in _OPTIONS for word in (f"--{name}", getattr(args, name))]
 
 
 def links(args: argparse.Namespace) -> Links:

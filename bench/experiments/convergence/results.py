@@ -24,7 +24,6 @@ class Training:
 
     setting: Setting
     recipe: dict[str, Any]
-    transport: str  # name of the MPI library, or "simulated"
     curve: Curve
 
     @property
@@ -103,7 +102,7 @@ class Results:
                 found = json.loads(path.read_text())
                 for entry in found["trainings"]:
                     setting, curve = Setting(**entry["setting"]), Curve(**entry["curve"])
-                    self.add(Training(setting, entry["recipe"], entry["transport"], curve))
+                    self.add(Training(setting, entry["recipe"], curve))
                 self.runs += [run for run in found["runs"] if run not in self.runs]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not results of this program ({type(error).__name__}: {error})") from error

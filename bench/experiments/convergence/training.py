@@ -104,7 +104,7 @@ class Curve:
     losses: list[float] = field(default_factory=list)  # at these steps, on some held-out samples
     accuracies: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)  # bytes that this rank had sent by then
-    seconds: list[float] = field(default_factory=list)  # virtual time of communication; empty over MPI
+    seconds: list[float] = field(default_factory=list)  # virtual time of communication; empty in earlier results
     warm: int = 0  # bytes and seconds at the end of the warm-up
     warm_seconds: float = 0.0
     loss: float = 0.0  # at the end, on all held-out samples
@@ -112,7 +112,7 @@ class Curve:
     weights: str = ""  # SHA-256 of the weights at the end
 
 
-def train(setting: Setting, transport: Transport, *, factor: int = 1) -> Curve:
+def train(setting: Setting, transport: SimulatedTransport, factor: int) -> Curve:
     """Train as one rank; simulated bytes are ``factor`` times those sent, except headers."""
     trainer = Trainer(TASKS[setting.model], setting.seed, setting.steps)
     task, model, parameters, held_out = trainer.task, trainer.model, trainer.parameters, trainer.held_out
@@ -149,12 +149,11 @@ def train(setting: Setting, transport: Transport, *, factor: int = 1) -> Curve:
         optimizer.step()
         if step + 1 == setting.warm:
             curve.warm = sent()
-            curve.warm_seconds = transport.seconds if isinstance(transport, SimulatedTransport) else 0.0
+            curve.warm_seconds = transport.seconds
         if (step + 1) % every == 0 or step + 1 in (1, setting.steps):
             curve.steps.append(step + 1)
             curve.sent.append(sent())
-            if isinstance(transport, SimulatedTransport):
-                curve.seconds.append(transport.seconds)
+            curve.seconds.append(transport.seconds)
             if transport.rank == 0:
                 loss, accuracy = evaluate(model, some)
                 curve.losses.append(loss)
@@ -186,14 +185,11 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
 
 
 def simulate(setting: Setting) -> Curve:
-    """Run a training with all ranks in this process; the bits are the same as with MPI.
-
-    Messages take the virtual time of a model with `LARGE` weights and the same densities.
-    """
+    """Run a training with all ranks in this process; messages take the virtual time of a model with `LARGE` weights."""
     factor = max(1, round(LARGE / weights_of(setting.model)))  # a whole number, so that bytes can be counted exactly
 
-    def program(transport: Transport) -> Curve:
-        return train(setting, transport, factor=factor)
+    def program(transport: SimulatedTransport) -> Curve:
+        return train(setting, transport, factor)
 
     def weigh(message: Bytes) -> int:
         return HEADER_BYTES + factor * (len(message) - HEADER_BYTES)
