@@ -175,7 +175,7 @@ class Comparison:
         self.run |= {
             "times": tables.timing_rows(runners, times, on_own_hosts()),
             "bounds": tables.bound_rows(ours, times, link_of),
-            "ratios": tables.ratio_rows(times, (COMM.size, n, k)),
+            "ratios": tables.ratio_rows(times),
         }
         for runner in runners.values():
             runner.close()

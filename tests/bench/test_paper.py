@@ -73,8 +73,6 @@ def test_the_tables_say_how_many_times_as_fast_ours_is(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "10.00" in said  # over dense: ten times the compute time
     assert "1.50" in said
-    assert said.count("yes") == 1  # 10.0 of 9.8 over dense is met, 1.5 of 2.0 over Top-k is not
-    assert said.count(" no ") == 1
 
 
 def test_the_simulation_meets_a_ring_of_known_cost() -> None:
