@@ -215,7 +215,7 @@ from sparsecomm.cli import main, selftest
 SV, right, last = sc.SparseVector, ALGORITHMS["tree"], MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
 for name in set(ALGORITHMS) - {"tree", "allgather"}:
     del ALGORITHMS[name]
-selftest.SIZES = selftest.SIZES[1:2]
+selftest.SIZES, selftest._MAX_FAILURES = selftest.SIZES[1:2], 10_000  # other ranks' failures hide none of the last rank
 if last:
     run = lambda group, gradient, k: wrong(right.run(group, gradient, k), gradient)
     ALGORITHMS["tree"] = dataclasses.replace(right, run=run)
@@ -256,8 +256,7 @@ def test_selftest_notices(ranks: int) -> None:
         assert "FAILED" in output
         (tree, _, broken), (allgather, _, right) = rows_of(output)
         assert (tree, allgather, right, broken != "0") == ("tree", "allgather", "0", True)
-        rank = r"\d" if "Error" in said else max(ranks, 1) - 1  # the others raise, too
-        assert re.search(rf"^  rank {rank}: float16 .*{said}", output, re.MULTILINE), output
+        assert re.search(rf"^  rank {max(ranks, 1) - 1}: float16 .*{said}", output, re.MULTILINE), output
 
 
 @pytest.mark.exhaustive
