@@ -46,14 +46,8 @@ def main() -> int:
         return 1
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
-    all_tables = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
-    report.publish(
-        stem,
-        [*report.head(run), *tables.notes(rows)],
-        all_tables,
-        run | {"rows": rows, "pages": tables.pages(rows)},
-        width=200,
-    )
+    data, lines = run | {"rows": rows, "pages": tables.pages(rows, last=True)}, [*report.head(run), *tables.notes(rows)]
+    report.publish(stem, lines, tables.tables(rows), data)
     return 0
 
 
