@@ -153,8 +153,8 @@ def test_it_does_not_advise_what_trains_badly() -> None:
             for loss in (0.0, 0.001, 0.01):
                 found = list(methods.ways(TRAINING, Network(rate, rtt, loss), (1, 8, 32, 128), DEFAULT))
                 taken = methods.best(found)
-                least = min(way.seconds for way in found)
-                assert least <= taken.seconds <= 1.05 * least or taken.predicted.utilisation >= 0.9
+                min_seconds = min(way.seconds for way in found)
+                assert min_seconds <= taken.seconds <= 1.05 * min_seconds or taken.predicted.utilisation >= 0.9
                 assert taken.exchange.delay <= 0.6 * taken.H
                 assert taken.loss is not None
                 assert taken.loss < 0.62
