@@ -143,17 +143,16 @@ def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -
     if transport.rank == 0:
         print(f"{'ranks':<14} {placement}", flush=True)
     measured, P = measurement.measure(transport, comm, arguments.seconds), transport.size
-    streams, loss = measured.streams, measured.streams.loss
     assert measured.links.farthest is not None
     first, second = measured.links.farthest
     longest = f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}"
     lines = [
         ("library", transport.library),
-        ("interfaces", ", ".join(measured.interfaces) or streams.problem),
+        ("interfaces", ", ".join(measured.interfaces) or measured.problem),
         ("round trip", longest),
         ("rates", measured.rates_text),
-        ("losses", "unknown" if loss is None else f"{percent_text(loss)} of the packets"),
-        ("TCP", streams.control or "congestion control unknown"),
+        ("losses", "unknown" if measured.loss is None else f"{percent_text(measured.loss)} of the packets"),
+        ("TCP", measured.control or "congestion control unknown"),
         *(("! warning", warning) for warning in [*measured.warnings, *measurement.warnings(transport)]),
         ("", ""),
     ]

@@ -96,42 +96,34 @@ def warnings(transport: Transport) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Measured TCP streams, the same on all ranks."""
-
-    # bits per second of one connection, and of `STREAMS` together; ``None`` if there were none
-    one: float | None = None
-    several: float | None = None
-    loss: float | None = None  # share of segments that were sent again; ``None`` also if the kernel does not count them
-    control: str = ""  # the congestion control of TCP, such as "cubic"
-    problem: str = ""  # why there were no streams
-
-
-@dataclass(frozen=True)
 class Measured:
     """The network between ranks, the same on all of them."""
 
     links: Links  # measured with messages of the library
-    streams: Streams  # measured with TCP connections
-    interfaces: Sequence[str] = ()  # the network interfaces that ranks use, and problems with them, in words
-    warnings: Sequence[str] = ()
+    interfaces: Sequence[str] = ()  # network interfaces that ranks use
+    warnings: Sequence[str] = ()  # problems with these interfaces
+    one: float | None = None  # bits per second of one TCP stream, and of `STREAMS` together; None: there were none
+    several: float | None = None
+    loss: float | None = None  # share of segments that were sent again; None also if the kernel does not count them
+    control: str = ""  # the congestion control of TCP, such as "cubic"
+    problem: str = ""  # why there were no streams
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `sparsecomm plan` that describe the network, by name; ``None``: unknown."""
-        rates = 8 / self.links.slowest.beta, self.streams.one or 0.0, self.streams.several or 0.0
+        rates = 8 / self.links.slowest.beta, self.one or 0.0, self.several or 0.0
         return {
             "rate": max(rates) * PACKET / SEGMENT,  # including packet headers
             "rtt": self.links.round_trip,
-            "loss": self.streams.loss,
-            "congestion": "bbr" if self.streams.control.startswith("bbr") else "cubic",
+            "loss": self.loss,
+            "congestion": "bbr" if self.control.startswith("bbr") else "cubic",
         }
 
     @property
     def rates_text(self) -> str:
         """All rates, in words."""
         texts = [f"{rate_text(8 / self.links.slowest.beta)} in messages of the library"]
-        for name, rate in (("one TCP stream", self.streams.one), (f"{STREAMS} TCP streams", self.streams.several)):
+        for name, rate in (("one TCP stream", self.one), (f"{STREAMS} TCP streams", self.several)):
             texts += [] if rate is None else [f"{rate_text(rate)} in {name}"]
         return ", ".join(texts)
 
@@ -146,7 +138,7 @@ def measure(transport: Transport, comm: World, seconds: float) -> Measured:
     members = list(dict.fromkeys(nodes.index(node) for node in nodes)) if transport.num_nodes > 1 else range(len(nodes))
     links = measured_links(transport, seconds)
     own_addresses, interfaces, problems = addresses(comm, members)
-    return Measured(links, _measured_streams(comm, members, own_addresses, seconds), interfaces, problems)
+    return Measured(links, interfaces, problems, **_measured_streams(comm, members, own_addresses, seconds))
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------
@@ -235,10 +227,12 @@ class Report(NamedTuple):
     problem: str = ""
 
 
-def _measured_streams(comm: World, members: Sequence[int], addresses: Sequence[str | None], seconds: float) -> Streams:
-    """Measure streams between ``members``. Collective over all ranks."""
+def _measured_streams(
+    comm: World, members: Sequence[int], addresses: Sequence[str | None], seconds: float
+) -> dict[str, Any]:
+    """Return the fields of `Measured` for streams between ``members``. Collective over all ranks."""
     if any(addresses[member] is None for member in members):
-        return Streams(problem="no TCP connections between the ranks are seen")
+        return {"problem": "no TCP connections between the ranks are seen"}
     groups: list[list[Report]] = []
     for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
         pace = _PACED * _min_rate(groups[1]) / count if paced else 0.0
@@ -246,11 +240,11 @@ def _measured_streams(comm: World, members: Sequence[int], addresses: Sequence[s
         for pairs in _one_way(members):
             groups[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
         if problem := next((report.problem for report in groups[-1] if report.problem), ""):
-            return Streams(problem=problem)
+            return {"problem": problem}
     retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
     control = next(report.control for report in groups[0] if report.control)
     loss = retransmitted / sent if sent else None
-    return Streams(_min_rate(groups[0]), _min_rate(groups[1]), loss, control)
+    return {"one": _min_rate(groups[0]), "several": _min_rate(groups[1]), "loss": loss, "control": control}
 
 
 def _min_rate(reports: Sequence[Report]) -> float:
