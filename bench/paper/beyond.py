@@ -161,7 +161,7 @@ def beyond(work: Costs, models: Iterable[str], max_few: int = MAX_FEW) -> list[C
     cases = [
         (name, P, replace(work, link=Link(LINKS[rate], 8 / rate))) for name in models for P in RANKS for rate in LINKS
     ]
-    return _all(cases, "beyond 32 ranks")
+    return _all(cases, "beyond 32 ranks", max_few)
 
 
 def papers_link(work: Costs, models: Iterable[str]) -> list[Cell]:
@@ -280,50 +280,6 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
     return {"beyond_errors": errors, "beyond_papers_link": links}
 
 
-def main() -> int:
-    parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
-    parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    few = f"ranks up to which {' and '.join(FEW)} are simulated (%(default)s); others: {MAX}"
-    parser.add_argument("--max-few", type=int, default=MAX_FEW, metavar="P", help=few)
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
-    options: argparse.Namespace = parser.parse_args()
-    _small_problems()
-    rows = json.loads(options.results.read_text())["rows"]
-    found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
-    cells, own = beyond(work, options.models, options.max_few), papers_link(work, options.models)
-    densities = by_density(work, MODELS["VGG-16"], MAX)
-    errors = [abs(row["error_of_step"]) for row in found]
-    within = sum(error <= TOLERANCE for error in errors)
-    run = report.about("-m bench.paper.beyond", [], threads=1)
-    costs = ", ".join(f"{name} {number_text(1e9 * getattr(work, name))} ns" for name in WORKS)
-    lines = [
-        *report.head(run),
-        f"# work of a rank alone, per element, entry or call, as the emulated runs measured it: {costs}",
-        f"# emulated steps that the simulation meets within {TOLERANCE:.0%}: {within} of {len(found)}",
-        *formula_lines(cells + own),
-        "# ~ the formula; compute times are those of the paper's GPUs (P102-100)",
-    ]
-    all_tables = [
-        errors_table(found),
-        cells_table("32 ranks on the paper's link, as it was measured, and on one of a tenth of its rate", own),
-        cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
-        density_table(densities),
-    ]
-    data = run | {
-        "pages": pages(found, own),
-        "errors": found,
-        "densities": densities,
-        "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
-        "work": {name: getattr(work, name) for name in WORKS},
-    }
-    report.publish(options.write and options.write / "beyond-32", lines, all_tables, data, width=190)
-    if options.write:
-        draw(grouped(cells), options.write)
-        draw_densities(densities, options.write)
-    return 0
-
-
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 Group = dict[str, Any]  # a `Cell` for each method
@@ -429,6 +385,50 @@ def _x_axis(axes: Any, values: list[float], label: str, text: Callable[[float], 
 
 def _rate_name(bits: float) -> str:
     return f"{number_text(bits / 1e9)}G" if bits >= 0.999e9 else f"{number_text(bits / 1e6)}M"
+
+
+def main() -> int:
+    parser = report.parser(__doc__, prog="python -m bench.paper.beyond")
+    parser.add_argument("--results", type=Path, default=Path("bench/results/paper.json"), help="%(default)s")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    few = f"ranks up to which {' and '.join(FEW)} are simulated (%(default)s); others: {MAX}"
+    parser.add_argument("--max-few", type=int, default=MAX_FEW, metavar="P", help=few)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
+    options: argparse.Namespace = parser.parse_args()
+    _small_problems()
+    rows = json.loads(options.results.read_text())["rows"]
+    found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)
+    cells, own = beyond(work, options.models, options.max_few), papers_link(work, options.models)
+    densities = by_density(work, MODELS["VGG-16"], MAX)
+    errors = [abs(row["error_of_step"]) for row in found]
+    within = sum(error <= TOLERANCE for error in errors)
+    run = report.about("-m bench.paper.beyond", [], threads=1)
+    costs = ", ".join(f"{name} {number_text(1e9 * getattr(work, name))} ns" for name in WORKS)
+    lines = [
+        *report.head(run),
+        f"# work of a rank alone, per element, entry or call, as the emulated runs measured it: {costs}",
+        f"# emulated steps that the simulation meets within {TOLERANCE:.0%}: {within} of {len(found)}",
+        *formula_lines(cells + own),
+        "# ~ the formula; compute times are those of the paper's GPUs (P102-100)",
+    ]
+    all_tables = [
+        errors_table(found),
+        cells_table("32 ranks on the paper's link, as it was measured, and on one of a tenth of its rate", own),
+        cells_table("beyond 32 ranks; exchange with its work, and how many times as fast ours is", cells),
+        density_table(densities),
+    ]
+    data = run | {
+        "pages": pages(found, own),
+        "errors": found,
+        "densities": densities,
+        "cells": [{**vars(each), "link": vars(each.link)} for each in [*own, *cells]],
+        "work": {name: getattr(work, name) for name in WORKS},
+    }
+    report.publish(options.write and options.write / "beyond-32", lines, all_tables, data, width=190)
+    if options.write:
+        draw(grouped(cells), options.write)
+        draw_densities(densities, options.write)
+    return 0
 
 
 if __name__ == "__main__":
