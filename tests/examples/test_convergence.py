@@ -232,7 +232,7 @@ def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
             assert number(cell) == pytest.approx(found - dense, **near)
 
     enough = rows(text, "Bytes that are enough")
-    assert len(enough) == 2 * 5
+    assert len(enough) == 2 * 4
     for row in enough:
         method, steps = NAMES[row["gradients"]], int(row["steps"])
         good = [
