@@ -126,11 +126,15 @@ def _cuda_driver() -> str:
     return f"{text}, {count.value} GPU(s): {', '.join(names)}"
 
 
+def model() -> str:
+    """Return the name of the CPU."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def processor() -> str:
     """Describe the CPU and the usable cores."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    model = found[1] if found else platform.processor() or platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
+    return f"{model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
 
 
 def kernels() -> str:
