@@ -88,7 +88,7 @@ lint: $(VENV)/built-test
 # BENCH_N=1e8 makes the long vectors longer.
 bench: $(VENV)/built-test
 	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
-	timeout 600 mpirun -n 2 python -m pytest -x bench/test_collectives.py $(BENCH_OPTIONS)
+	sparsecomm bench --ranks 2 --algorithms all
 
 # An sdist, and two wheels for each Python that is found: docs/internals/releasing.md.
 wheels: $(VENV)/built-test

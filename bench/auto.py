@@ -38,8 +38,7 @@ from bench.simulate import Problem
 from sparsecomm import transport
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.cli import main as command
-from sparsecomm.cli.bench.runners import Ours, Vectors
-from sparsecomm.cli.bench.timing import Timer, uninterrupted
+from sparsecomm.cli.bench.timing import Ours, Timer, Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import number_text, rate_text, time_text
 from sparsecomm.transport import simulated

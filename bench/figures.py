@@ -68,16 +68,9 @@ class Figures:
     ) -> None:
         """Add a row: the time of ours / theirs, at most ``target``; if ``faster``, theirs / ours, at least that."""
         a, b = paired(ours, theirs, rounds)
-        self.add(what, a, against, b, target, faster)
+        self.add(what, b / a if faster else a / b, against, target, a, b, ">=" if faster else "<=")
 
-    def add(self, what: str, a: np.ndarray, against: str, b: np.ndarray, target: float, faster: bool = False) -> None:
-        self._row(what, b / a if faster else a / b, against, target, ours=a, theirs=b, sense=">=" if faster else "<=")
-
-    def value(self, what: str, times: np.ndarray, scale: float, unit: str, target: float, timed: bool = True) -> None:
-        """Add a row: an absolute figure, measured values * scale, at most ``target``."""
-        self._row(what, times * scale, unit, target, ours=times if timed else None)
-
-    def _row(
+    def add(
         self,
         what: str,
         measured: np.ndarray,
@@ -87,6 +80,7 @@ class Figures:
         theirs: np.ndarray | None = None,
         sense: str = "<=",
     ) -> None:
+        """Add a row: a ratio against something or, in the unit ``against``, an absolute figure."""
         q1, median, q3 = report.quartiles(measured)
         ours_ms, theirs_ms = (None if times is None else float(np.median(times)) * 1e3 for times in (ours, theirs))
         row = {"what": what, "ours_ms": ours_ms, "against": against, "theirs_ms": theirs_ms, "ratio": median}
@@ -168,7 +162,7 @@ def selection(figures: Figures, quick: bool) -> None:
         spread = k * 1000
         a, b = (_random_entries(k, spread, seed) for seed in (1, 2))
         times = np.array([seconds(lambda: backend.merge_topk(a, b, k)) for _ in range(41)][5:])  # noqa: B023
-        figures.value(f"merge and reselect, k = {k:,}", times, 1e9 / (2 * k), "ns per input entry", 6)
+        figures.add(f"merge and reselect, k = {k:,}", times * 1e9 / (2 * k), "ns per input entry", 6, times)
     _packing(figures, n)
     _memory(figures, n, n // 100)
 
@@ -185,9 +179,9 @@ def _packing(figures: Figures, n: int) -> None:
 
     name = f"at 2 bits, n = {n / 1e6:g}M, k = n / 64"
     times = np.array([seconds(there_and_back) for _ in range(41)][5:])
-    figures.value(f"pack and unpack {name}", times, 1e9 / len(values), "ns per entry", 3)
+    figures.add(f"pack and unpack {name}", times * 1e9 / len(values), "ns per entry", 3, times)
     bits = np.array([8 * packed.nbytes / len(values)])
-    figures.value(f"an entry {name}", bits, 1, "bits, index and value", 10.5, timed=False)
+    figures.add(f"an entry {name}", bits, "bits, index and value", 10.5)
 
 
 _PEAK = """
@@ -213,7 +207,7 @@ def _memory(figures: Figures, n: int, k: int) -> None:
         int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout) for _ in range(5)
     ]
     name = f"peak memory of residual + x and top-k, n = {n / 1e6:g}M, k = {k:,}"
-    figures.value(name, np.array(used) / k, 1, "bytes per k, one thread", 64, timed=False)
+    figures.add(name, np.array(used) / k, "bytes per k, one thread", 64)
 
 
 def _random_entries(k: int, n: int, seed: int) -> sc.SparseVector:
@@ -248,16 +242,16 @@ def exchange(figures: Figures, quick: bool) -> None:
         if i >= 0:
             ours[i], add[i] = a[0], b[0]
     what = f"sparse_allreduce with residual, P = {comm.size}, n = {n / 1e6:g}M, density 0.001"
-    figures.add(what, ours, "np.add on all ranks at once", add, 1.15)
+    figures.add(what, ours / add, "np.add on all ranks at once", 1.15, ours, add)
     small = np.random.default_rng(comm.rank).standard_normal(65_536, dtype=np.float32)
     call = lambda: sc.sparse_allreduce(small, 256)  # noqa: E731
     total = np.empty_like(small)
     dense = lambda: comm.Allreduce(small, total)  # noqa: E731
     together(call, 200), together(dense, 200)
-    times = np.array([(together(call, 1)[0], together(dense, 1)[0]) for _ in range(2000)])
+    a, b = np.array([(together(call, 1)[0], together(dense, 1)[0]) for _ in range(2000)]).T
     what = f"sparse_allreduce, P = {comm.size}, n = 65,536, k = 256"
-    figures.add(what, times[:, 0], "MPI_Allreduce of all n", times[:, 1], 1.2)
-    figures.value(what, times[:, 0], 1e6, "us per call", 80)
+    figures.add(what, a / b, "MPI_Allreduce of all n", 1.2, a, b)
+    figures.add(what, 1e6 * a, "us per call", 80, a)
 
 
 # -- two checkouts ----------------------------------------------------------------------------------------------------

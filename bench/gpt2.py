@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import os
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -102,25 +103,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpt2.jsonl"))
     choices = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    done = (
-        [json.loads(line)["setting"] for line in choices.out.read_text().splitlines()] if choices.out.exists() else []
-    )
+    lines = choices.out.read_text().splitlines() if choices.out.exists() else []
+    done = [json.loads(line)["setting"] for line in lines]
     sparse = {"density": choices.density, "wire": choices.wire}
-    for steps in choices.steps:
-        for rate in choices.rates:
-            for seed in choices.seeds:
-                for way in choices.ways:
-                    setting = {"way": way, "steps": steps, "seed": seed, "rate": rate, "beta2": choices.beta2}
-                    setting["clip"] = choices.clip
-                    setting |= sparse if way == "sparse" else {}
-                    if setting in done:
-                        continue
-                    with TemporaryDirectory() as folder:
-                        outcome = train(setting, folder)
-                    if int(os.environ["RANK"]) == 0:
-                        print(setting, outcome, flush=True)
-                        with choices.out.open("a") as file:
-                            file.write(json.dumps({"setting": setting, "outcome": outcome}) + "\n")
+    for steps, rate, seed, way in product(choices.steps, choices.rates, choices.seeds, choices.ways):
+        setting = {"way": way, "steps": steps, "seed": seed, "rate": rate, "beta2": choices.beta2, "clip": choices.clip}
+        setting |= sparse if way == "sparse" else {}
+        if setting in done:
+            continue
+        with TemporaryDirectory() as folder:
+            outcome = train(setting, folder)
+        if int(os.environ["RANK"]) == 0:
+            print(setting, outcome, flush=True)
+            with choices.out.open("a") as file:
+                file.write(json.dumps({"setting": setting, "outcome": outcome}) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,22 +16,17 @@ The setting is SparseLoCo's (Sarfi et al., 2025): of each chunk of 4,096 element
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
 
 import sparsecomm as sc
 from bench import report
-from sparsecomm.cli.bench.timing import Runner
-from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport, simulated
 
 CHUNK, K = 4096, 64
@@ -130,18 +125,16 @@ def measure_round(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     from mpi4py import MPI
 
-    from sparsecomm.cli.bench.timing import Timer
+    from bench.training import measure, publish, quartiles_text, start_gloo
 
     world, n = MPI.COMM_WORLD, args.elements
-    path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
+    start_gloo()
     torch.set_num_threads(1)
     x = np.random.default_rng(world.rank).standard_normal(n, np.float32)
     dense, sparse = torch.from_numpy(x.copy()), np.empty_like(x)
+    options: dict[str, Any] = {"wire": args.wire, "scope": "chunk", "chunk": CHUNK, "decay": 0.95}
     reducers = {
-        algorithm: sc.Reducer(
-            {"x": x}, K / CHUNK, comm=world, algorithm=algorithm, wire=args.wire, scope="chunk", chunk=CHUNK, decay=0.95
-        )
+        algorithm: sc.Reducer({"x": x}, K / CHUNK, comm=world, algorithm=algorithm, **options)
         for algorithm in ("split", "split:2", "allgather")
     }
 
@@ -153,13 +146,8 @@ def measure_round(args: argparse.Namespace) -> None:
         reducer.push("x", x, sparse)
         reducer.wait()
 
-    contenders = {"gloo, dense": gloo}
-    contenders |= {name: lambda r=reducer: exchange(r) for name, reducer in reducers.items()}
-    timers = {name: Timer(world, _Round(run), "step", args.rounds) for name, run in contenders.items()}
-    for round_no in range(-1, args.rounds):
-        for timer in timers.values():
-            timer.run(round_no)
-    slowest = {name: timer.timing().slowest for name, timer in timers.items()}
+    contenders = {"gloo, dense": gloo} | {name: partial(exchange, reducer) for name, reducer in reducers.items()}
+    slowest = measure(contenders, args.rounds)
     dist.destroy_process_group()
     if world.rank > 0:
         return
@@ -167,28 +155,13 @@ def measure_round(args: argparse.Namespace) -> None:
     sent = {name: r.counters.bytes_sent / r.counters.steps for name, r in reducers.items()}
     columns = [
         ("exchange of a round", lambda name: name),
-        ("ms (quartiles)", lambda name: "{1:.1f} ({0:.1f} - {2:.1f})".format(*ms[name])),
+        ("ms (quartiles)", lambda name: quartiles_text(ms[name])),
         ("dense / it", lambda name: f"{ms['gloo, dense'][1] / ms[name][1]:.1f}"),
         ("MB sent by rank 0", lambda name: f"{sent[name] / 1e6:.3f}" if name in sent else None),
     ]
     title = f"exchange of pseudo-gradients of {n / 1e6:g}M weights, {K} of each {CHUNK}, {args.wire}, P = {world.size}"
-    _publish(args, report.table(ms, columns, title=title), {"n": n, "ms": ms, "sent": sent}, world.size)
-
-
-class _Round(Runner):
-    def __init__(self, step: Any) -> None:
-        self.step = step  # type: ignore[method-assign]
-
-
-def _publish(args: argparse.Namespace, table: Table, data: Row, ranks: int) -> None:
-    threads = int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
-    about = report.about("-m bench.local_steps", sys.argv[1:], ranks, threads)
-    lines, link = report.head(about), Path(os.environ.get("SLOW_NETWORK_LINK", ""))
-    if link.is_file():
-        measured = about["link"] = json.loads(link.read_text())
-        alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
-        lines.append(f"# links of {rate_text(measured['asked'])}, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
-    report.publish(args.write, lines, [table], {"run": about, "round": data})
+    table = report.table(ms, columns, title=title)
+    publish(args, "round", table, {"n": n, "ms": ms, "sent": sent}, "-m bench.local_steps")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ from bench import simulate
 from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.plots import log_axis, panels, pyplot, size_axis, style
+from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
@@ -77,9 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         arguments.json.write_text(json_text({"schema": SCHEMA, "header": _header(problem), "rows": found}))
     if arguments.plot is not None:
-        figure = draw(_header(problem), found)
-        figure.savefig(arguments.plot, dpi=150)
-        pyplot().close(figure)
+        save(draw(_header(problem), found), arguments.plot)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,19 +18,13 @@ from rich.table import Table
 
 from sparsecomm import config
 from sparsecomm.backends import _cpu
+from sparsecomm.cli import info
 from sparsecomm.cli.outputs import json_text
 from sparsecomm.quantities import number_text
 from sparsecomm.tensors.arrays import Array
 
-SETTINGS = (
-    "OMPI_MCA_coll_tuned_",
-    "OMPI_MCA_btl",
-    "OMPI_MCA_pml",
-    "OMPI_MCA_mpi_yield",
-    "SPARSECOMM_",
-    "GLOO_",
-    "SLOW_NETWORK",
-)
+MPI_SETTINGS = tuple(f"OMPI_MCA_{name}" for name in ("coll_tuned_", "btl", "pml", "mpi_yield"))
+SETTINGS = (*MPI_SETTINGS, "SPARSECOMM_", "GLOO_", "SLOW_NETWORK")
 
 
 def about(program: str, arguments: list[str], ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
@@ -41,8 +34,8 @@ def about(program: str, arguments: list[str], ranks: int = 1, threads: int | Non
     names = ("sparsecomm", "numpy", "mpi4py", "torch")
     return {
         "command": f"{launch}python {program} {shlex.join(arguments)}".rstrip(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads} thread(s) per rank",
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "machine": f"{info.model()}, {os.cpu_count()} cores, {_cpu.simd()}; {threads} thread(s) per rank",
+        "versions": {name: info.version_of(name) for name in names} | {"python": platform.python_version()},
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -65,14 +58,6 @@ def show(lines: list[str], tables: list[Table], file: TextIO | None = None, widt
     """Print to standard output, or to a file. Without colours, since mpirun gives ranks a terminal."""
     console = Console(width=width, file=file, force_terminal=False)
     console.print("\n".join(lines), *tables, sep="\n", highlight=False, markup=False)
-
-
-def write(stem: Path, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
-    """Write ``stem``.txt with the tables, and ``stem``.json with the data."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_name(stem.name + ".json").write_text(json_text(finite(data)))
-    with stem.with_name(stem.name + ".txt").open("w") as file:
-        show(lines, tables, file, width)
 
 
 def finite(value: Any) -> Any:
@@ -132,20 +117,10 @@ def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
 
 
 def publish(stem: Path | None, lines: list[str], tables: list[Table], data: dict[str, Any], width: int = 200) -> None:
-    """Show the tables, and `write` them if there is a ``stem``."""
+    """Show the tables; with a ``stem``, write them to ``stem``.txt and the data to ``stem``.json."""
     show(lines, tables, width=width)
     if stem is not None:
-        write(stem, lines, tables, data, width)
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    named = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        stem.with_name(stem.name + ".json").write_text(json_text(finite(data)))
+        with stem.with_name(stem.name + ".txt").open("w") as file:
+            show(lines, tables, file, width)

@@ -39,20 +39,13 @@ _MIN = 256  # entries per rank; with fewer, what a wire format adds to them woul
 
 @dataclass(frozen=True)
 class Problem:
-    """A call of all ranks.
+    """A call of all ranks."""
 
-    Attributes:
-        n, k: elements, and entries that each rank selects.
-        costs: the costs of messages and work.
-        per_node: ranks per node.
-        common: the part of a rank's entries that all ranks select.
-    """
-
-    n: int
+    n: int  # elements, and entries that each rank selects
     k: int
-    costs: Costs
-    per_node: int = 1
-    common: float = 0.5
+    costs: Costs  # the costs of messages and work
+    per_node: int = 1  # ranks per node
+    common: float = 0.5  # the part of a rank's entries that all ranks select
 
     def node_of_rank(self, P: int) -> list[int]:
         """Return the number of the node of each of P ranks."""

@@ -1,15 +1,17 @@
-"""The kernels of the CPU: selection, arithmetic on entries, and the packed format.
+"""The kernels of the CPU: selection, arithmetic on entries, and the packed format. ``make bench`` runs them.
 
-Beside a time stand the bytes that any implementation must move: of a selection every element read once, the residual
-read and written once, the entries written once. Beside that of the packed format stand the nanoseconds and bytes of an
-entry.
+Each time comes with the bytes that any implementation must move: a selection reads every element once, reads and writes
+the residual once, and writes the entries once. The packed format also has the nanoseconds and bytes of an entry.
+``BENCH_N`` sets the number of elements of the long vectors.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,8 +20,35 @@ from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop, kinds
 
 Measure = Callable[..., Any]
-Normal = Callable[[int, np.dtype[Any]], np.ndarray]
+N = int(float(os.environ.get("BENCH_N") or 1 << 22))
+DTYPES = [np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 KINDS = {kind.name: kind for kind in kinds.KINDS}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Use long vectors, and short ones that fit into the caches."""
+    if "n" in metafunc.fixturenames:
+        metafunc.parametrize("n", sorted({65_536, N}), ids=lambda n: f"n={n}")
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture
+def measure(benchmark: Any) -> Measure:
+    """Time a function; report the bytes that it has to move, and at what rate."""
+
+    def run(function: Callable[..., Any], *args: Any, read: int, written: int) -> Any:
+        result = benchmark(function, *args)
+        benchmark.extra_info |= {"bytes_read": read, "bytes_written": written}
+        if benchmark.stats is not None:  # None with --benchmark-disable
+            benchmark.extra_info["floor_gb_per_s"] = (read + written) / benchmark.stats.stats.median / 1e9
+        return result
+
+    return run
+
+
+def normal(n: int, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.random.default_rng(n).standard_normal(n, dtype=np.float32).astype(dtype)
 
 
 def with_k(*counts: int) -> pytest.MarkDecorator:
@@ -51,7 +80,7 @@ def entry_bytes(*vectors: sc.SparseVector) -> int:
 
 @pytest.mark.benchmark(group="topk")
 @with_density
-def test_topk(measure: Measure, normal: Normal, n: int, density: float, dtype: np.dtype[Any]) -> None:
+def test_topk(measure: Measure, n: int, density: float, dtype: np.dtype[Any]) -> None:
     x = normal(n, dtype)
     k = round(n * density)
     result = measure(sc.topk, x, k, read=x.nbytes, written=entry_bytes(sc.topk(x, k)))
@@ -60,7 +89,7 @@ def test_topk(measure: Measure, normal: Normal, n: int, density: float, dtype: n
 
 @pytest.mark.benchmark(group="topk with residual")
 @pytest.mark.parametrize("wider", [False, True], ids=["residual=x", "residual=float32"])
-def test_topk_with_residual(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], wider: bool) -> None:
+def test_topk_with_residual(measure: Measure, n: int, dtype: np.dtype[Any], wider: bool) -> None:
     if wider and dtype.itemsize != 2:
         pytest.skip("float32 beside 16-bit gradients only")
     x, k = normal(n, dtype), round(n * 0.001)
@@ -72,7 +101,7 @@ def test_topk_with_residual(measure: Measure, normal: Normal, n: int, dtype: np.
 
 @pytest.mark.benchmark(group="topk by chunk with residual and decay")
 @pytest.mark.parametrize(("k", "chunk"), [(64, 4096), (8, 512), (16, 16384)], ids=lambda value: str(value))
-def test_topk_by_chunk(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any], k: int, chunk: int) -> None:
+def test_topk_by_chunk(measure: Measure, n: int, dtype: np.dtype[Any], k: int, chunk: int) -> None:
     x = normal(n, dtype)
     residual = np.zeros(n, np.float64 if dtype.itemsize == 8 else np.float32)
     arguments = interop.tensor(x, "x"), k, chunk, interop.tensor(residual, "r", writable=True), 0.95
@@ -83,7 +112,7 @@ def test_topk_by_chunk(measure: Measure, normal: Normal, n: int, dtype: np.dtype
 
 
 @pytest.mark.benchmark(group="threshold")
-def test_threshold(measure: Measure, normal: Normal, n: int, dtype: np.dtype[Any]) -> None:
+def test_threshold(measure: Measure, n: int, dtype: np.dtype[Any]) -> None:
     x, tau = normal(n, dtype), 3.29  # about one normal number in a thousand is so far from zero
     result = measure(sc.threshold, x, tau, read=x.nbytes, written=entry_bytes(sc.threshold(x, tau)))
     assert 0 < result.nnz < 0.002 * n

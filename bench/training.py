@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from sparsecomm.optimizers.rule import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001
+PROGRAM = "-m bench.training"
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def main() -> None:
 
 def ddp(args: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD
-    _process_group(world)
+    start_gloo()
     alone = _model(args)  # nothing is exchanged: what computation takes
     contenders: dict[str, Callable[[], None]] = {"computation alone": _stepper(alone, args)}
     states: dict[str, sct.SparseState] = {}
@@ -92,7 +93,7 @@ def adamw(args: argparse.Namespace) -> None:
     if MPI.COMM_WORLD.size == 1:
         return _own_work(args)
     world = MPI.COMM_WORLD
-    _process_group(world)
+    start_gloo()
     dense = {"lr": 1e-3, "fused": True}
     alone, plain = _model(args), DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
     contenders = {
@@ -119,23 +120,23 @@ def _own_work(args: argparse.Namespace) -> None:
     ours.grad = theirs.grad = torch.randn(args.elements)
     optimizer = sct.SparseAdamW([("weights", ours)], check_weights_every=None, comm=MPI.COMM_WORLD)
     fused = torch.optim.AdamW([theirs], fused=True)
-    seconds = _measure({"fused AdamW": fused.step, "SparseAdamW": optimizer.step}, args)
+    seconds = measure({"fused AdamW": fused.step, "SparseAdamW": optimizer.step}, args.steps, args.warmup)
     medians = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
     ratios = {label: report.quartiles(times / seconds["fused AdamW"]) for label, times in seconds.items()}
     columns = [
         ("optimizer", lambda label: label),
-        ("ms (quartiles)", lambda label: _quartiles(medians[label])),
-        ("/ fused AdamW (quartiles)", lambda label: _quartiles(ratios[label])),
+        ("ms (quartiles)", lambda label: quartiles_text(medians[label])),
+        ("/ fused AdamW (quartiles)", lambda label: quartiles_text(ratios[label])),
     ]
     table = report.table(medians, columns, title=f"own work per step, {args.elements / 1e6:.1f}M parameters, P = 1")
-    _publish(args, "own_work", [table], {"parameters": args.elements, "ms": medians, "ratios": ratios}, 1)
+    publish(args, "own_work", table, {"parameters": args.elements, "ms": medians, "ratios": ratios}, PROGRAM)
 
 
 def _publish_steps(
     args: argparse.Namespace, what: str, contenders: dict[str, Callable[[], None]], reducers: dict[str, sc.Reducer]
 ) -> None:
     """Measure contenders, among them "gloo, dense", and publish the table of their steps."""
-    world, seconds = MPI.COMM_WORLD, _measure(contenders, args)
+    world, seconds = MPI.COMM_WORLD, measure(contenders, args.steps, args.warmup)
     parameters = sum(p.numel() for p in _model(args).parameters())
     if world.rank > 0:
         return
@@ -148,18 +149,19 @@ def _publish_steps(
     density = args.density if what == "ddp" else DENSITY_OF_ADAMW
     columns = [
         ("contender", lambda label: label),
-        ("ms (quartiles)", lambda label: _quartiles(medians[label])),
+        ("ms (quartiles)", lambda label: quartiles_text(medians[label])),
         ("dense / it", lambda label: f"{dense / medians[label][1]:.2f}"),
         ("sent per step", sent.get),
     ]
     title = f"time per step, {parameters / 1e6:.1f}M parameters, density {density:g}, P = {world.size}"
     table = report.table(medians, columns, title=title)
     data = {"parameters": parameters, "density": density, "ranks": world.size, "ms": medians}
-    _publish(args, what, [table], data, world.size)
+    publish(args, what, table, data, PROGRAM)
 
 
-def _process_group(world: Any) -> None:
+def start_gloo() -> None:
     """Start gloo beside MPI: the ranks find each other by a file."""
+    world = MPI.COMM_WORLD
     path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
 
@@ -185,21 +187,16 @@ def _stepper(
     return step
 
 
-class _Step(Runner):
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.step = step  # type: ignore[method-assign]
-
-
-def _measure(contenders: dict[str, Callable[[], None]], args: argparse.Namespace) -> dict[str, np.ndarray]:
+def measure(contenders: Mapping[str, Callable[[], object]], steps: int, warmup: int = 1) -> dict[str, np.ndarray]:
     """Return seconds of each step, the slowest rank's. Contenders take turns, so that all see the same machine."""
-    timers = {label: Timer(MPI.COMM_WORLD, _Step(step), "step", args.steps) for label, step in contenders.items()}
-    for step in range(-args.warmup, args.steps):
+    timers = {label: Timer(MPI.COMM_WORLD, Runner(step), "step", steps) for label, step in contenders.items()}
+    for step in range(-warmup, steps):
         for timer in timers.values():
             timer.run(step)
     return {label: timer.timing().slowest for label, timer in timers.items()}
 
 
-def _quartiles(milliseconds: list[float]) -> str:
+def quartiles_text(milliseconds: list[float]) -> str:
     low, mid, high = milliseconds
     return f"{mid:.2f} ({low:.2f} - {high:.2f})"
 
@@ -208,9 +205,7 @@ def _quartiles(milliseconds: list[float]) -> str:
 
 
 def hook(args: argparse.Namespace) -> None:
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", init_method=f"file://{file.name}.store", rank=0, world_size=1)
-
+    start_gloo()
     plain = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
     sct.keep_local(plain)
     contenders = {"nothing": _stepper(plain, args)}
@@ -227,7 +222,7 @@ def hook(args: argparse.Namespace) -> None:
         gradients.max()
 
     contenders["read twice"] = read_twice
-    seconds = _measure(contenders, args)
+    seconds = measure(contenders, args.steps, args.warmup)
     reading = report.quartiles(seconds["read twice"], 1e3)
     rows = {}
     for label in ("tensor", "bucket", "model", "DDP's own, dense"):
@@ -235,7 +230,7 @@ def hook(args: argparse.Namespace) -> None:
     step = 1e3 * float(np.median(seconds["nothing"]))
     columns = [
         ("hook", lambda label: f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label),
-        ("ms added (quartiles)", lambda label: _quartiles(rows[label])),
+        ("ms added (quartiles)", lambda label: quartiles_text(rows[label])),
         (f"/ reading twice ({reading[1]:.2f} ms)", lambda label: f"{rows[label][1] / reading[1]:.2f}"),
     ]
     title = f"added to a step of {step:.1f} ms, {len(gradients) / 1e6:.1f}M parameters, P = 1"
@@ -246,7 +241,7 @@ def hook(args: argparse.Namespace) -> None:
         "added_ms": rows,
         "step_ms": report.quartiles(seconds["nothing"], 1e3),
     }
-    _publish(args, "hook", [table], data, 1)
+    publish(args, "hook", table, data, PROGRAM)
 
 
 # -- overlap ----------------------------------------------------------------------------------------------------------
@@ -292,9 +287,9 @@ def overlap(args: argparse.Namespace) -> None:
         }
     for where in [*work, *work]:  # as long as the exchange
         alone = {name: contenders[name] for name in ("exchange alone", f"computation {where}")}
-        exchange, computation = (float(np.median(times)) for times in _measure(alone, args).values())
+        exchange, computation = (float(np.median(times)) for times in measure(alone, args.steps, args.warmup).values())
         work[where] = world.bcast(work[where] * exchange / computation)
-    seconds = _measure(contenders, args)
+    seconds = measure(contenders, args.steps, args.warmup)
     if world.rank > 0:
         return
     what = f"{args.parts} gradients of {n / 1e6:.2f}M elements, density {args.density:g}, P = {world.size}"
@@ -310,7 +305,7 @@ def overlap(args: argparse.Namespace) -> None:
 
     columns = [
         ("step", lambda label: label),
-        ("ms (quartiles)", lambda label: _quartiles(report.quartiles(seconds[label], 1e3))),
+        ("ms (quartiles)", lambda label: quartiles_text(report.quartiles(seconds[label], 1e3))),
         ("exchange not hidden, ms", lambda label: f"{visible[label][1]:.2f}" if label in visible else None),
         ("fraction not hidden", fraction_not_hidden),
     ]
@@ -323,20 +318,20 @@ def overlap(args: argparse.Namespace) -> None:
         "visible_ms": visible,
         "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()},
     }
-    _publish(args, "overlap", [table], data, world.size)
+    publish(args, "overlap", table, data, PROGRAM)
 
 
-def _publish(args: argparse.Namespace, what: str, tables: list[Table], data: dict[str, Any], ranks: int) -> None:
-    about = report.about(
-        "-m bench.training", sys.argv[1:], ranks, int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
-    )
+def publish(args: argparse.Namespace, what: str, table: Table, data: dict[str, Any], program: str) -> None:
+    """Publish a table with the link of `bench.slow_network`, if there is one."""
+    threads = int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
+    about = report.about(program, sys.argv[1:], MPI.COMM_WORLD.size, threads)
     link = Path(os.environ.get("SLOW_NETWORK_LINK", ""))
     lines = report.head(about)
     if link.is_file():
         measured = about["link"] = json.loads(link.read_text())
         alpha, beta = 1e6 * measured["alpha"], 1e9 * measured["beta"]
         lines.append(f"# links of {rate_text(measured['asked'])}, measured: {alpha:.0f} us, {beta:.2f} ns per byte")
-    report.publish(args.write, lines, tables, {"run": about, what: data})
+    report.publish(args.write, lines, [table], {"run": about, what: data})
 
 
 if __name__ == "__main__":

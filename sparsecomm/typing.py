@@ -9,9 +9,8 @@ algorithm that the program registered, pass an `Algorithm` as ``algorithm``: ``s
 """
 
 from sparsecomm.algorithms import AlgorithmName
-from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Scope
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.bucket import NamedTensors
+from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Schedule, Scope
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.dtypes import DTypeName
 from sparsecomm.transport import Comm

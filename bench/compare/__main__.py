@@ -27,8 +27,8 @@ from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli.bench.runners import Vectors
-from sparsecomm.cli.bench.timing import Runner, Timer, Timing, uninterrupted
+from sparsecomm.cli.bench import available_bytes
+from sparsecomm.cli.bench.timing import Runner, Timer, Timing, Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
 from sparsecomm.wire import WIRES
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 def problem(options: argparse.Namespace) -> str | None:
     """Return why this run is impossible, or ``None``. Hosts of an emulated network share the memory of one machine."""
     boot_ids = COMM.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
-    available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    available = available_bytes() or 2**63
     needed = boot_ids.count(boot_ids[COMM.rank]) * (ARRAYS * 4 * options.n + (400 << 20))
     text = None
     if needed > available:
@@ -175,7 +175,7 @@ class Comparison:
         self.run |= {
             "times": tables.timing_rows(runners, times, on_own_hosts()),
             "bounds": tables.bound_rows(ours, times, link_of),
-            "ratios": tables.ratio_rows(times, (COMM.size, n, k)),
+            "ratios": tables.ratio_rows(times),
         }
         for runner in runners.values():
             runner.close()

@@ -371,18 +371,10 @@ class TopkGloo(_Sparse):
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm)
         try:
-            distributed = _torch().distributed
+            _torch()
         except ImportError as error:
             raise ValueError(f"{self.name}: there is no PyTorch here; pip install torch") from error
-        alone = len(set(comm.allgather(socket.gethostname()))) == 1
-        if alone:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        limit = timedelta(minutes=5)
-        host = comm.bcast(_address(os.environ.get("GLOO_SOCKET_IFNAME")) if self.rank == 0 else None)
-        store = distributed.TCPStore(host, 0, self.size, True, limit, False) if self.rank == 0 else None
-        port = comm.bcast(store.port if store is not None else None)
-        store = store or distributed.TCPStore(host, port, self.size, False, limit)
-        distributed.init_process_group("gloo", timeout=limit, store=store, rank=self.rank, world_size=self.size)
+        start_gloo(comm)
 
     def _largest(self, total: Array, k: int) -> Array:
         return _largest_torch(total, k)
@@ -403,6 +395,20 @@ class TopkGloo(_Sparse):
 
     def close(self) -> None:
         _torch().distributed.destroy_process_group()
+
+
+def start_gloo(comm: MPI.Intracomm, minutes: int = 5) -> None:
+    """Start gloo beside MPI."""
+    import torch.distributed as dist
+
+    if len(set(comm.allgather(socket.gethostname()))) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(minutes=minutes)
+    host = comm.bcast(_address(os.environ.get("GLOO_SOCKET_IFNAME")) if comm.rank == 0 else None)
+    store = dist.TCPStore(host, 0, comm.size, True, limit, False) if comm.rank == 0 else None
+    port = comm.bcast(store.port if store is not None else None)
+    store = store or dist.TCPStore(host, port, comm.size, False, limit)
+    dist.init_process_group("gloo", timeout=limit, store=store, rank=comm.rank, world_size=comm.size)
 
 
 def _address(interface: str | None) -> str:

@@ -1,7 +1,4 @@
-"""The table of all contenders: the algorithms of sparsecomm, methods of other projects, and MPI alone.
-
-``python -m bench.compare`` times them; ``bench/test_collectives.py`` times the quick ones.
-"""
+"""The table of all contenders: the algorithms of sparsecomm, methods of other projects, and MPI alone."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ import sparsecomm as sc
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.cli.bench import runners
+from sparsecomm.cli.bench import timing as runners
 from sparsecomm.cli.bench.rows import Check
-from sparsecomm.cli.bench.runners import Clock, Vectors
-from sparsecomm.cli.bench.timing import Runner
+from sparsecomm.cli.bench.timing import Clock, Runner, Vectors
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -218,31 +214,22 @@ class Theirs(Runner):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to sum gradients over ranks.
+    """One way to sum gradients over ranks."""
 
-    Attributes:
-        name: the name on command lines.
-        kind: "ours", "baseline" (the method of another project) or "mpi" (calls of MPI alone).
-        make: returns a runner on vectors, for k entries and a wire format. Collective. Raises `ValueError` if it does
-            not work here or on this number of ranks.
-        times: the actions of the runner that are timed.
-        oracle: the algorithm with the same result, see `sparsecomm.cli.oracles`; ``None`` for the dense sum.
-        error: tolerated error beyond rounding of sums, as a share of the sum of all ranks' largest magnitudes; ``None``
-            if the result must be the same in every bit.
-        conserves: whether result and residuals add up to residuals and gradients before the call.
-        slow: whether a step of long gradients takes seconds.
-        usual: whether it runs by default.
-    """
-
-    name: str
-    kind: str
+    name: str  # the name on command lines
+    kind: str  # "ours", "baseline" (the method of another project) or "mpi" (calls of MPI alone)
+    # returns a runner on vectors, for k entries and a wire format. Collective. Raises `ValueError` if it does not work
+    # here or on this number of ranks
     make: Callable[[Vectors, int, str], Runner]
-    times: tuple[str, ...] = ("step",)
+    times: tuple[str, ...] = ("step",)  # the actions of the runner that are timed
+    # the algorithm with the same result, see `sparsecomm.cli.oracles`; ``None`` for the dense sum
     oracle: str | None = None
+    # tolerated error beyond rounding of sums, as a share of the sum of all ranks' largest magnitudes; ``None`` if the
+    # result must be the same in every bit
     error: float | None = None
-    conserves: bool = True
-    slow: bool = False
-    usual: bool = True
+    conserves: bool = True  # whether result and residuals add up to residuals and gradients before the call
+    slow: bool = False  # whether a step of long gradients takes seconds
+    usual: bool = True  # whether it runs by default
 
 
 def _ours(name: str) -> Contender:

@@ -14,15 +14,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Trainer, Vector
 from sparsecomm.quantities import percent_text
@@ -33,57 +31,40 @@ Entries = tuple[Indices, Vector]
 
 @dataclass(frozen=True)
 class Variant:
-    """A training.
+    """A training."""
 
-    Attributes:
-        model, ranks, density, seed: as in `convergence`.
-        steps: 0 for the task's own number.
-        method: "topk" (the sum of all top-k), "split" (its exact top-k), "butterfly" (merged in pairs), or "dense".
-        keep: who takes back entries that the result does not hold: "owner", or "merger" (a shard each).
-        mask: where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none".
-        momentum: m, of each rank's velocity, before the residual; or "after" the sum, in the optimizer (`place`).
-        decay: factor on the residual in each step (SparseLoCo, 2025).
-        rate, clip: factors on the task's learning rate and on its norm for clipping; clip 0: no clipping.
-        warmup: of all steps, in which the density falls from `start` in `stages` (Lin et al., ICLR 2018).
-        clamp: limit on sent values, as a multiple of the smallest one; the residual keeps the rest. 0: no limit.
-        complete: the result: "no", the sum of the sent entries; "sum", of all accumulated gradients at their indices;
-            "contributors", that divided by the number of ranks that selected the index; "root", by its square root.
-        scope: "model": one selection from all, or "tensor": one from each.
-        lowpass: b of ScaleCom's m' = m + b (g - sent) (Chen et al., NeurIPS 2020); 1 is error feedback.
-        ef21: h of EF21-SGDM (Fatkhullin et al., NeurIPS 2023); 0 is error feedback.
-        regular: mu of RegTop-k's damping (2024); 0 for none.
-        threshold: select entries above it, instead of k (Sahu et al., NeurIPS 2021); 0 for k.
-        bits: of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); the residual keeps
-            the rounding error.
-        result_ratio: entries of the result / entries that a rank selects; not for "topk".
-    """
-
-    model: str = "text"
+    model: str = "text"  # as in `convergence`
     ranks: int = 8
+    # "topk" (the sum of all top-k), "split" (its exact top-k), "butterfly" (merged in pairs), or "dense"
     method: str = "split"
     density: float = 0.001
     seed: int = 0
-    steps: int = 0
-    keep: str = "owner"
+    steps: int = 0  # 0 for the task's own number
+    keep: str = "owner"  # who takes back entries that the result does not hold: "owner", or "merger" (a shard each)
+    # where velocities are reset: at the rank's "selected" entries, at the "applied" ones, at "both", or "none"
     mask: str = "both"
-    momentum: float = 0.9
-    place: str = "before"
+    momentum: float = 0.9  # of each rank's velocity, before the residual
     nesterov: int = 0
-    decay: float = 1.0
-    rate: float = 1.0
+    decay: float = 1.0  # factor on the residual in each step (SparseLoCo, 2025)
+    rate: float = 1.0  # factors on the task's learning rate and on its norm for clipping; clip 0: no clipping
     clip: float = 1.0
-    warmup: float = 0.1
+    warmup: float = 0.1  # of all steps, in which the density falls from `start` in `stages` (Lin et al., ICLR 2018)
     start: float = 0.25
     stages: int = 4
+    # limit on sent values, as a multiple of the smallest one; the residual keeps the rest. 0: no limit
     clamp: float = 0.0
+    # the result: "no", the sum of the sent entries; "sum", of all accumulated gradients at their indices;
+    # "contributors", that divided by the number of ranks that selected the index; "root", by its square root
     complete: str = "no"
-    scope: str = "model"
-    lowpass: float = 1.0
-    ef21: float = 0.0
-    regular: float = 0.0
-    threshold: float = 0.0
+    scope: str = "model"  # "model": one selection from all, or "tensor": one from each
+    lowpass: float = 1.0  # b of ScaleCom's m' = m + b (g - sent) (Chen et al., NeurIPS 2020); 1 is error feedback
+    ef21: float = 0.0  # h of EF21-SGDM (Fatkhullin et al., NeurIPS 2023); 0 is error feedback
+    regular: float = 0.0  # mu of RegTop-k's damping (2024); 0 for none
+    threshold: float = 0.0  # select entries above it, instead of k (Sahu et al., NeurIPS 2021); 0 for k
+    # of a value on the wire: 32, 16 (bfloat16) or 8 (a shared exponent per block of 64); the residual keeps the
+    # rounding error
     bits: int = 32
-    result_ratio: float = 1.0
+    result_ratio: float = 1.0  # entries of the result / entries that a rank selects; not for "topk"
 
 
 # -- exchange ---------------------------------------------------------------------------------------------------------
@@ -163,7 +144,7 @@ class Ranks:
         self.boundaries = [0, *itertools.accumulate(sizes)] if variant.scope == "tensor" else [0, n]
         self.residual = np.zeros((variant.ranks, n), np.float32)
         self.velocity = np.zeros((variant.ranks, n), np.float32)
-        self.applied = np.zeros(n, np.float32)  # EF21's estimate, or the optimizer's velocity
+        self.applied = np.zeros(n, np.float32)  # EF21's estimate
         self.last: Vector | None = None
         self.sent = 0  # entries that a rank has selected
         self.in_result = 0  # entries that results have held
@@ -176,7 +157,7 @@ class Ranks:
             self.velocity += v.ef21 * gradients
             accumulated = self.velocity - self.residual  # here the residual is what has been sent so far
         else:
-            if v.place == "before" and v.momentum:
+            if v.momentum:
                 self.velocity *= v.momentum
                 self.velocity += gradients
                 g = gradients + v.momentum * self.velocity if v.nesterov else self.velocity
@@ -198,10 +179,6 @@ class Ranks:
         total /= P
         self.last = total
         if v.ef21:
-            self.applied += total
-            return self.applied
-        if v.place == "after":
-            self.applied *= v.momentum
             self.applied += total
             return self.applied
         return total
@@ -252,7 +229,7 @@ class Ranks:
                 accumulated[rank][i] = taken[rank] - sent
                 for j, lost in drops[rank]:
                     accumulated[rank][j] += lost
-        if v.place == "before" and not v.ef21:
+        if not v.ef21:
             for rank, (i, _) in enumerate(mine):
                 if v.mask in ("selected", "both"):
                     self.velocity[rank, where][i] = 0
@@ -309,29 +286,23 @@ def train(variant: Variant) -> Outcome:
     return trainer.outcome() | {"sent": ranks.sent / per_step, "held": ranks.in_result / per_step}
 
 
-GRID = Grid(Variant, "variant")
-
-
-def write(outcomes: dict[Variant, Outcome], path: Path) -> None:
-    """Print a row for each variant, over its seeds."""
-    names = {"model": "model", "ranks": "P", "method": "method", "density": "density"}
-    columns: list[Any] = [
-        ("score", lambda seeds: mean_and_range([o["score"] for o in seeds])),
-        ("seeds", len),
-        *(
-            (heading, lambda seeds, key=key: percent_text(fmean(o[key] for o in seeds)))
-            for heading, key in (("selected", "sent"), ("in results", "held"))
-        ),
-    ]
-
-    def order(v: Variant, _: list[Outcome]) -> tuple[Any, ...]:
-        return v.model, v.ranks, v.method
-
-    show(GRID.table(outcomes, "Rules of error feedback", names, columns, order, "rules"))
+GRID = Grid(
+    Variant,
+    "variant",
+    "Rules of error feedback",
+    {"model": "model", "ranks": "P", "method": "method", "density": "density"},
+    {
+        "score": spread("score"),
+        "seeds": len,
+        "selected": mean("sent", percent_text),
+        "in results": mean("held", percent_text),
+    },
+    lambda v, seeds: (v.model, v.ranks, v.method),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "ablation.jsonl", write)
+    GRID.run(__doc__, train, "ablation.jsonl")
 
 
 if __name__ == "__main__":

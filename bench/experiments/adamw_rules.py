@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS, TRANSFORMERS, Task
 from bench.experiments.trainer import Trainer, Vector
 from sparsecomm.quantities import number_text
@@ -38,45 +37,31 @@ _LEVEL = {1: 0.798, 2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}  # spacing / root me
 
 @dataclass(frozen=True)
 class Rule:
-    """A training.
+    """A training."""
 
-    Attributes:
-        model: one of `TRANSFORMERS`, or with optimizer=sgd of `TASKS`.
-        way: "dense";
-            "gradients": error feedback; the optimizer uses the mean of all selections as the gradient;
-            "updates": local steps with rounds of one step: the updates of each rank's optimizer are exchanged with
-            error feedback, as means over the ranks that selected an index, with a decay of 0.8;
-            "whole": complete sums at the indices of `choose`, and one step of the optimizer for each step of waiting;
-            "sparse_adamw": `sparsecomm.SparseAdamW` on simulated ranks, which count the bytes, without a warm-up;
-            "powersgd" (Vogels et al., NeurIPS 2019); "onebit": 1-bit Adam (Tang et al., ICML 2021).
-        optimizer: "adamw", "lion" or "sgd" (momentum 0.9).
-        rate: factor on the model's learning rate.
-        density: of the result; for "gradients" and "updates" of a rank's selection.
-        bits: of a value.
-        choose: for "whole": "sum" (the largest complete sums, as if all ranks knew them), "owner" (by the residual of
-            the range's owner), "moment" (by the first moment of the owner's earlier gradients, as in SCAPE, 2026),
-            "turn" (by one rank after another), "cyclic" (each index in turn).
-        cap: for "whole": weights that waited for this many steps are chosen first; 0: none.
-        warmup: share of the steps, at the beginning, that send everything in 4 bits; "onebit" in 32.
-        rank: of PowerSGD's matrices.
-        steps: 0 for the model's own number.
-        beta2: of AdamW.
-    """
-
-    model: str = "transformer"
+    model: str = "transformer"  # one of `TRANSFORMERS`, or with optimizer=sgd of `TASKS`
     ranks: int = 8
+    # "dense"; "gradients": error feedback; the optimizer uses the mean of all selections as the gradient; "updates":
+    # local steps with rounds of one step: the updates of each rank's optimizer are exchanged with error feedback, as
+    # means over the ranks that selected an index, with a decay of 0.8; "whole": complete sums at the indices of
+    # `choose`, and one step of the optimizer for each step of waiting; "sparse_adamw": `sparsecomm.SparseAdamW` on
+    # simulated ranks, which count the bytes, without a warm-up; "powersgd" (Vogels et al., NeurIPS 2019); "onebit":
+    # 1-bit Adam (Tang et al., ICML 2021)
     way: str = "sparse_adamw"
-    optimizer: str = "adamw"
-    rate: float = 1.0
-    density: float = 0.09
-    bits: int = 2
+    optimizer: str = "adamw"  # "adamw", "lion" or "sgd" (momentum 0.9)
+    rate: float = 1.0  # factor on the model's learning rate
+    density: float = 0.09  # of the result; for "gradients" and "updates" of a rank's selection
+    bits: int = 2  # of a value
+    # for "whole": "sum" (the largest complete sums, as if all ranks knew them), "owner" (by the residual of the range's
+    # owner), "moment" (by the first moment of the owner's earlier gradients, as in SCAPE, 2026), "turn" (by one rank
+    # after another), "cyclic" (each index in turn)
     choose: str = "sum"
-    cap: int = 0
-    warmup: float = 0.02
-    rank: int = 4
+    cap: int = 0  # for "whole": weights that waited for this many steps are chosen first; 0: none
+    warmup: float = 0.02  # share of the steps, at the beginning, that send everything in 4 bits; "onebit" in 32
+    rank: int = 4  # of PowerSGD's matrices
     seed: int = 0
-    steps: int = 0
-    beta2: float = 0.95
+    steps: int = 0  # 0 for the model's own number
+    beta2: float = 0.95  # of AdamW
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
@@ -387,28 +372,24 @@ def train(rule: Rule) -> Outcome:
     return _with_bytes(rule, trainer.outcome(), way.nbytes / trainer.steps / way.n)
 
 
-GRID = Grid(Rule, "rule")
-
-
-def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
-    """Print a row for each rule, over its seeds."""
-    columns: list[Any] = [
-        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
-        ("seeds", len),
-        ("%", lambda seeds: f"{fmean(o['accuracy'] for o in seeds):.1f}"),
-        ("bytes per weight", lambda seeds: number_text(seeds[0]["bytes"])),
-        ("ring / it", lambda seeds: f"{seeds[0]['ring']:.1f}"),
-    ]
-
-    def order(rule: Rule, seeds: list[Outcome]) -> tuple[Any, ...]:
-        return rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)
-
-    title, names = "Ways to exchange under optimizers with moments", {"model": "model", "ranks": "P", "way": "way"}
-    show(GRID.table(outcomes, title, names, columns, order))
+GRID = Grid(
+    Rule,
+    "rule",
+    "Ways to exchange under optimizers with moments",
+    {"model": "model", "ranks": "P", "way": "way"},
+    {
+        "nats": spread("loss"),
+        "seeds": len,
+        "%": mean("accuracy", "{:.1f}".format),
+        "bytes per weight": mean("bytes", number_text),
+        "ring / it": mean("ring", "{:.1f}".format),
+    },
+    lambda rule, seeds: (rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "adamw.jsonl", write)
+    GRID.run(__doc__, train, "adamw.jsonl")
 
 
 if __name__ == "__main__":

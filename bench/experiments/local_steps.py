@@ -32,7 +32,7 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
-from sparsecomm.cli.plots import panels, pyplot
+from sparsecomm.cli.outputs import panels, save
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.memory import Bytes
@@ -55,33 +55,20 @@ RATES = {"100 Mb/s": 100e6, "1 Gb/s": 1e9}
 
 @dataclass(frozen=True)
 class Setting:
-    """A training.
+    """A training."""
 
-    Attributes:
-        ranks: P, the number of workers.
-        sync_every: H, local steps per round.
-        method: the algorithm of `sparsecomm.sparse_allreduce`: "dense", "allgather", "split", "split:2", ...
-        bits: of a value on the wire; dense pseudo-gradients have 32.
-        k: entries that a worker selects of each chunk of 4,096.
-        op, decay: of `sparsecomm.LocalSteps`.
-        delay, alpha: its ``fragment_sync_delay`` and ``fragment_update_alpha``.
-        outer, momentum: learning rate and momentum of the outer optimizer, Nesterov's; 1 and 0 for none.
-        steps: local steps of each worker.
-        seed: of weights and batches.
-    """
-
-    ranks: int = 8
-    sync_every: int = 30
-    method: str = "split"
-    bits: int = 2
-    k: int = 64
-    op: str = "mean"
+    ranks: int = 8  # P, the number of workers
+    sync_every: int = 30  # H, local steps per round
+    method: str = "split"  # the algorithm of `sparsecomm.sparse_allreduce`: "dense", "allgather", "split", "split:2",
+    bits: int = 2  # of a value on the wire; dense pseudo-gradients have 32
+    k: int = 64  # entries that a worker selects of each chunk of 4,096
+    op: str = "mean"  # of `sparsecomm.LocalSteps`
     decay: float = 0.95
-    delay: int = 0
-    outer: float = 1.0
+    delay: int = 0  # its ``fragment_sync_delay`` and ``fragment_update_alpha``
+    outer: float = 1.0  # learning rate and momentum of the outer optimizer, Nesterov's; 1 and 0 for none
     momentum: float = 0.0
-    steps: int = STEPS
-    seed: int = 0
+    steps: int = STEPS  # local steps of each worker
+    seed: int = 0  # of weights and batches
     alpha: float = 0.0
 
     @property
@@ -311,8 +298,7 @@ def _annotate(axes: Any, x: Sequence[float], y: Sequence[float], every: Sequence
 
 def _save(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
+    save(figure, path, 110)
 
 
 def main() -> None:

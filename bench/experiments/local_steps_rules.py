@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.local_steps import SOME, lstm_worker, rate_at
 from bench.experiments.trainer import Vector
 
@@ -36,36 +35,21 @@ BLOCK = 64  # values with common levels on the wire
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the exchange of pseudo-gradients.
+    """A rule for the exchange of pseudo-gradients."""
 
-    Attributes:
-        ranks, steps, sync_every, seed: of the training: workers, local steps of each, local steps per round.
-        method: "dense"; "allgather": the sum of all selections; "split": the largest entries of that sum.
-        k: entries that a rank selects of each chunk.
-        bits: of a value: 32, 8, 4, 2; 1 is a sign and one magnitude per block.
-        table: 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block.
-        decay: factor on the residual in each round.
-        result_ratio: entries of split's result / entries that a rank selects.
-        by: whether split selects its result by "chunk", or from "all" entries.
-        op: "mean", or "contributors": the mean over the ranks that sent an entry.
-        complete: 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones.
-        rate, momentum: of the outer optimizer, Nesterov's; 1 and 0 for none.
-    """
-
-    ranks: int = 8
+    ranks: int = 8  # of the training: workers, local steps of each, local steps per round
     steps: int = 450
     sync_every: int = 15
     seed: int = 0
-    method: str = "split"
-    k: int = 64
-    bits: int = 2
-    table: int = 0
-    decay: float = 0.95
-    result_ratio: float = 1.0
-    by: str = "all"
-    op: str = "mean"
-    complete: int = 0
-    rate: float = 1.0
+    method: str = "split"  # "dense"; "allgather": the sum of all selections; "split": the largest entries of that sum
+    k: int = 64  # entries that a rank selects of each chunk
+    bits: int = 2  # of a value: 32, 8, 4, 2; 1 is a sign and one magnitude per block
+    table: int = 0  # 1: two bits by SparseLoCo's table of four values per tensor, instead of levels per block
+    decay: float = 0.95  # factor on the residual in each round
+    result_ratio: float = 1.0  # entries of split's result / entries that a rank selects
+    op: str = "mean"  # "mean", or "contributors": the mean over the ranks that sent an entry
+    complete: int = 0  # 1: the result sums the pseudo-gradients of all ranks at its indices, not only the selected ones
+    rate: float = 1.0  # of the outer optimizer, Nesterov's; 1 and 0 for none
     momentum: float = 0.0
 
 
@@ -196,8 +180,6 @@ class Ranks:
 
     def winners(self, total: Vector, chosen: Flags) -> Flags:
         """Return which entries of the sum are in the result."""
-        if self.rule.by == "chunk":
-            return select(total, round(self.rule.result_ratio * self.rule.k), self.parts)
         k = round(self.rule.result_ratio * chosen[0].sum())
         return select(total, k, [slice(0, len(total))])
 
@@ -242,26 +224,22 @@ def _flat(worker: Any) -> Vector:
     return flat
 
 
-GRID = Grid(Rule, "rule")
-
-
-def write(outcomes: dict[Rule, Outcome], path: Path) -> None:
-    """Print a row for each rule, by loss."""
-    names = {"ranks": "P", "steps": "steps", "sync_every": "H", "method": "method"}
-    columns: list[Any] = [
-        ("nats", lambda seeds: mean_and_range([o["loss"] for o in seeds])),
-        ("selected", lambda seeds: f"{fmean(o['selected'] for o in seeds):.0f}"),
-        ("in the result", lambda seeds: f"{fmean(o['result'] for o in seeds):.0f}"),
-    ]
-
-    def order(_: Rule, seeds: list[Outcome]) -> float:
-        return fmean(o["loss"] for o in seeds)
-
-    show(GRID.table(outcomes, "Rules for pseudo-gradients", names, columns, order, "rules"))
+GRID = Grid(
+    Rule,
+    "rule",
+    "Rules for pseudo-gradients",
+    {"ranks": "P", "steps": "steps", "sync_every": "H", "method": "method"},
+    {
+        "nats": spread("loss"),
+        "selected": mean("selected", "{:.0f}".format),
+        "in the result": mean("result", "{:.0f}".format),
+    },
+    lambda rule, seeds: fmean(o["loss"] for o in seeds),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "local-steps-rules.jsonl", write)
+    GRID.run(__doc__, train, "local-steps-rules.jsonl")
 
 
 if __name__ == "__main__":

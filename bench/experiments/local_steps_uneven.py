@@ -56,17 +56,11 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """A training.
+    """A training."""
 
-    Attributes:
-        speeds: units of time of a local step, by worker.
-        by_speed: whether faster workers take more local steps.
-        sync_every, rounds, seed: local steps per round, on average over the workers; rounds; of weights and batches.
-    """
-
-    speeds: tuple[float, ...]
-    by_speed: bool
-    sync_every: int
+    speeds: tuple[float, ...]  # units of time of a local step, by worker
+    by_speed: bool  # whether faster workers take more local steps
+    sync_every: int  # local steps per round, on average over the workers; rounds; of weights and batches
     rounds: int
     seed: int
 

@@ -18,7 +18,7 @@ from typing import Any
 from bench.experiments.adamw_rules import GRID, Rule
 from bench.experiments.convergence.results import Results
 from bench.experiments.tasks import TASKS, weights_of
-from sparsecomm.cli.plots import log_axis, pyplot
+from sparsecomm.cli.outputs import log_axis, pyplot
 from sparsecomm.quantities import number_text, time_text
 
 # By the way to exchange: label, colour, marker.
@@ -76,7 +76,7 @@ def of_rules(path: Path) -> dict[str, Points]:
 def of_results(path: Path) -> Points:
     """Return the LSTM's points in a file of `convergence`, each density at its best, with absolute losses."""
     best: dict[tuple[str, float, str], tuple[float, float]] = {}
-    for outcome in Results.read(path).outcomes():
+    for outcome in Results(path).outcomes():
         setting = outcome.setting
         narrow = ", few bits" if setting.wire in ("packed_sign", "packed_int2", "packed_int4") else ""
         series = setting.method + narrow

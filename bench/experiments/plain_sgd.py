@@ -12,14 +12,12 @@ is not repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 
 import sparsecomm as sc
-from bench.experiments.grid import Grid, Outcome, mean_and_range, show
+from bench.experiments.grid import Grid, Outcome, mean, spread
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Trainer
 from sparsecomm.quantities import number_text
@@ -28,32 +26,24 @@ from sparsecomm.transport import Transport, simulated
 
 @dataclass(frozen=True)
 class Setting:
-    """A training.
+    """A training."""
 
-    Attributes:
-        model: one of `TASKS`.
-        density, algorithm, wire: of the `Reducer`; density 0 leaves all three at their defaults.
-        dense_steps: dense steps at the beginning.
-        warmup: steps after these in which the density falls from ``start`` in ``stages``.
-        clip: where gradients are clipped: "after" the exchange, as in a program for dense gradients, or "before" it,
-            by the `Reducer`.
-        steps: 0 for the model's own number.
-    """
-
-    model: str = "text"
+    model: str = "text"  # one of `TASKS`
     ranks: int = 8
     seed: int = 0
-    density: float = 0.0
+    density: float = 0.0  # of the `Reducer`; density 0 leaves all three at their defaults
     algorithm: str = "double"
     wire: str = "packed_int2"
-    dense_steps: int = 0
-    warmup: int = 0
+    dense_steps: int = 0  # dense steps at the beginning
+    warmup: int = 0  # steps after these in which the density falls from ``start`` in ``stages``
     start: float = 0.25
     stages: int = 4
     momentum: float = 0.9
     rate: float = 1.0
+    # where gradients are clipped: "after" the exchange, as in a program for dense gradients, or "before" it, by the
+    # `Reducer`
     clip: str = "after"
-    steps: int = 0
+    steps: int = 0  # 0 for the model's own number
 
 
 def program(setting: Setting, transport: Transport) -> Outcome:
@@ -90,23 +80,18 @@ def train(setting: Setting) -> Outcome:
     return outcomes[0] | {"sent": max(outcome["sent"] for outcome in outcomes)}
 
 
-GRID = Grid(Setting, "setting")
-
-
-def write(outcomes: dict[Setting, Outcome], path: Path) -> None:
-    """Print a row for each setting, over its seeds."""
-    names = {"model": "model", "ranks": "P", "density": "density (0: default)"}
-    columns: list[Any] = [
-        ("score", lambda seeds: mean_and_range([o["score"] for o in seeds])),
-        ("seeds", len),
-        ("MB sent", lambda seeds: number_text(fmean(o["sent"] for o in seeds) / 1e6)),
-    ]
-    title = "Sparse gradients in an unchanged program"
-    show(GRID.table(outcomes, title, names, columns, lambda setting, _: (setting.model, setting.ranks)))
+GRID = Grid(
+    Setting,
+    "setting",
+    "Sparse gradients in an unchanged program",
+    {"model": "model", "ranks": "P", "density": "density (0: default)"},
+    {"score": spread("score"), "seeds": len, "MB sent": mean("sent", lambda sent: number_text(sent / 1e6))},
+    lambda setting, seeds: (setting.model, setting.ranks),
+)
 
 
 def main() -> None:
-    GRID.run(__doc__, train, "plain-sgd.jsonl", write)
+    GRID.run(__doc__, train, "plain-sgd.jsonl")
 
 
 if __name__ == "__main__":

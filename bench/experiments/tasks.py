@@ -42,30 +42,18 @@ class Samples:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and its hyper-parameters, the same for dense and for sparse gradients.
-
-    Attributes:
-        build: returns a model with random weights.
-        data: returns the training samples and the held-out samples.
-        batch: samples per step of all ranks.
-        steps: default number of steps.
-        rate: initial learning rate; it falls to zero along half a cosine.
-        clip: maximum norm of gradients, or ``None``.
-        masking: of `sparsecomm.Reducer`.
-        some: number of held-out samples for a point of a curve; the end is evaluated on all.
-        score: "accuracy" in percent or "loss" in nats, on held-out samples.
-    """
+    """A model, its data and its hyper-parameters, the same for dense and for sparse gradients."""
 
     title: str
-    build: Callable[[], nn.Module]
-    data: Callable[[], tuple[Samples, Samples]]
-    batch: int
-    steps: int
-    rate: float
-    clip: float | None
-    masking: bool
-    some: int
-    score: str
+    build: Callable[[], nn.Module]  # returns a model with random weights
+    data: Callable[[], tuple[Samples, Samples]]  # returns the training samples and the held-out samples
+    batch: int  # samples per step of all ranks
+    steps: int  # default number of steps
+    rate: float  # initial learning rate; it falls to zero along half a cosine
+    clip: float | None  # maximum norm of gradients, or ``None``
+    masking: bool  # of `sparsecomm.Reducer`
+    some: int  # number of held-out samples for a point of a curve; the end is evaluated on all
+    score: str  # "accuracy" in percent or "loss" in nats, on held-out samples
 
     def rate_at(self, step: int, steps: int) -> float:
         return self.rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))

@@ -26,6 +26,7 @@ import numpy as np
 from bench import report
 from bench.paper import tables
 from bench.paper.models import MODELS, RANKS, RATE
+from sparsecomm.cli.bench import available_bytes
 
 METHODS = ("ours", "gtopk", "topk", "dense")
 MARGIN = 1 << 20  # elements by which views of the gradient may be apart: see `bench.paper.worker`
@@ -45,14 +46,8 @@ def main() -> int:
         return 1
     run = report.about("-m bench.paper", ["run"], threads=1)
     stem = options.write and options.write / options.name
-    all_tables = [tables.throughput(rows), tables.speedups(rows), tables.parts(rows)]
-    report.publish(
-        stem,
-        [*report.head(run), *tables.notes(rows)],
-        all_tables,
-        run | {"rows": rows, "pages": tables.pages(rows)},
-        width=200,
-    )
+    data, lines = run | {"rows": rows, "pages": tables.pages(rows, last=True)}, [*report.head(run), *tables.notes(rows)]
+    report.publish(stem, lines, tables.tables(rows), data)
     return 0
 
 
@@ -92,17 +87,9 @@ def _run(options: argparse.Namespace, P: int) -> int:
 
 
 def _shared_memory(P: int, n: int) -> Path:
-    """Return a folder in memory, in which n numbers have a place beside P ranks that work on as many.
-
-    Raises:
-        SystemExit: the machine has too little memory.
-    """
-    needed = 4 * (n + MARGIN) + P * (MEMORY * n + (64 << 20))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    if available < needed:
+    """Return a folder in memory, in which n numbers have a place beside P ranks that work on as many."""
+    needed, available = 4 * (n + MARGIN) + P * (MEMORY * n + (64 << 20)), available_bytes()
+    if available is not None and available < needed:
         what = f"{P} ranks need {needed / 1e9:.1f} GB and {available / 1e9:.1f} GB are free"
         raise SystemExit(f"bench.paper: {what}: leave the largest models out, with --models")
     shared = Path("/dev/shm")

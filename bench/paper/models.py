@@ -17,27 +17,18 @@ PAPER_LINK = (0.436e-3, 9e-9)  # alpha in seconds, beta in seconds per byte, as 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and the paper's measurements.
+    """A model, and the paper's measurements."""
 
-    Attributes:
-        name: of the row.
-        n: parameters.
-        batch: samples per worker and step.
-        alone: samples per second of one worker.
-        published: samples per second and worker at `RANKS`, by method: dense, topk, gtopk.
-        breakdown: seconds per step at 32 workers: compute, select, communicate; empty if not published.
-        density: k/n.
-        own_dense: whether its dense steps differ from those of a model of the same size.
-    """
-
-    name: str
-    n: int
-    batch: int
-    alone: float
+    name: str  # of the row
+    n: int  # parameters
+    batch: int  # samples per worker and step
+    alone: float  # samples per second of one worker
+    # samples per second and worker at `RANKS`, by method: dense, topk, gtopk
     published: dict[str, tuple[float, ...]] = field(hash=False)
+    # seconds per step at 32 workers: compute, select, communicate; empty if not published
     breakdown: tuple[float, ...] = ()
-    density: float = 0.001
-    own_dense: bool = True
+    density: float = 0.001  # k/n
+    own_dense: bool = True  # whether its dense steps differ from those of a model of the same size
 
     @property
     def k(self) -> int:

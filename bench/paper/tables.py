@@ -16,12 +16,6 @@ from bench.paper.models import MODELS, RANKS, RATE, Model
 from sparsecomm.quantities import number_text, rate_text
 
 Row = dict[str, Any]
-TARGETS = {  # of gTop-k's speed-up at 32 workers: over dense, over Top-k
-    name: (model.published["gtopk"][-1] / model.published["dense"][-1],
-           model.published["gtopk"][-1] / model.published["topk"][-1])
-    for name, model in MODELS.items()
-}  # fmt: skip
-MAX_RATIO = 1.3  # of an exchange to its formula, VGG-16 at 32 ranks
 NAMES = {"dense": "dense", "topk": "Top-k", "gtopk": "gTop-k", "ours": "ours"}
 
 
@@ -69,131 +63,59 @@ def _by_method(rows: list[Row]) -> list[tuple[Model, int, dict[str, Row]]]:
     return found
 
 
-def _table(title: str, columns: list[str], lines: list[list[object]]) -> Table:
-    result = Table(title=title, title_justify="left")
-    for column in columns:
-        result.add_column(column, justify="left" if column in ("model", "method", "algorithm") else "right")
-    for line in lines:
-        result.add_row(*("" if cell is None else str(cell) for cell in line))
-    return result
-
-
 def _published(model: Model, method: str, P: int) -> float | None:
     values = model.published.get(method)
     return values[RANKS.index(P)] if values and P in RANKS else None
 
 
-def _number(value: float | None, form: str = "") -> str | None:
-    if value is None:
-        return None
-    return format(value, form) if form else number_text(value)
+def _number(value: float | None) -> str:
+    return "-" if value is None else number_text(value)
 
 
-def throughput(rows: list[Row]) -> Table:
-    """Return samples per second and worker, and scaling efficiency, beside the published ones."""
-    lines: list[list[object]] = []
-    for model, P, its in _by_method(rows):
-        line: list[object] = [model.name, P]
-        for method in NAMES:
-            mine = model.batch / step_seconds(its[method]) if method in its else None
-            line.append(_number(mine))
-            if method != "ours":
-                line.append(_number(_published(model, method, P)))
-        for method in ("dense", "topk", "ours"):
-            mine = model.batch / step_seconds(its[method]) / model.alone if method in its else None
-            line.append(_number(mine, ".1%"))
-        published = _published(model, "gtopk", P)
-        line.append(_number(published and published / model.alone, ".1%"))
-        lines.append(line)
-    columns = ["model", "P"]
-    for method, name in NAMES.items():
-        columns += [name] + (["published"] if method != "ours" else [])
-    columns += ["efficiency: dense", "Top-k", "ours", "gTop-k, published"]
-    return _table("samples per second and worker; scaling efficiency", columns, lines)
+def tables(rows: list[Row]) -> list[Table]:
+    """Return the tables of all ranks."""
+    titles = {
+        "paper_throughput": "samples per second and worker (published); scaling efficiency of ours",
+        "paper_speedups": "speed-up of a whole step",
+        "paper_costs": "parts of a step of ours in dilated ms; the exchange alone over its formula",
+    }
+    found = []
+    for name, (head, *lines) in pages(rows).items():
+        columns = [(heading, lambda line, i=i: line[i]) for i, heading in enumerate(head)]
+        found.append(report.table(lines, columns, title=titles[name], title_justify="left"))
+    return found
 
 
-def speedups(rows: list[Row]) -> Table:
-    """Return our speed-up, beside the published one of gTop-k."""
-    lines: list[list[object]] = []
-    for model, P, its in _by_method(rows):
-        if "ours" not in its:
-            continue
-        ours, line = step_seconds(its["ours"]), [model.name, P]
-        for i, method in enumerate(("dense", "topk")):
-            theirs = step_seconds(its[method]) if method in its else None
-            mine = theirs and theirs / ours
-            gtopk, other = _published(model, "gtopk", P), _published(model, method, P)
-            line += [_number(mine, ".2f"), _number(theirs and theirs / model.compute, ".2f")]
-            line += [_number(gtopk and other and gtopk / other, ".2f")]
-            line.append(report.yes_or_no({"met": mine >= TARGETS[model.name][i]}) if mine and P == 32 else None)
-        theirs = step_seconds(its["gtopk"]) if "gtopk" in its else None
-        line.append(_number(theirs and theirs / ours, ".2f"))
-        lines.append(line)
-    columns = ["model", "P", "ours / dense", "ceiling", "published", "met"]
-    columns += ["ours / Top-k", "ceiling", "published", "met", "ours / gTop-k, the paper's way"]
-    return _table("speed-up of a whole step", columns, lines)
-
-
-def parts(rows: list[Row]) -> Table:
-    """Return the parts of a step, and the ratio of an exchange alone to its formula."""
-    lines: list[list[object]] = []
-    for model, P, its in _by_method(rows):
-        for method in NAMES:
-            if method not in its:
-                continue
-            row = its[method]
-            ms, its_parts = 1e3 / row["slowdown"], row["parts"]
-            company, alone = work_seconds(row)
-            exchange = float(np.median(row["exchange"])) * ms if row["exchange"] else None
-            formula = row["formula"] * ms if "formula" in row else None
-            other = sum(seconds for part, seconds in its_parts.items() if part not in ("select", "exchange")) * ms
-            ratio = exchange / formula if exchange and formula else None
-            met = ratio <= MAX_RATIO if ratio and (method, model.name, P) == ("ours", "VGG-16", 32) else None
-            line: list[object] = [model.name, P, NAMES[method], f"{row['algorithm']}, {row['wire']}"]
-            line += [_number(1e3 * step_seconds(row), ".2f"), _number(1e3 * row["compute"], ".2f")]
-            line += [_number(1e3 * company, ".2f"), _number(1e3 * alone, ".2f")]
-            line += [_number(its_parts["exchange"] * ms, ".2f"), _number(other, ".2f"), _number(exchange, ".2f")]
-            line += [_number(formula, ".2f"), _number(ratio, ".2f"), report.yes_or_no({"met": met})]
-            line += [f"{row['sent']:,.0f}", _number(row["busy"], ".0%")]
-            lines.append(line)
-    columns = ["model", "P", "method", "algorithm", "step, ms", "compute", "select, all ranks", "alone"]
-    columns += ["exchange", "merge to densify", "exchange alone", "formula", "ratio", "<= 1.3"]
-    return _table("a step's parts in dilated ms", [*columns, "bytes sent", "cores busy"], lines)
-
-
-# -- for docs/reports/paper.md -----------------------------------------------------------------------------------------
-
-
-def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
-    """Return the tables of the documentation, as lists of cells, the heading first."""
-    last = max(row["P"] for row in rows)
-    groups = _by_method(rows)
+def pages(rows: list[Row], last: bool = False) -> dict[str, list[list[str]]]:
+    """Return the tables as lists of cells, the heading first; speed-ups and costs at the ``last`` P only, if asked."""
     heading = ["model", "P", *(f"{name} (published)" for name in ("dense", "Top-k", "gTop-k")), "ours", "efficiency"]
     throughputs = [heading]
     speeds = [["model", "over dense", "ceiling", "published", "over Top-k", "ceiling", "published", "over gTop-k"]]
     costs = [
         ["model", "algorithm", "compute", "select", "exchange", "exchange alone", "formula", "ratio", "bytes sent"]
     ]
-    for model, P, its in groups:
+    for model, P, its in _by_method(rows):
         if "ours" not in its:
             continue
         ours = its["ours"]
         seconds = step_seconds(ours)
         line = [model.name, str(P)]
         for method in ("dense", "topk", "gtopk"):
-            mine = _number(model.batch / step_seconds(its[method])) if method in its else "-"
-            line.append(f"{mine} ({_number(_published(model, method, P)) or '-'})")
-        throughputs.append([*line, f"{_number(model.batch / seconds)}", f"{model.compute / seconds:.1%}"])
-        if last != P:
+            mine = model.batch / step_seconds(its[method]) if method in its else None
+            line.append(f"{_number(mine)} ({_number(_published(model, method, P))})")
+        throughputs.append([*line, _number(model.batch / seconds), f"{model.compute / seconds:.1%}"])
+        if last and max(row["P"] for row in rows) != P:
             continue
-        line = [model.name]
-        for i, method in enumerate(("dense", "topk")):
+        line = [model.name if last else f"{model.name}, P = {P}"]
+        for method in ("dense", "topk"):
             theirs = step_seconds(its[method]) if method in its else math.nan
-            line += [f"{theirs / seconds:.2f}", f"{theirs / model.compute:.2f}", f"{TARGETS[model.name][i]:.1f}"]
+            gtopk, other = _published(model, "gtopk", P), _published(model, method, P)
+            published = f"{gtopk / other:.1f}" if gtopk and other else "-"
+            line += [f"{theirs / seconds:.2f}", f"{theirs / model.compute:.2f}", published]
         speeds.append([*line, f"{step_seconds(its['gtopk']) / seconds:.2f}" if "gtopk" in its else "-"])
-        ms, alone = 1e3 / ours["slowdown"], float(np.median(ours["exchange"]))
-        line = [model.name, f"{ours['algorithm']}, {ours['wire']}", f"{1e3 * model.compute:,.1f}"]
-        line += [f"{1e3 * max(work_seconds(ours)):.2f}", f"{ms * ours['parts']['exchange']:.2f}"]
+        ms, alone, exchange = 1e3 / ours["slowdown"], float(np.median(ours["exchange"])), ours["parts"]["exchange"]
+        line = [line[0], f"{ours['algorithm']}, {ours['wire']}", f"{1e3 * model.compute:,.1f}"]
+        line += [f"{1e3 * max(work_seconds(ours)):.2f}", f"{ms * exchange:.2f}"]
         line += [f"{ms * alone:.2f}", f"{ms * ours['formula']:.2f}", f"{alone / ours['formula']:.2f}"]
         costs.append([*line, f"{ours['sent']:,.0f}"])
     return {"paper_throughput": throughputs, "paper_speedups": speeds, "paper_costs": costs}

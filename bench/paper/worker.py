@@ -25,13 +25,14 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench.paper.methods import METHODS, Dense, Method, Ours
+from bench.compare import baselines, contenders
 from bench.paper.models import MODELS, Model
+from bench.paper.tables import rows_of
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench.runners import Vectors
-from sparsecomm.cli.bench.timing import uninterrupted
+from sparsecomm.cli.bench import timing
+from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
@@ -88,11 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient", type=Path, required=True, help="file of float32 numbers; ranks use views of it")
     parser.add_argument("--file", type=Path, required=True, help="JSON lines")
     return parser
-
-
-def rows_of(file: Path) -> list[Row]:
-    """Return the results in a file, none if there is no such file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 # -- what is measured once ---------------------------------------------------------------------------------------------
@@ -162,7 +158,7 @@ class Views(Vectors):
 
     def __init__(self, base: Array, memory: Array, n: int) -> None:
         self.comm, self.memory, self.n, self.gradient = COMM, DEVICES["cpu"](), n, base[:n]
-        self.kept, self.before = None, None
+        self.initial, self.before = None, None
         self.x, self.residual, self.out = base[:n], memory[:n], memory[n : 2 * n]
 
 
@@ -255,6 +251,136 @@ def wait_all() -> None:
 def say(text: str) -> None:
     if COMM.rank == 0:
         print(f"# {time.strftime('%H:%M:%S')} P = {COMM.size} on {socket.gethostname()}: {text}", file=sys.stderr)
+
+
+# -- methods ----------------------------------------------------------------------------------------------------------
+
+
+class Method:
+    """A way to sum gradients. A step leaves the dense sum of what was sent in ``vectors.out``.
+
+    The sparse ones select with sparsecomm's selection, so that their times differ by the exchange alone.
+    """
+
+    choice = ("", "")  # algorithm and wire format
+
+    def __init__(self, vectors: Vectors, k: int) -> None:
+        self.vectors, self.k = vectors, k
+
+    def before(self) -> None:
+        """Prepare a step, outside its time."""
+
+    def step(self) -> dict[str, float]:
+        """Compute the dense sum in ``out`` from gradient and residual; return the seconds of each part."""
+        raise NotImplementedError
+
+    def exchange(self) -> None:
+        """Compute the sum, or everything needed for it, from the last selection."""
+        raise NotImplementedError
+
+    def sent(self) -> float:
+        """Return the payload bytes that this rank has sent so far."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release resources."""
+
+
+class Dense(Method):
+    """gloo's allreduce; the gradient is summed in place, in ``out``."""
+
+    choice = ("gloo's ring", "dense")
+
+    def __init__(self, vectors: Vectors, k: int) -> None:
+        super().__init__(vectors, k)
+        import torch
+        from torch import distributed
+
+        torch.set_num_threads(1)
+        if not distributed.is_initialized():
+            baselines.start_gloo(COMM, minutes=20)
+        self._distributed, self._tensor, self._sent = distributed, torch.from_numpy(vectors.out), 0.0
+
+    def before(self) -> None:
+        np.copyto(self.vectors.out, self.vectors.x)
+
+    def step(self) -> dict[str, float]:
+        begin = time.perf_counter()
+        self.exchange()
+        return {"exchange": time.perf_counter() - begin}
+
+    def exchange(self) -> None:
+        P = COMM.size
+        self._distributed.all_reduce(self._tensor)
+        self._sent += 2 * (P - 1) / P * self.vectors.out.nbytes
+
+    def sent(self) -> float:
+        return self._sent
+
+
+class TopK(Method):
+    """Selection of ours, `bench.compare.baselines.TopkNumpy`'s exchange and sum."""
+
+    choice = ("MPI's allgather", "plain")
+
+    def __init__(self, vectors: Vectors, k: int) -> None:
+        super().__init__(vectors, k)
+        self._baseline = baselines.TopkNumpy(COMM)
+        self._selected: baselines.Entries = (np.empty(0, np.int32), np.empty(0, np.float32))
+
+    def step(self) -> dict[str, float]:
+        v, times = self.vectors, [time.perf_counter()]
+        found = sc.topk(v.x, self.k, residual=v.residual)
+        self._selected = found.indices, found.values
+        times.append(time.perf_counter())
+        result = self._baseline.exchange(self._selected)
+        times.append(time.perf_counter())
+        self._baseline.densify(result, v.out)
+        times.append(time.perf_counter())
+        return dict(zip(("select", "exchange", "densify"), map(float, np.diff(times)), strict=True))
+
+    def exchange(self) -> None:
+        self._baseline.exchange(self._selected)
+
+    def sent(self) -> float:
+        return self._baseline.sent
+
+
+class Ours(Method):
+    """`sparse_allreduce` with a residual and ``out``."""
+
+    def __init__(self, vectors: Vectors, k: int, algorithm: str = "auto", wire: str = "auto") -> None:
+        super().__init__(vectors, k)
+        self._runner = timing.Ours(algorithm, vectors, k, wire, breakdown=True)
+        self._exchange: contenders.Ours | None = None
+        taken = self._runner.taken
+        self.choice = taken.algorithm.name, taken.wire.name
+        self.problem = self._runner.explained.query.problem(taken.wire)
+        self.predicted_time = taken.algorithm.predicted_time
+
+    def step(self) -> dict[str, float]:
+        assert self._runner.clock is not None
+        self._runner.clock.reset()
+        begin = time.perf_counter()
+        self._runner.step()
+        took, parts = time.perf_counter() - begin, self._runner.parts()
+        return parts | {"other": took - sum(parts.values())}
+
+    def exchange(self) -> None:
+        if self._exchange is None:
+            self._exchange = contenders.Ours(*self.choice[:1], self.vectors, self.k, self.choice[1])
+        self._exchange.exchange()
+
+    def sent(self) -> float:
+        return float(self._runner.traffic()[0])
+
+
+METHODS: dict[str, Callable[[Vectors, int], Method]] = {
+    "ours": Ours,
+    "gtopk": lambda vectors, k: Ours(vectors, k, "tree", "plain"),
+    "topk": TopK,
+    "dense": Dense,
+}
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def _outside(args: argparse.Namespace) -> int:
         raise network.CannotError("1 rank has no link to measure: expected 2 or more")
     enter = network.entry(args.ranks)
     if not asked.only_rate:
-        network.relay_program(asked)
+        network.relay_program()
     if args.what == "run" and args.launcher == "mpirun":
         _check_mpirun()
     if args.link_json:
@@ -111,16 +111,9 @@ def _outside(args: argparse.Namespace) -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: got.append(number))
     with network.folder() as folder:
-        call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--folder", str(folder)]
-        call += ["--ranks", str(args.ranks), *network.options(args)]
-        call += ["--link-json", str(args.link_json)] if args.link_json else []
-        call += ["--per-host", str(getattr(args, "per_host", 1))]
-        call += ["--launcher", getattr(args, "launcher", "mpirun")]
-        call += ["--no-measure"] if getattr(args, "no_measure", False) else []
-        for name, value in getattr(args, "mca", []):
-            call += ["--mca", name, value]
+        call = [*enter, sys.executable, "-m", "bench.slow_network", "_inside", "--folder", str(folder), *sys.argv[2:]]
         # In a session of its own, so that Ctrl-C reaches it once, from here.
-        inside = subprocess.Popen([*call, "--", *command], start_new_session=True)
+        inside = subprocess.Popen(call, start_new_session=True)
         forwarded, deadline = 0, 0.0
         while inside.poll() is None:
             if len(got) > forwarded:

@@ -102,10 +102,6 @@ class Links:
         return self.queue or max(self.rtt, 0.032)
 
 
-# The options of a link, as they stand on the command line.
-_OPTIONS = ("rate", "rtt", "jitter", "loss", "queue", "stall", "congestion", "sites")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the links."""
     add = parser.add_argument
@@ -122,11 +118,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--sites", default="0", metavar="S", help="as many links: hosts of a site share one, and are near each other")
     add("--congestion", default="cubic", choices=CONGESTION, help="TCP's congestion control (cubic)")
-
-
-def options(args: argparse.Namespace) -> list[str]:
-    """Return the options of the links as a command line has them."""
-    return [word for name in _OPTIONS for word in (f"--{name}", getattr(args, name))]
 
 
 def links(args: argparse.Namespace) -> Links:
@@ -295,10 +286,10 @@ def build(hosts: int, links: Links, folder: Path) -> Relay | None:
         (folder / "pids" / name).write_text(str(holder.pid))
     pids = [holder.pid for holder in holders]
     relay = None
-    if links.only_rate or not (program := relay_program(links)):
+    if links.only_rate:
         _shaped(pids, links)
     else:
-        relay = _relayed(pids, links, program)
+        relay = _relayed(pids, links)
 
     agent = folder / "agent"  # what mpirun takes for ssh: AGENT [OPTIONS] HOST COMMAND...
     agent.write_text(
@@ -325,20 +316,20 @@ def forget(folder: Path, names: list[str]) -> None:
 def _shaped(pids: list[int], links: Links) -> None:
     """Make links of the kernel's own: a bridge is the switch, and both ends of every link are limited."""
     hosts = len(pids)
-    segment, up, down = shaping(links)
+    segment, limit = shaping(links)
     hub, limits = ["link add br0 type bridge", *_device("br0", _HUB_NUMBER - 1, "", hosts, links)], []
     for i, pid in enumerate(pids):
         hub += [f"link add v{i} type veth peer name eth0 netns {pid}", f"link set v{i} {segment} master br0 up"]
-        limits += [f"qdisc add dev v{i} root {down}"]
+        limits += [f"qdisc add dev v{i} root {limit}"]
     _batch("ip", [], hub)
     _batch("tc", [], limits)
     for i, pid in enumerate(pids):
         enter = ["nsenter", "-t", str(pid), "--net"]
         _batch("ip", enter, _device("eth0", i, segment, hosts, links))
-        _batch("tc", enter, [f"qdisc add dev eth0 root {up}"])
+        _batch("tc", enter, [f"qdisc add dev eth0 root {limit}"])
 
 
-def _relayed(pids: list[int], links: Links, program: Path) -> Relay:
+def _relayed(pids: list[int], links: Links) -> Relay:
     """Make links to a relay. The hub's link has no limits, so starting programs does not affect measurements.
 
     A host is behind its link, or a site is: a bridge, to which its hosts are connected without limits.
@@ -350,8 +341,8 @@ def _relayed(pids: list[int], links: Links, program: Path) -> Relay:
     else:
         ends = [(pid, "eth0", range(i, i + 1)) for i, pid in enumerate(pids)]
     arguments = [f"{pid}:{device}:{','.join(str(host + 1) for host in behind)}" for pid, device, behind in ends]
-    relay = Relay(links, [*arguments, f"={own}:hub0:{_HUB_NUMBER}"], program)
-    segment, _, _ = shaping(links)
+    relay = Relay(links, [*arguments, f"={own}:hub0:{_HUB_NUMBER}"])
+    segment, _ = shaping(links)
     near = []
     for s in range(links.sites):
         near += [f"link add br{s} type bridge", f"link set br{s} up"]
@@ -388,11 +379,11 @@ def _route(host: int, links: Links, device: str) -> str:
 class Relay:
     """The program that carries packets between the hosts: see relay.cpp. It ends with this process."""
 
-    def __init__(self, links: Links, ends: list[str], program: Path) -> None:
+    def __init__(self, links: Links, ends: list[str]) -> None:
         numbers = [links.rate, links.rtt * 1e9, links.jitter * 1e9, links.loss, links.longest_queue * 1e9]
         numbers += [links.stall[0] * 1e9, links.stall[1] * 1e9, _SEED]
         self._process = subprocess.Popen(
-            [str(program), *(repr(float(number)) for number in numbers), *ends],
+            [str(relay_program()), *(repr(float(number)) for number in numbers), *ends],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -453,26 +444,9 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def relay_program(links: Links) -> Path | None:
-    """Return the relay, compiled if need be. None: it cannot be had, but the kernel has netem."""
-    try:
-        return _compiled(Path(__file__).with_name("relay.cpp"))
-    except CannotError as error:
-        if links.sites or links.stall[0] or not _has_netem(links):
-            raise CannotError(
-                f"{error}; or, but for --sites and --stall, a kernel with netem (modprobe sch_netem)"
-            ) from None
-        return None
-
-
-def _has_netem(links: Links) -> bool:
-    tried = "ip link set lo up && tc qdisc add dev lo root " + shaping(links)[1]
-    space = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
-    path = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"}
-    return subprocess.run([*space, "sh", "-c", tried], env=path, capture_output=True).returncode == 0
-
-
-def _compiled(source: Path) -> Path:
+def relay_program() -> Path:
+    """Return the relay, compiled if need be."""
+    source = Path(__file__).with_name("relay.cpp")
     if not Path("/dev/net/tun").exists():
         raise CannotError("/dev/net/tun is missing: modprobe tun; in a container, start it with --device /dev/net/tun")
     text = source.read_bytes()
@@ -511,8 +485,8 @@ def _neighbours(device: str, host: int, hosts: int) -> list[str]:
     return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev {device} nud permanent" for i in others]
 
 
-def shaping(links: Links) -> tuple[str, str, str]:
-    """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and its limits up and down.
+def shaping(links: Links) -> tuple[str, str]:
+    """Return arguments of `ip` and `tc`: the longest segment that TCP hands to a link, and the limit of its rate.
 
     After a pause, tbf lets `burst` bytes pass at full speed: it must be small beside the messages that are timed, and
     no smaller than a segment. Short segments cost time of the processors: they are longer where round trips are long.
@@ -520,15 +494,8 @@ def shaping(links: Links) -> tuple[str, str, str]:
     lasts = min(1e-3, max(262e-6, links.rtt / 20))
     segment = int(min(65_536, max(6_144, links.rate / 8 * lasts)))  # 32 KB at 1 Gb/s
     burst = int(max(1.125 * segment, links.rate / 8 * 262e-6))
-    if links.only_rate:
-        tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"
-        return f"gso_max_size {segment}", tbf, tbf
-    # netem: one end delays and loses. It keeps what is under way in its queue, too, and loses whole segments.
-    delay = f"delay {links.rtt / 2 * 1e6:.0f}us {links.jitter * 1e6:.0f}us loss {links.loss * 100:.6f}%"
-    in_flight = links.rate / 8 * (links.rtt / 2 + links.jitter + links.longest_queue) / 1500
-    netem = f"netem rate {links.rate:.0f}bit {delay} limit {max(100.0, in_flight):.0f}"
-    tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(1e5, links.rate / 8 * links.longest_queue):.0f}"
-    return f"gso_max_size {segment}" + " gso_max_segs 1" * bool(links.loss), netem, tbf
+    tbf = f"tbf rate {links.rate:.0f}bit burst {burst} limit {max(4e6, links.rate / 8 * 32e-3):.0f}"
+    return f"gso_max_size {segment}" + " gso_max_segs 1" * bool(links.loss), tbf
 
 
 def _do(command: list[str], text: str | None = None) -> None:

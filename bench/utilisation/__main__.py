@@ -33,10 +33,9 @@ from typing import Any
 
 from bench import report
 from bench.slow_network.network import parse_rate
-from bench.utilisation import grid, launch, tables
+from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
-from bench.utilisation.plans import predictions
-from sparsecomm.cli.outputs import json_text
+from sparsecomm.cli.outputs import json_text, save
 from sparsecomm.quantities import number_text
 
 ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most
@@ -56,14 +55,9 @@ def main() -> int:
     all_tables = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
     report.publish(options.out, report.head(run), all_tables, store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
-        from bench.utilisation import plots
-
-        plots.write(tables.found(rows), options.out.with_name(options.out.name + ".png"))
+        save(tables.heat_maps(tables.found(rows)), options.out.with_name(options.out.name + ".png"), 130)
     for network in failed:
-        print(
-            f"bench.utilisation: {network}: not measured, see above; start the command again to continue",
-            file=sys.stderr,
-        )
+        _say(f"{network}: not measured, see above; start the command again to continue")
     return 1 if failed else 0
 
 
@@ -112,7 +106,7 @@ class Store:
 
     def update(self) -> None:
         """Make plans and the tables of the page anew, and write the file."""
-        for row, planned in zip(self.rows, predictions(self.rows, self.data["setting"]), strict=True):
+        for row, planned in zip(self.rows, tables.predictions(self.rows, self.data["setting"]), strict=True):
             row["planned"] = planned
         self.data["pages"] = tables.pages(self.rows)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +155,7 @@ def on_network(
         plan.write_text(json.dumps(content))
         results.touch()
         try:
-            status = launch.run(network, options.ranks, [str(WORKER), str(plan), str(results)], link)
+            status = grid.run(network, options.ranks, [str(WORKER), str(plan), str(results)], link)
         finally:
             rows = [json.loads(line) for line in results.read_text().splitlines()]
             measured = json.loads(link.read_text()) if link.exists() else None

@@ -1,4 +1,4 @@
-"""Times of single exchanges on links with a delay, beside those of another checkout, and the targets.
+"""Times of single exchanges on links with a delay, beside those of another checkout.
 
     python -m bench.utilisation.calls                       # as root; some minutes
     python -m bench.utilisation.calls --against FOLDER      # the library in FOLDER, too, in turn; built in place
@@ -16,12 +16,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.utilisation import grid, launch
+from bench.utilisation import grid
 from bench.utilisation.grid import Network
 from sparsecomm.quantities import number_text
 
@@ -29,23 +28,12 @@ HERE, WORKER = Path(__file__).parents[2], Path(__file__).with_name("worker.py")
 ROUND = "a round of local steps"
 
 
-@dataclass(frozen=True)
-class Place:
-    """A network, and a model on it; ``targets``: milliseconds that an exchange may take, by its name."""
-
-    network: Network
-    n: int
-    targets: dict[str, float]
-
-    def __hash__(self) -> int:
-        return hash((self.network, self.n))
-
-
-PLACES = (
-    Place(Network(200e6, 0.08), 2_500_000, {ROUND: 200, "the first call": 500}),
-    Place(Network(200e6, 0.02), 2_500_000, {"the first call": 300}),
-    Place(Network(1e9, 0.08, 0.001), 25_600_000, {ROUND: 300, "per-step 0.001": 200}),
-)
+Place = tuple[Network, int]  # and the elements of the model
+PLACES: list[Place] = [
+    (Network(200e6, 0.08), 2_500_000),
+    (Network(200e6, 0.02), 2_500_000),
+    (Network(1e9, 0.08, 0.001), 25_600_000),
+]
 EXCHANGES: dict[str, dict[str, Any]] = {
     "the first call": {"kind": "first", "density": 0.001},
     "per-step 0.001": {"kind": "per-step", "density": 0.001},
@@ -64,14 +52,10 @@ def main() -> int:
     options = _parser().parse_args()
     folders = {"this": HERE} | ({"that": options.against.resolve()} if options.against else {})
     cells = [{"name": name, "times": options.times, **EXCHANGES[name]} for name in options.exchanges]
-    sites = [
-        place
-        for place in PLACES
-        if (not options.elements or place.n in options.elements)
-        and (not options.rtts or 1e3 * place.network.rtt in options.rtts)
-    ]
+    sites = [(network, n) for network, n in PLACES if not options.elements or n in options.elements]
+    sites = [place for place in sites if not options.rtts or 1e3 * place[0].rtt in options.rtts]
     if options.no_network:
-        sites = [Place(grid.HERE, n, {}) for n in options.elements or (2_500_000,)]
+        sites = [(grid.HERE, n) for n in options.elements or (2_500_000,)]
     found: dict[tuple[Place, str, str], list[float]] = {}
     sent: dict[tuple[Place, str], int] = {}
     for place in sites:
@@ -87,8 +71,6 @@ def main() -> int:
         ("exchange", lambda row: row["exchange"]),
         *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in reversed(folders)),
         ("sent, kB", lambda row: row["sent"] and f"{row['sent'] / 1e3:.1f}"),
-        ("target", lambda row: row.get("target")),
-        ("met", report.yes_or_no),
     ]
     run = report.about("-m bench.utilisation.calls", sys.argv[1:], threads=1)
     table = report.table(rows, columns, title="an exchange: median (least - most)", title_justify="left")
@@ -117,11 +99,12 @@ def _turn(place: Place, cells: list[dict[str, Any]], options: argparse.Namespace
     """Measure the exchanges once, with the library in a folder."""
     with tempfile.TemporaryDirectory(prefix="bench-calls.") as temporary:
         plan, results = Path(temporary, "plan.json"), Path(temporary, "results.jsonl")
-        content = {"shapes": {"parameters": place.n}, "ahead": place.network.ahead, "cells": cells}
+        network, n = place
+        content = {"shapes": {"parameters": n}, "ahead": network.ahead, "cells": cells}
         plan.write_text(json.dumps(content))
         results.touch()
         more = {"PYTHONPATH": str(folder)}
-        status = launch.run(place.network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)
+        status = grid.run(network, options.ranks, [str(WORKER), str(plan), str(results)], more=more)
         if status:
             raise SystemExit(f"bench.utilisation.calls: the ranks ended with status {status}")
         return [json.loads(line) for line in results.read_text().splitlines()]
@@ -135,16 +118,11 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for place in sites:
         for name in names:
-            row: dict[str, Any] = {"link": str(place.network), "n": place.n, "exchange": name}
+            row: dict[str, Any] = {"link": str(place[0]), "n": place[1], "exchange": name}
             for which in ("that", "this"):
                 if its := found.get((place, which, name)):
                     row[which] = [1e3 * of(its) for of in (statistics.median, min, max)]
-            nbytes = sent[place, name]
-            row["sent"] = nbytes or None
-            row["target"] = place.targets.get(name)
-            if name == "SparseAdamW":  # bytes at the rate of the link, a round trip, and 15 %
-                row["target"] = round(1.15e3 * (8 * nbytes / place.network.rate + place.network.rtt), 1)
-            row["met"] = None if row["target"] is None else row["this"][0] <= row["target"]
+            row["sent"] = sent[place, name] or None
             yield row
 
 

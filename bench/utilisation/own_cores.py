@@ -149,12 +149,12 @@ def _advance(transport: simulated.SimulatedTransport, work: Work) -> None:
 
 
 _of_calls: dict[int, tuple[simulated.SimulatedTransport, Work]] = {}
-_run = reducer_step._BucketCall.run
+_run = reducer_step.BucketCall.run
 
 
 def _counted(call: Any) -> Any:
     """Run a call, and count its work."""
-    transport, work = _of_calls[id(call.ranks)]
+    transport, work = _of_calls[id(call.transport)]
     _advance(transport, work)
     before = work.total
     result = _run(call)
@@ -163,7 +163,7 @@ def _counted(call: Any) -> Any:
     return result
 
 
-reducer_step._BucketCall.run = _counted  # type: ignore[method-assign]
+reducer_step.BucketCall.run = _counted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""The tables of `bench.utilisation`, from its results: for people, and for docs/reports/slow-links.md."""
+"""The tables and heat maps of `bench.utilisation`, and the predictions of `sparsecomm plan` for its cells.
+
+Cells on links without delay and losses calibrate the work: their CPU time says how much longer the measured version
+worked than the model assumes. All other cells are held out: nothing is fitted to them.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
-from bench.utilisation.plans import is_held_out
+from bench.utilisation.grid import name as site_name
+from sparsecomm.cli.outputs import pyplot
+from sparsecomm.local_steps.defaults import DEFAULTS, auto
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
+from sparsecomm.tuning import utilisation as model
+from sparsecomm.tuning.profile import DEFAULT
 
 Row = dict[str, Any]
 Found = dict[Cell, Row]
@@ -148,3 +158,92 @@ def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list
             within, median = sum(each <= GOOD for each in off), f"{statistics.median(off):.1f}"
             table.append([label, str(len(its)), str(within), median, f"{_off(worst):+.1f}", at])
     return table
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+_DENSITY = 64 / 4096  # of local steps
+_PARTS = 8  # a slept step changes a part of the parameters, by `bench.utilisation.worker`: one of 8 at most
+_MIN_QUEUE = 0.032  # seconds that a packet may wait in front of an emulated link: the round trip, but at least this
+
+
+def is_held_out(row: Row) -> bool:
+    """Return whether a cell is on a link with delay or losses, so that nothing is fitted to it."""
+    return bool(row["rtt"] or row["loss"])
+
+
+def predictions(rows: Iterable[Row], setting: Row) -> list[float | None]:
+    """Return the predicted utilisation of each cell; ``None`` where there are no links.
+
+    Args:
+        rows: cells of `bench.utilisation`.
+        setting: ranks, elements, the seconds of a step, and the cores on which the ranks are.
+    """
+    rows = list(rows)
+    factors: dict[str, list[float]] = {}
+    for row in rows:
+        if row["rate"] and not is_held_out(row) and row["kind"] != "dense":
+            factors.setdefault(_work_of(row), []).append(_worked(row, setting) / _prediction(row, setting, 1.0).work)
+    slower = {work: statistics.median(each) for work, each in factors.items()}
+    return [
+        _prediction(row, setting, slower.get(_work_of(row), 1.0)).utilisation if row["rate"] else None for row in rows
+    ]
+
+
+def _work_of(row: Row) -> str:
+    return "local" if row["kind"] == "local" else str(row["method"])
+
+
+def _worked(row: Row, setting: Row) -> float:
+    """Return the CPU seconds of a rank in a round, without those of the steps."""
+    steps = min(1.0, row["H"] / _PARTS) * DEFAULT.add * setting["elements"]
+    return float(row["busy"] * row["round_s"] * setting["cores"] / setting["ranks"] - steps)
+
+
+def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
+    """Return the prediction for a cell, with work that takes ``slower`` times as long as the model assumes."""
+    if row["kind"] == "dense":
+        exchange = model.Exchange(sync_every=row["H"])
+    elif row["kind"] == "local":
+        delay = row.get("options", {}).get("fragment_sync_delay", 0)
+        exchange = model.Exchange(auto(row["H"]), DEFAULTS["wire"], _DENSITY, row["H"], delay)
+    else:
+        exchange = model.Exchange("fastest", density=row["density"])
+    cores = setting["cores"] / setting["ranks"]
+    training = model.Training(setting["ranks"], setting["elements"], setting["step"], min(1.0, cores))
+    costs = replace(DEFAULT, **{name: slower * getattr(DEFAULT, name) for name in ("select", "merge", "codec", "add")})
+    network = model.Network(row["rate"], row["rtt"], row["loss"], queue=max(row["rtt"], _MIN_QUEUE))
+    return model.predict(training, network, exchange, costs)
+
+
+# -- heat maps --------------------------------------------------------------------------------------------------------
+
+TITLES = {"dense": "dense, gloo", "blocking": "ours", "delayed": "ours, delayed"}
+
+
+def heat_maps(cells: Found) -> Any:
+    """Return heat maps of utilisation: rounds against links, a panel for each method, delay and loss."""
+    methods = [method for method in LOCAL if any(cell.method == method for cell in cells)]
+    sites = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
+    every, rates = sorted({cell.H for cell in cells}), sorted({cell.network.rate for cell in cells})
+    size = (1.2 + (0.62 * len(rates) + 0.35) * len(sites), 0.9 + (0.36 * len(every) + 0.55) * len(methods))
+    figure, grid = pyplot().subplots(
+        len(methods), len(sites), figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
+    )
+    for method, line in zip(methods, grid, strict=True):
+        for (loss, rtt), axes in zip(sites, line, strict=True):
+            its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for rate in rates] for H in every]
+            values = np.array([[np.nan if row is None else 100 * row["utilisation"] for row in rows] for rows in its])
+            drawn = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
+            for i, rows in enumerate(its):
+                for j, row in enumerate(rows):
+                    if row is not None:
+                        dark = row["utilisation"] < 0.55
+                        style = {"color": "white" if dark else "black", "fontsize": 8}
+                        axes.text(j, i, percent(row["utilisation"]), ha="center", va="center", **style)
+            axes.set_xticks(range(len(rates)), [rate_text(rate) for rate in rates], fontsize=7, rotation=30)
+            axes.set_yticks(range(len(every)), [str(H) for H in every], fontsize=8)
+            axes.set_title(f"{TITLES[method]}\n{site_name(Network(0, rtt, loss))}", fontsize=7.5)
+        line[0].set_ylabel("H", fontsize=8)
+    figure.colorbar(drawn, ax=grid, label="compute time / wall time, %", shrink=0.6)
+    return figure

@@ -8,8 +8,7 @@ have a verified file of the new checkpoint, under one name or the other, and `lo
 **Load.** The ranks gather which checkpoints each of them sees. They try the checkpoints that all of them see, newest
 first, until all ranks have read and verified their files of the same save.
 
-No signal handler runs between a decision of all ranks and the action that follows from it (`sparsecomm.signals`). An
-exception that a signal handler raises while a rank waits for others is raised when all ranks have finished.
+An exception that a signal handler raises while a rank waits for others is raised when all ranks have finished.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,9 +40,8 @@ class Checkpoint(NamedTuple):
     """A checkpoint that `load` has loaded.
 
     Attributes:
-        step: the step that it was saved with.
+        step, ranks: the step and the world size that it was saved with.
         values: the values of objects without ``load_state_dict``, by name.
-        ranks: the world size that saved it.
     """
 
     step: int
@@ -62,22 +61,22 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 
     A checkpoint exists on all ranks or on none, even if a rank dies. Older checkpoints are removed when the new one is
     complete, verified and durable on all ranks. The newest checkpoint is the one that was saved last, even if training
-    has gone back to an earlier step or has started again in the same folder; checkpoints of later steps then stay.
+    has gone back to an earlier step; checkpoints of later steps then stay.
 
     Args:
         folder: created if needed. All ranks may share it, or each node may have its own. Only one job at a time may
             save into it.
         step: the number of the checkpoint, in steps or in epochs.
-        objects: by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods. `load` returns
-            all other values: ``None``, bools, numbers, strings, arrays (of NumPy, JAX, or another library with
+        objects: objects by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods. `load`
+            returns all other values: ``None``, bools, numbers, strings, arrays (of NumPy, JAX, or another library with
             ``__dlpack__``), and lists, tuples and dictionaries of them. The files are .npz archives without pickles.
         comm: the ranks that save; ``None``: all ranks.
         keep: the number of older checkpoints that stay: at least 1, the same on all ranks. Damaged ones do not count.
 
     Raises:
         InvalidInputError: an argument is invalid, a rank could not write its file, a state could not be loaded again,
-            or another job saves into the folder. No rank has saved. (If only renaming a file failed, all ranks raise,
-            and `load` finds the new checkpoint.)
+            or another job saves into the folder. No rank has saved. (If only renaming a file failed, `load` finds the
+            new checkpoint.)
         CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
@@ -89,10 +88,10 @@ def load(
 ) -> Checkpoint | None:
     """Load the newest checkpoint that all ranks can read into all objects that can load it. Collective.
 
-    A file that is damaged, or that does not contain what its name says, is skipped with a warning, and the checkpoint
-    before it is tried. If the world size has changed, residuals are distributed over the new ranks (`reshard`), and
-    everything else comes from the old rank 0; with `LocalSteps`, start from the global parameters then. The state of
-    `sparsecomm.jax.sparsify` is a value that contains residuals: load it with the same world size.
+    A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
+    changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0;
+    with `LocalSteps`, start from the global parameters then. Load the state of `sparsecomm.jax.sparsify` with the same
+    world size, because it is a value that contains residuals.
 
     Args:
         folder, objects, comm: see `save`.
@@ -102,8 +101,8 @@ def load(
         The checkpoint, or ``None`` if no rank sees a checkpoint.
 
     Raises:
-        InvalidInputError: checkpoints exist, but none of them can be read on all ranks, or contains all objects; or an
-            object refuses its state. The objects before it, in the order of ``objects``, have then been loaded.
+        InvalidInputError: no checkpoint can be read on all ranks, or contains all objects; or an object refuses its
+            state. The objects before it, in the order of ``objects``, have then been loaded.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
     return CheckpointFolder(Format(), folder, comm).load(objects, step)
@@ -114,13 +113,7 @@ class CheckpointFolder:
     """A folder of checkpoints of one format, as the ranks of a communicator see it."""
 
     def __init__(self, form: Format, folder: Folder, comm: Comm, exclusive: bool = True) -> None:
-        """Check the arguments.
-
-        Args:
-            form: the format of the files.
-            folder, comm: see the function `save`.
-            exclusive: refuse to save if another job saves into the folder.
-        """
+        """Check the arguments. With ``exclusive``, `save` refuses a folder into which another job saves."""
         try:
             self._folder = Path(folder)
         except TypeError:
@@ -129,12 +122,10 @@ class CheckpointFolder:
         self._interrupts: Interrupts = []
 
     def save(self, step: int, objects: Mapping[str, object], keep: int) -> None:
-        """See the function `save`."""
         step, keep, objects = _integer("step", step, 0), _integer("keep", keep, 1), _checked(objects)
         self._finish(lambda: self._save(step, objects, keep))
 
     def load(self, objects: Mapping[str, object], step: int | None) -> Checkpoint | None:
-        """See the function `load`."""
         step, objects = None if step is None else _integer("step", step, 0), _checked(objects)
         return self._finish(lambda: self._load(objects, step))
 
@@ -143,7 +134,7 @@ class CheckpointFolder:
         return self._finish(lambda: bool(self._survey("look").complete))
 
     def _finish(self, operation: Callable[[], T]) -> T:
-        """Return the result of an operation, or raise the first interrupt that came while this rank waited in it."""
+        """Return the result of an operation, or raise the first interrupt that came while this rank waited."""
         try:
             return operation()
         finally:
@@ -195,26 +186,23 @@ class CheckpointFolder:
 
         Checkpoints of later steps stay, because they may belong to another training.
         """
-        good = 0
-        for checkpoint in survey.complete:
-            good += self._is_good(checkpoint)
-            if good == keep:
-                for older, ranks in find(self._folder, self._form.suffix).items():
-                    if older < checkpoint and older.step <= step:
-                        for rank in ranks.keys() & set(older.ranks_for(self._transport)):
-                            path = older.path(self._folder, rank, self._form.suffix)
-                            remove(path)
-                            remove(part_of(path))
-                return
+        good = (checkpoint for checkpoint in survey.complete if self._is_good(checkpoint))
+        oldest = next(islice(good, keep - 1, None), None)
+        if oldest is None:
+            return
+        for older, ranks in find(self._folder, self._form.suffix).items():
+            if older < oldest and older.step <= step:
+                for rank in ranks.keys() & set(older.ranks_for(self._transport)):
+                    path = older.path(self._folder, rank, self._form.suffix)
+                    remove(path)
+                    remove(part_of(path))
 
     def _is_good(self, checkpoint: CheckpointId) -> bool:
         """Return whether a checkpoint can be read on all ranks. Collective."""
         try:
             self._read_all(checkpoint, self._form.verify)
         except InvalidInputError as error:
-            _log.warning(
-                "the checkpoint of step %s (world size %s) cannot be read: %s", checkpoint.step, checkpoint.size, error
-            )
+            _log.warning("the checkpoint of %s cannot be read: %s", checkpoint, error)
             return False
         except SparseCommError:
             raise
@@ -234,9 +222,7 @@ class CheckpointFolder:
             try:
                 states = self._read(checkpoint, objects)
             except InvalidInputError as error:
-                _log.warning(
-                    "the checkpoint of step %s (world size %s) is skipped: %s", checkpoint.step, checkpoint.size, error
-                )
+                _log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
                 continue
             return Checkpoint(checkpoint.step, self._adopt(checkpoint, objects, states), checkpoint.size)
@@ -260,7 +246,7 @@ class CheckpointFolder:
     def _adopt(
         self, checkpoint: CheckpointId, objects: Mapping[str, Any], states: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Load objects from states, and return the values of the others. If an object refuses, all ranks raise."""
+        """Load objects from states, and return the other values. If an object refuses its state, all ranks raise."""
         transport, values = self._transport, {}
         for name, obj in objects.items():
 
@@ -278,11 +264,7 @@ class CheckpointFolder:
         return values
 
     def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return this rank's states by name, or those of all ranks of another world size. Collective.
-
-        Raises:
-            InvalidInputError: see `_read_all`; or an object is missing.
-        """
+        """Return this rank's states by name, or those of all ranks of another world size. Collective."""
         states: list[dict[str, Any]] = []
 
         def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:
@@ -298,27 +280,22 @@ class CheckpointFolder:
     def _read_all(self, checkpoint: CheckpointId, read: Callable[[Path, CheckpointId, int], str]) -> None:
         """Read the files that this rank loads by ``read``, which returns the save ID of a file. Collective.
 
-        Raises:
-            InvalidInputError: a rank cannot read a file, or the files were not saved together.
+        If a rank cannot read a file, or the files were not saved together, all ranks raise `InvalidInputError`.
         """
 
         def prepare(undo: Undo) -> Prepared:
             save_ids: list[str] = []
             for rank in checkpoint.ranks_for(self._transport):
+                path = checkpoint.path(self._folder, rank, self._form.suffix)
                 try:
-                    save_ids.append(read(self._path(checkpoint, rank), checkpoint, rank))
+                    save_ids.append(read(path if os.path.lexists(path) else part_of(path), checkpoint, rank))
                 except FileNotFoundError:  # another rank may have renamed it meanwhile
-                    save_ids.append(read(self._path(checkpoint, rank), checkpoint, rank))
+                    save_ids.append(read(path, checkpoint, rank))
                 if save_ids[-1] != save_ids[0]:
                     raise InvalidInputError(f"the file of rank {rank} was not saved together with that of rank 0")
             return Prepared({"save": save_ids[0]})
 
         self._decide("a checkpoint", prepare, "read a checkpoint", ["save"])
-
-    def _path(self, checkpoint: CheckpointId, rank: int) -> Path:
-        """Return the path of a rank's file: the final one, if it exists."""
-        path = checkpoint.path(self._folder, rank, self._form.suffix)
-        return path if os.path.lexists(path) else part_of(path)
 
     # -- survey -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +332,7 @@ class _Survey(NamedTuple):
     """The checkpoints that the ranks see.
 
     Attributes:
-        complete: the checkpoints of which each rank sees all files that it loads, newest first.
+        complete: the checkpoints that each rank can load, by the files that it sees, newest first.
         last: the newest checkpoint that any rank sees.
         steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
         foreign: whether a rank sees checkpoints of another format.

@@ -42,6 +42,9 @@ class CheckpointId(NamedTuple):
     step: int
     size: int
 
+    def __str__(self) -> str:
+        return f"step {self.step} (world size {self.size})"
+
     def path(self, folder: Path, rank: int, suffix: str) -> Path:
         """Return the final path of a rank's file."""
         run = f"-run{self.run}" if self.run > 1 else ""
@@ -57,11 +60,7 @@ class CheckpointId(NamedTuple):
 
 
 def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
-    """Return the checkpoints in a folder, newest first: the ranks whose files exist, and whether each is renamed.
-
-    Raises:
-        OSError: the folder exists, and cannot be listed.
-    """
+    """Return the checkpoints in a folder, newest first: the ranks whose files exist, and whether each is renamed."""
     found: dict[CheckpointId, dict[int, bool]] = {}
     files: list[str] = []
     with suppress(FileNotFoundError):
@@ -81,7 +80,6 @@ def part_of(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it exists."""
     with suppress(OSError):
         os.unlink(path)
 
@@ -104,23 +102,15 @@ class Format:
     suffix = ".npz"
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
-        """Write a value to a new file, as a zip archive of uncompressed members.
-
-        Raises:
-            InvalidInputError: `parse` would refuse a part of it. Nothing was written.
-        """
+        """Write a value to a new file, as a zip archive of uncompressed members, if `parse` can read it."""
         values.write(file, value)
 
     def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
-        """Return the value that `dump` wrote; without ``arrays``, arrays may be missing. Runs no code from the file."""
+        """Return the value that `dump` wrote, and run no code from it. Without ``arrays``, arrays may be missing."""
         return values.read(file, arrays=arrays)
 
     def state_of(self, obj: Any) -> Any:
-        """Return the state of an object, or a value itself, as `dump` can write it.
-
-        Raises:
-            InvalidInputError: the object's own ``load_state_dict`` would refuse the state.
-        """
+        """Return the state of an object, which it could load again, or a value itself, as `dump` can write it."""
         state = obj.state_dict() if hasattr(obj, "state_dict") else obj
         check(state)
         return state
@@ -139,15 +129,7 @@ class Format:
     ) -> None:
         """Write the states of objects to a new file, sync it to disk, and verify it.
 
-        Args:
-            path: the path of the file.
-            checkpoint, rank: the checkpoint and the rank that the file belongs to.
-            job_id: the ID of the job.
-            save_id: the ID of the save, the same in all files that are saved together.
-            objects: the objects by name.
-
-        Raises:
-            InvalidInputError, OSError: the file cannot be written, or could not be loaded.
+        ``save_id``: the ID of the save, the same in all files that are saved together.
         """
         states = {name: self.state_of(obj) for name, obj in objects.items()}
         identity = {**checkpoint.identity(rank), "job": job_id, "attempt": save_id, "names": list(states)}
@@ -168,10 +150,7 @@ class Format:
     ) -> tuple[str, dict[str, Any]]:
         """Return the save ID and the states of a file, after checking that all of it is as it was written.
 
-        Args:
-            path: the path of the file.
-            checkpoint, rank: the checkpoint and the rank that the file must belong to.
-            arrays: return the arrays; otherwise, they may be missing in the states.
+        Without ``arrays``, arrays may be missing in the states.
 
         Raises:
             InvalidInputError: the file is damaged, or belongs to another checkpoint or rank; the message names it.

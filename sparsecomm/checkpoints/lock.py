@@ -1,7 +1,7 @@
 """One job per folder: a job that saves into a folder holds a lock there until its processes end.
 
 The lock is a POSIX lock on a small file, which names the job. All ranks of the job share it. The kernel releases it
-when a process dies, and child processes do not inherit it, so a job that was killed never blocks the next one.
+when a process dies, so a job that was killed never blocks the next one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _log = logging.getLogger("sparsecomm")
 
 
 class _Lock(NamedTuple):
-    """A lock of this process: the descriptor of the lock file, and the job ID."""
-
-    file: int
+    file: int  # the descriptor of the lock file
     job_id: str
 
 
@@ -47,15 +45,7 @@ def job_id_of(folder: Path) -> str:
 
 
 def acquire(folder: Path, job_id: str) -> None:
-    """Lock a folder for a job, until this process ends or the folder is removed.
-
-    Args:
-        folder: an existing folder.
-        job_id: a single word, the same on all ranks of the job.
-
-    Raises:
-        InvalidInputError: another job has locked the folder.
-    """
+    """Lock a folder for a job, until this process ends or the folder is removed."""
     with _mutex:
         for path in [path for path, lock in _locks.items() if not _is_held(path, lock)]:
             os.close(_locks.pop(path).file)
@@ -89,9 +79,7 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            _log.warning(
-                "%s: this file system does not support locks; a second job that saves there is not noticed", folder
-            )
+            _log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
             return
         if time.monotonic() > deadline:
             _, *holder = [*_read(file), ""]

@@ -1,6 +1,6 @@
 """The command line: ``python -m sparsecomm COMMAND``, also installed as ``sparsecomm COMMAND``.
 
-To add a command, add a module with the attributes of `Command` and a line to `COMMANDS`.
+To add a command, add a module and a line to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from sparsecomm import SparseCommError, __version__
 from sparsecomm.cli import bench, info, plan, selftest, trace, tune
 from sparsecomm.cli.world import Refused
 from sparsecomm.transport import job
 
-__all__ = ["COMMANDS", "Command", "main"]
+__all__ = ["COMMANDS", "main"]
 
 
-class Command(Protocol):
-    """A subcommand: a module whose docstring is the long help."""
-
-    __doc__: str | None
-
-    @property
-    def HELP(self) -> str:  # noqa: N802 - a constant of a module
-        """One line for the list of commands."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments to ``parser``."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command; return the exit status, the same on all ranks. ``arguments.line`` is the command line."""
-
-
-COMMANDS: dict[str, Command] = {
+# Each module has a docstring, the long help; `HELP`, one line for the list of commands; `add_arguments(parser)`; and
+# `run(arguments)`, which returns the exit status, the same on all ranks. `arguments.line` is the command line.
+COMMANDS: dict[str, Any] = {
     "bench": bench,
     "info": info,
     "plan": plan,

@@ -93,11 +93,7 @@ def add_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def check(device: str, dtype: str) -> None:
-    """Check that a device is usable and supports a dtype.
-
-    Raises:
-        InvalidInputError: it is not, or does not.
-    """
+    """Raise `InvalidInputError` unless a device is usable and supports a dtype."""
     if device == "cuda" and dtype == "bfloat16":
         raise InvalidInputError("--dtype bfloat16: expected another type with --device cuda; CuPy has no bfloat16")
     try:

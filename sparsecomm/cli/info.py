@@ -23,7 +23,6 @@ from sparsecomm import SparseCommError
 from sparsecomm.backends import CpuBackend, _cpu
 from sparsecomm.calls.arguments import rank_of
 from sparsecomm.transport import abi
-from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.job import launches
 
 __all__ = ["HELP", "add_arguments", "kernels", "processor", "run", "version_of"]
@@ -85,7 +84,7 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
         made = "by a thread of their own" if level == "MULTIPLE" else "in wait(), since MPI offers less"
         yield "MPI threads", f"{level}; isparse_allreduce: calls are made {made}"
         yield "MPI transport", _transport()
-    answer, probe = cuda_aware(loaded)
+    answer, probe = abi.cuda_aware(loaded)
     yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"
     yield "GPU messages", "from device memory" if answer else "through pinned host memory, since MPI is not CUDA-aware"
 
@@ -127,11 +126,15 @@ def _cuda_driver() -> str:
     return f"{text}, {count.value} GPU(s): {', '.join(names)}"
 
 
+def model() -> str:
+    """Return the name of the CPU."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def processor() -> str:
     """Describe the CPU and the usable cores."""
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    model = found[1] if found else platform.processor() or platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
+    return f"{model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
 
 
 def kernels() -> str:

@@ -21,26 +21,6 @@ from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 
-__all__ = [
-    "ALGORITHM_NAMES",
-    "WIRE_NAMES",
-    "add_files",
-    "algorithms",
-    "check_writable",
-    "costs",
-    "count",
-    "density",
-    "duration",
-    "listed",
-    "loss",
-    "nbytes",
-    "number",
-    "rate",
-    "seconds",
-    "wires",
-    "writing",
-]
-
 ALGORITHM_NAMES = ("auto", *ALGORITHMS, "hierarchical:X")
 WIRE_NAMES = ("auto", *WIRES)
 _PLOTS = ("png", "pdf", "svg")
@@ -48,15 +28,14 @@ _T = TypeVar("_T")
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
+_ONE = MappingProxyType({"": 1.0})
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {**_DECIMAL, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _MAX = 2**53 - 1  # above, floats are no longer whole numbers
 _ABOVE_0 = math.ulp(0.0)
 
 
-def number(
-    low: float, high: float, expected: str, scales: Mapping[str, float] = MappingProxyType({"": 1.0})
-) -> Callable[[str], float]:
+def number(low: float, high: float, expected: str, scales: Mapping[str, float] = _ONE) -> Callable[[str], float]:
     """Return a type for numbers from ``low`` to ``high``; ``expected`` describes them in errors.
 
     ``scales`` maps the units that may follow the number, in lower case, to factors.
@@ -77,6 +56,11 @@ def count(text: str) -> int:
     return round(number(1, _MAX, "a number of at least 1, such as 4096, 64K (64,000) or 25.6M", _COUNTS)(text))
 
 
+def count_or_0(text: str) -> int:
+    """Parse an integer of at least 0."""
+    return 0 if text == "0" else count(text)
+
+
 def nbytes(text: str) -> int:
     """Parse a number of bytes."""
     scales = {unit + b: scale for unit, scale in _COUNTS.items() for b in ("", "b")}
@@ -89,12 +73,9 @@ rate = number(  # bits per second, in the notation of `tc`
     "a number above 0 and a unit, such as 1gbit or 100mbit",
     {f"{unit}bit{per}": scale for unit, scale in _DECIMAL.items() for per in ("", "/s", "ps")},
 )
-seconds = number(
-    0, 1e300, "a number and a unit, such as 100us, 20ms or 1s", {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-)
-duration = number(
-    _ABOVE_0, 1e300, "a number above 0 and a unit, such as 30ms or 1.5s", {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-)
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+seconds = number(0, 1e300, "a number and a unit, such as 100us, 20ms or 1s", _TIMES)
+duration = number(_ABOVE_0, 1e300, "a number above 0 and a unit, such as 30ms or 1.5s", _TIMES)
 density = number(_ABOVE_0, 1, "a number above 0 and up to 1")
 loss = number(0, 0.5, "a packet loss of at most 50%, such as 0.1% or 0.001", {"": 1.0, "%": 0.01})
 
@@ -151,11 +132,7 @@ def _plot(text: str) -> Path:
 
 
 def costs(file: Path | None) -> Costs:
-    """Return the costs of a profile, or the assumed costs if ``file`` is ``None``.
-
-    Raises:
-        InvalidInputError: the profile cannot be used.
-    """
+    """Return the costs of a profile, or assumed costs for ``None``; raise `InvalidInputError` if it cannot be used."""
     try:
         return profile.read(file).costs if file else profile.DEFAULT
     except InvalidInputError as error:
@@ -163,11 +140,7 @@ def costs(file: Path | None) -> Costs:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Check that files can be written, without changing them.
-
-    Raises:
-        InvalidInputError: a file cannot be written.
-    """
+    """Raise `InvalidInputError` unless files can be written; leave them as they are."""
     for path in filter(None, paths):
         with writing(path):
             existed = path.exists()

@@ -23,10 +23,7 @@ Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]
 
 
 def oracle(name: str) -> Oracle:
-    """Return the function from all ranks' gradients, k and the node of each rank to an algorithm's dense result.
-
-    Gradients and result are flat arrays of the accumulator dtype.
-    """
+    """Return the function from all ranks' flat gradients, k and the node of each rank to the dense result."""
     outer, _, inner = name.partition(":")
     if outer == "split" and inner:
         return partial(split, ratio=int(inner))
@@ -70,10 +67,7 @@ def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int =
 
 
 def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the largest sums of every range: the owner's gradient there plus the other ranks' selections.
-
-    The result and the selections of a range have the range's share of k.
-    """
+    """Return the largest sums of every range: of the owner's gradient and the other ranks' selections of its share."""
     P, n = len(gradients), gradients[0].size
     owners = min(P, max(1, k // 16))
     found = []

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import transport
 from sparsecomm.cli import devices
 from sparsecomm.cli.oracles import Vector, contributors, oracle
-from sparsecomm.cli.world import World, comm_of, world
+from sparsecomm.cli.world import World, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.wire import Op
@@ -64,7 +63,7 @@ def _dtypes(device: str) -> list[ArrayDType]:
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of a checked call. Inputs that are not integers are also averaged, in two more calls."""
+    """The inputs of a checked call. Inputs that are not integers are averaged, too."""
 
     dtype: ArrayDType
     n: int
@@ -94,14 +93,9 @@ class Checks:
     """The checks of an algorithm on this rank, and their failures."""
 
     def __init__(self, algorithm: str, comm: World, memory: devices.DeviceMemory) -> None:
-        self.algorithm, self.comm, self.memory = algorithm, comm, memory
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.algorithm, self.own, self.comm, self.memory = algorithm, sc.algorithms()[algorithm], comm, memory
+        self.rank, self.size, self.transport = comm.Get_rank(), comm.Get_size(), transport_of(comm)
         self.count, self.failures = 0, list[str]()
-
-    def call(self, x: Vector, k: int, **options: Any) -> sc.SparseVector:
-        """Call the algorithm. Collective."""
-        options = {"algorithm": sc.algorithms()[self.algorithm]} | options
-        return sc.sparse_allreduce(x, k, comm=comm_of(self.comm), **options)
 
     def check(self, holds: object, what: str) -> None:
         """Count a check, and record the failure ``what`` unless it holds."""
@@ -109,75 +103,71 @@ class Checks:
         if not holds:
             self.failures.append(what)
 
+    def results(self, device: str) -> None:
+        """Check all cases with all ops."""
+        every = product(_dtypes(device), SIZES, INPUTS, (False, True))
+        cases = [Case(dtype, n, k, content, residual) for dtype, (n, k), content, residual in every]
+        bits = [self._case(case) for case in cases]
+        for case, mine, first in zip(cases, bits, self.comm.bcast(bits), strict=True):
+            self.check(mine == first, f"{case}: other bits than on rank 0")
 
-def _check_results(checks: Checks, device: str) -> None:
-    """Check all cases with all ops."""
-    every = product(_dtypes(device), SIZES, INPUTS, (False, True))
-    cases = [Case(dtype, n, k, content, residual) for dtype, (n, k), content, residual in every]
-    bits = [_check(checks, case) for case in cases]
-    for case, mine, first in zip(cases, bits, checks.comm.bcast(bits), strict=True):
-        checks.check(mine == first, f"{case}: other bits than on rank 0")
+    def _case(self, case: Case) -> int:
+        """Check the calls of a case; return a checksum of their entries."""
+        checksum = 0
+        gradients, residuals = case.data(self.size)
+        accumulated = gradients.astype(case.accumulator) + (residuals if case.residual else 0)
+        total = oracle(self.algorithm)(list(accumulated), case.k, self.transport.node_of_rank)
+        expected: dict[Op, Vector] = {"sum": total}
+        if case.residual and case.content not in EXACT:
+            expected["mean"] = total / self.size
+            if not self.own.contributors_unknown:
+                expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
+        for op, dense in expected.items():
+            memory, what = self.memory, f"{case} op={op}"
+            x, residual, out = map(
+                memory.put, (gradients[self.rank], residuals[self.rank], np.empty_like(gradients[self.rank]))
+            )
+            entries = None
+            try:
+                options: dict[str, Any] = {"residual": residual if case.residual else None, "out": out, "op": op}
+                found = sc.sparse_allreduce(x, case.k, comm=self.transport, algorithm=self.own, **options)
+                entries = memory.fetch(found.indices), memory.fetch(found.values)
+            except Exception as error:
+                self.check(False, f"{what}: {type(error).__name__}: {error}")
+            if entries is not None:
+                checksum = zlib.crc32(entries[1].tobytes(), zlib.crc32(entries[0].tobytes(), checksum))
+                indices = np.flatnonzero(total)
+                self.check(np.array_equal(entries[0], indices), f"{what}: wrong indices")
+                self.check(_same(entries[1], dense[indices]), f"{what}: wrong values")
+                self.check(_same(memory.fetch(out), dense.astype(case.dtype)), f"{what}: wrong dense result")
+                self.check(_same(memory.fetch(x), gradients[self.rank]), f"{what}: the input was written")
+            if case.residual and case.content in EXACT and op == "sum":
+                left = np.empty(case.n)
+                self.comm.Allreduce(memory.fetch(residual).astype(np.float64), left)  # even after an error
+                if entries is not None:
+                    left[entries[0]] += entries[1]
+                    self.check(_same(left, accumulated.sum(0, np.float64)), f"{what}: gradient was lost or made")
+        return checksum
 
-
-def _check(checks: Checks, case: Case) -> int:
-    """Check the calls of a case; return a checksum of their entries."""
-    memory, rank, checksum = checks.memory, checks.rank, 0
-    gradients, residuals = case.data(checks.size)
-    accumulated = gradients.astype(case.accumulator)
-    if case.residual:
-        accumulated = accumulated + residuals
-    total = oracle(checks.algorithm)(
-        list(accumulated), case.k, transport.transport_of(comm_of(checks.comm)).node_of_rank
-    )
-    indices = np.flatnonzero(total)
-    expected: dict[Op, Vector] = {"sum": total}
-    if case.residual and case.content not in EXACT:
-        expected["mean"] = total / checks.size
-        if not sc.algorithms()[checks.algorithm].contributors_unknown:
-            expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
-    for op, dense in expected.items():
-        call, result = f"{case} op={op}", None
-        x, residual, out = map(memory.put, (gradients[rank], residuals[rank], np.empty_like(gradients[rank])))
-        try:
-            entries = checks.call(x, case.k, op=op, residual=residual if case.residual else None, out=out)
-            result = memory.fetch(entries.indices), memory.fetch(entries.values)
-        except Exception as error:
-            checks.check(False, f"{call}: {type(error).__name__}: {error}")
-        if result is not None:
-            checksum = zlib.crc32(result[1].tobytes(), zlib.crc32(result[0].tobytes(), checksum))
-            checks.check(np.array_equal(result[0], indices), f"{call}: wrong indices")
-            checks.check(_same(result[1], dense[indices]), f"{call}: wrong values")
-            checks.check(_same(memory.fetch(out), dense.astype(case.dtype)), f"{call}: wrong dense result")
-            checks.check(_same(memory.fetch(x), gradients[rank]), f"{call}: the input was written")
-        if case.residual and case.content in EXACT and op == "sum":
-            left = np.empty(case.n)
-            checks.comm.Allreduce(memory.fetch(residual).astype(np.float64), left)  # even after an error
-            if result is not None:
-                left[result[0]] += result[1]
-                checks.check(_same(left, accumulated.sum(0, np.float64)), f"{call}: gradient was lost or made")
-    return checksum
-
-
-def _check_mismatches(checks: Checks) -> None:
-    """Check that all ranks raise, and lose no gradient, if the last rank makes a different call."""
-    other = next(name for name in sc.algorithms() if name != checks.algorithm)
-    for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
-        call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": checks.algorithm}
-        if checks.rank == checks.size - 1:
-            call[what] = value
-        x = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))
-        residual = checks.memory.put(np.ones_like(x))
-        try:
-            checks.call(checks.memory.put(x), residual=residual, **call)
-            outcome = "nothing was raised"
-        except sc.CollectiveMismatchError:
-            outcome = ""
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-        what = f"calls that differ in {what}"
-        checks.check(not outcome, f"{what}: expected CollectiveMismatchError, but {outcome}")
-        unchanged = _same(checks.memory.fetch(residual), x + 1)
-        checks.check(unchanged, f"{what}: the residual does not hold the gradient")
+    def mismatches(self) -> None:
+        """Check that all ranks raise, and lose no gradient, if the last rank makes a different call."""
+        other = next(name for name in sc.algorithms() if name != self.algorithm)
+        for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
+            call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": self.algorithm}
+            if self.rank == self.size - 1:
+                call[what] = value
+            x = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))
+            residual, outcome = self.memory.put(np.ones_like(x)), "nothing was raised"
+            try:
+                sc.sparse_allreduce(self.memory.put(x), comm=self.transport, residual=residual, **call)
+            except sc.CollectiveMismatchError:
+                outcome = ""
+            except Exception as error:
+                outcome = f"{type(error).__name__}: {error}"
+            what = f"calls that differ in {what}"
+            self.check(not outcome, f"{what}: expected CollectiveMismatchError, but {outcome}")
+            unchanged = _same(self.memory.fetch(residual), x + 1)
+            self.check(unchanged, f"{what}: the residual does not hold the gradient")
 
 
 def _same(a: Vector, b: Vector) -> bool:
@@ -212,9 +202,9 @@ def run(arguments: argparse.Namespace) -> int:
     for algorithm in sc.algorithms():
         checks = Checks(algorithm, comm, memory)
         with np.errstate(all="ignore"):  # inputs contain infinities
-            _check_results(checks, device)
+            checks.results(device)
         if P > 1:
-            _check_mismatches(checks)
+            checks.mismatches()
         everyone = comm.allgather((checks.count, checks.failures))
         failures = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(everyone) for text in texts]
         failed += len(failures)

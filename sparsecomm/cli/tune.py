@@ -21,16 +21,17 @@ from pathlib import Path
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import backends, transport
+from sparsecomm import backends
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import options
 from sparsecomm.cli.bench.timing import quiet_barrier
-from sparsecomm.cli.world import World, agreed, comm_of, world
+from sparsecomm.cli.world import World, agreed, transport_of, world
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import bytes_text, number_text, rate_text
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
+from sparsecomm.transport import Transport
 from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    mine = transport.transport_of(comm_of(comm))
+    mine = transport_of(comm)
     file: Path = (arguments.output or profile.path()).absolute()
 
     def say(text: str) -> None:
@@ -92,8 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _check(transport: transport.Transport, file: Path) -> None:
-    """Check that there are messages to measure, and that the file can be written."""
+def _check(transport: Transport, file: Path) -> None:
     if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no message to measure: run it under mpirun with the ranks that train"
@@ -129,7 +129,7 @@ def _sees(measured: Profile, file: Path) -> bool:
 # -- the measurements ------------------------------------------------------------------------------------------------
 
 
-def _measure(transport: transport.Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
+def _measure(transport: Transport, comm: World, seconds: float, say: Callable[[str], None]) -> Costs:
     """Return the costs, the same on all ranks. Collective."""
     links = measured_links(transport, seconds)
     link, node = links.slowest, links.inside

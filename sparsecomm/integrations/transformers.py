@@ -17,8 +17,7 @@ except ImportError as error:
     ) from error
 
 from sparsecomm.integrations.attach import FOLDER, KEY, Attached, attach
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.torch import SparseOptimizer
 
 __all__ = ["SparseCallback", "register"]

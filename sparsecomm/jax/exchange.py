@@ -17,8 +17,7 @@ from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.options import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
-from sparsecomm.reducer.options import training_options
-from sparsecomm.reducer.schedule import density_at
+from sparsecomm.reducer.options import density_at, training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
 

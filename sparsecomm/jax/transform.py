@@ -15,8 +15,7 @@ from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
 from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import with_dense_steps
+from sparsecomm.reducer.options import DENSITY, with_dense_steps
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors.sparse import Array
 

@@ -15,10 +15,8 @@ from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype
 from sparsecomm.jax.staged import ONE_DEVICE
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.options import check_layout
-from sparsecomm.reducer.schedule import density_at
+from sparsecomm.reducer.bucket import TensorSpec, layout
+from sparsecomm.reducer.options import check_layout, density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU
 

@@ -13,8 +13,7 @@ from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 from sparsecomm.local_steps.outer import NesterovSGD
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.dtypes import BFLOAT16, DType

@@ -25,10 +25,9 @@ from sparsecomm.local_steps.schedule import Event, Pace, Pacing, StepTimer, Sync
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.local_steps.synchronizer import Synchronizer
 from sparsecomm.reducer import Rebuilt, Reducer
+from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.counters import Counters
-from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.schedule import Schedule, density_at
+from sparsecomm.reducer.options import ReducerOptions, Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, load

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from sparsecomm.errors import CollectiveMismatchError
-from sparsecomm.reducer.rebuild import Members
+from sparsecomm.reducer.connection import Members
 from sparsecomm.transport import Comm, Transport
 
 __all__ = ["compared_members"]

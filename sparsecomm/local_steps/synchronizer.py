@@ -13,7 +13,7 @@ from sparsecomm.local_steps.exchange import FragmentExchange, Outcome
 from sparsecomm.local_steps.global_parameters import GlobalParameters, ImmutableParameters
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.reducer import Reducer
-from sparsecomm.reducer.bucket import Streams
+from sparsecomm.reducer.bucket import on_streams
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
@@ -60,7 +60,7 @@ class Synchronizer:
     def push_residuals(self, exchange: FragmentExchange) -> None:
         """Push for a late exchange only what this rank trained when it was late before, which is in the residuals."""
         names = self.fragments[exchange.fragment]
-        with Streams(self.shared.on_stream_of(name) for name in names):
+        with on_streams(self.shared.on_stream_of(name) for name in names):
             for name in names:
                 exchange.push(name, self.shared[name], self._zeros(name))
 
@@ -153,7 +153,7 @@ class Synchronizer:
         outer, shared = self.outer, self.shared
         together = getattr(outer, "step_together", None)
         try:
-            with Streams(shared.on_stream(name, parameters[name]) for name in names):
+            with on_streams(shared.on_stream(name, parameters[name]) for name in names):
                 if together is not None and names:
                     together({name: (shared[name], self._mean(exchange, name)) for name in names})
                     exchange.stepped.update(names)

@@ -1,7 +1,4 @@
-"""`LazyAdamW`: moments, and steps by the sums of a reducer, shared by the optimizers for arrays and for PyTorch.
-
-A step runs within the gate of `sparsecomm.signals`, so no signal handler runs between a change and the record of it.
-"""
+"""`LazyAdamW`: moments, and steps by the sums of a reducer, shared by the optimizers for arrays and for PyTorch."""
 
 from __future__ import annotations
 
@@ -22,12 +19,10 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.layout import NamedTensors, specs_of
+from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
-from sparsecomm.states.weights import check_due
 from sparsecomm.tensors.arrays import Array, from_host, to_host
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import SparseVector
@@ -49,7 +44,7 @@ class LazyAdamW:
     Attributes:
         specs: the weights' specs by name.
         zeros: makes the moments of a tensor.
-        moments: by name; empty before the first gradients.
+        moments: moments by name; empty before the first gradients.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
     """
@@ -64,8 +59,8 @@ class LazyAdamW:
         """Begin without moments.
 
         Args:
-            weights: by name, as in the reducer.
-            reducer: of the gradients, with `OPTIONS`.
+            weights: weights by name, as in the reducer.
+            reducer: sums the gradients, with `OPTIONS`.
             check_every: the checked option ``check_weights_every``.
             zeros: makes the moments of a tensor; ``None``: arrays on its device.
         """
@@ -80,7 +75,6 @@ class LazyAdamW:
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Continue with other moments and numbers of steps, which may belong to other weights."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
-        self._checked: int | None = None  # the last step whose opening calls succeeded
         self._pending: list[Update] | None = None  # the rest of an update that was interrupted
         self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # for the sums of `_accept`
         self._overflows: dict[str, Array] = {}  # indices of weights for which the step was not accepted, by name
@@ -112,7 +106,7 @@ class LazyAdamW:
         Args:
             gradients: by name; ``None`` or a missing name: no gradient. Gradients pushed already are skipped.
             weights, rules: by name.
-            replicated: the tensors that must be equal on all ranks, beside moments.
+            replicated: the tensors that must be equal on all ranks, in addition to moments.
             scale: a factor of the gradients.
 
         Returns:
@@ -122,7 +116,7 @@ class LazyAdamW:
         self.open(replicated, rules)
         if not self.moments:
             self._begin(gradients, rules, scale)
-            self._end_opening()
+            self._reducer.end_opening()
             if not self.moments:
                 return None
         for name in self.specs:
@@ -134,15 +128,8 @@ class LazyAdamW:
         """Begin a step, unless it has begun: compare weights and moments between the ranks if that is due."""
         reducer = self._reducer
         if not reducer.pending:
-            if check_due(self._check_every, reducer.step, self._checked):
-                reducer.check_weights({**replicated, **self.replicated()})
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
             reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
-            if self.moments:
-                self._end_opening()
-
-    def _end_opening(self) -> None:
-        self._checked = self._reducer.step
-        self._reducer.end_opening()
 
     @default_float_mode
     def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:
@@ -179,12 +166,9 @@ class LazyAdamW:
         self._reducer.push_with(name, gradient, add)
 
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step, once. After an interrupt, call it again to continue.
+        """Apply the sums of a reducer's step to weights in place, once. If it is not usable, nothing changes.
 
-        Args:
-            weights: by name, changed in place.
-            rules: by name.
-            done: the outcome of the reducer's step. If it is not usable, nothing changes.
+        After an interrupt, call it again to continue.
         """
         if done is self.done:
             return
@@ -215,7 +199,6 @@ class LazyAdamW:
         self._next_bounds = {}
 
     def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[Update]:
-        """Return the updates by the sums of a step."""
         if self._planned is None or self._planned[0] is not sums:
             by_spec = {self.specs[name]: entries for name, entries in sums.items()}
             self._planned = sums, updates_of(by_spec, dict(rules), self.steps)
@@ -262,11 +245,7 @@ class LazyAdamW:
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
-        """Check that the moments can be saved: no update was interrupted, and all moments are finite.
-
-        Raises:
-            InvalidInputError: an update was interrupted, or a moment is not finite.
-        """
+        """Check that the moments can be saved: no update was interrupted, and all moments are finite."""
         if self._pending is not None:
             raise InvalidInputError(
                 "a step of AdamW was interrupted, or failed, while it changed weights; call step() again to complete it"
@@ -284,7 +263,6 @@ class LazyAdamW:
 
     def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Broadcast the moments of a rank that stayed, if others joined or were a step apart. Collective."""
-        self._checked = None
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
@@ -303,11 +281,8 @@ class LazyAdamW:
 
     def replicated(self) -> dict[str, Array]:
         """Return all moments by name and field. They must be equal on all ranks."""
-        return {
-            f"{name}.{field}": array
-            for name, moments in self.moments.items()
-            for field, array in moments._asdict().items()
-        }
+        fields = ((name, *item) for name, moments in self.moments.items() for item in moments._asdict().items())
+        return {f"{name}.{field}": array for name, field, array in fields}
 
 
 def _mean_of(squares: Array, transport: Transport) -> SumCall:
@@ -319,13 +294,8 @@ def _mean_of(squares: Array, transport: Transport) -> SumCall:
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:
     """Return the checked moments of a tensor, flat and in host memory, and the number of its steps.
 
-    Args:
-        saved: the fields of `Moments` as NumPy arrays of the tensor's shape, and "step". ``last`` may be ``None``, as
-            in a state of dense AdamW: all weights have made all steps.
-        spec: of the tensor.
-
-    Raises:
-        InvalidInputError: they do not fit the tensor.
+    ``saved``: the fields of `Moments` as NumPy arrays, and "step". ``last`` may be ``None``, as in
+    a state of dense AdamW: all weights have made all steps.
     """
     name = spec.name
     with reading(f"moments of {name}", "mean, squares, last and step"):

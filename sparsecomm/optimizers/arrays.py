@@ -11,9 +11,8 @@ from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import DENSITY, AdamWRule
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.layout import NamedTensors
-from sparsecomm.reducer.options import OnStep
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.bucket import NamedTensors
+from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared
@@ -45,21 +44,18 @@ class SparseAdamW:
     each by as many steps of AdamW as it has waited. Use the learning rate that is best with dense gradients. At
     ``density=1.0`` this is AdamW with dense, exact sums.
 
-    A tensor for which no rank has a gradient in a step does not change in that step. Its residual is kept until it has
-    a gradient again, or until `discard`.
+    A tensor for which no rank has a gradient in a step does not change in that step; its residual is kept.
 
     For PyTorch see `sparsecomm.torch.SparseAdamW`, for JAX `sparsecomm.jax.sparse_adamw`.
 
     Args:
-        weights: names and arrays, as a dictionary or as pairs: of NumPy, CuPy, or any library with ``__dlpack__``;
-            writable.
+        weights: names and writable arrays of NumPy, CuPy, or any library with ``__dlpack__``, as a dictionary or pairs.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. ``weight_decay`` may also be a dictionary by
-            name; missing weights do not decay. These are attributes: you may set them between steps, to the same
-            values on all ranks.
+            name; missing weights do not decay. You may set these attributes between steps, to the same values on all
+            ranks.
         density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
             With 0.09 a weight is updated in one of 11 steps on average.
-        dense_steps: the number of steps at the beginning with density 1.0.
-        comm, wire, bucket_bytes, on_step: as in `Reducer`: values of 2 bits by default, exact ones for float64.
+        dense_steps, comm, wire, bucket_bytes, on_step: as in `Reducer`.
         check_weights_every: call `check_weights` for weights and moments before each step whose number is a multiple of
             this; 0: before the first step only; ``None``: never.
 
@@ -88,13 +84,16 @@ class SparseAdamW:
         self.lr, self.betas, self.eps, self.weight_decay, self.maximize = lr, betas, eps, weight_decay, maximize
         self.weights = dict(interop.named(weights, "weights"))
         self._rules()
-        options: dict[str, Any] = {
-            "dense_steps": dense_steps,
-            "wire": wire,
-            "bucket_bytes": bucket_bytes,
-            "on_step": on_step,
-        }
-        self._reducer = Reducer(self.weights, density, comm=comm, **options, **OPTIONS)
+        self._reducer = Reducer(
+            self.weights,
+            density,
+            comm=comm,
+            dense_steps=dense_steps,
+            wire=wire,
+            bucket_bytes=bucket_bytes,
+            on_step=on_step,
+            **OPTIONS,
+        )
         self._adamw = LazyAdamW(self.weights, self._reducer, every)
         for name, weight in self.weights.items():
             self._adamw.specs[name].tensor(weight, name, writable=True)
@@ -108,13 +107,13 @@ class SparseAdamW:
         """Exchange gradients and update the weights. Collective. After an interrupt, call it again to continue.
 
         Args:
-            gradients: by name, not changed. ``None`` or a missing name: this rank has no gradient, which counts as
-                zeros if another rank has one.
+            gradients: gradients by name, not changed. ``None`` or a missing name: this rank has no gradient, which
+                counts as zeros if another rank has one.
 
         Returns:
             The outcome. It is not usable, and no rank has updated anything, if a rank's gradient was not finite, or
-            the step would have made a weight or a moment infinite. The gradients stay in the residuals, except those
-            that were not finite or too large.
+            the step would have made a weight or a moment infinite. Gradients then stay in the residuals, unless they
+            were not finite or too large.
 
         Raises:
             WeightMismatchError: weights or moments differ between ranks.
@@ -139,7 +138,6 @@ class SparseAdamW:
         return done
 
     def _rules(self) -> dict[str, AdamWRule]:
-        """Return the settings of each weight."""
         decay = self.weight_decay
 
         def rule(weight_decay: object) -> AdamWRule:

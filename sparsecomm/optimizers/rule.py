@@ -90,11 +90,7 @@ class AdamWRule(NamedTuple):
 
     @classmethod
     def of(cls, lr: object, betas: object, eps: object, weight_decay: object, maximize: object = False) -> AdamWRule:
-        """Return checked settings.
-
-        Raises:
-            InvalidInputError: a setting is out of range.
-        """
+        """Return checked settings."""
         powers = [to_float(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
         rate, tiny, decay = to_float(lr), to_float(eps), to_float(weight_decay)
         two = len(powers) == 2 and all(0 <= beta < 1 for beta in powers)
@@ -148,12 +144,9 @@ class Update(NamedTuple):
         return self[1:6]
 
     def bounds_after(self, bounds: Bounds, largest: float, dtype: DType) -> Bounds | None:
-        """Return bounds after the update; ``None``: something could overflow.
+        """Return bounds after the update of weights of ``dtype``; ``None``: something could overflow.
 
-        Args:
-            bounds: before the update.
-            largest: an upper bound of the magnitudes in the entries.
-            dtype: of the weights.
+        ``largest``: an upper bound of the magnitudes in the entries.
         """
         square, ratio, weight = bounds
         max_ = float(np.finfo(self.spec.accumulator.accumulator).max)
@@ -168,7 +161,7 @@ class Update(NamedTuple):
 def updates_of(
     sums: dict[TensorSpec, SparseVector], rules: dict[str, AdamWRule], steps: dict[str, int]
 ) -> list[Update]:
-    """Return the updates by the sums of tensors, which have made ``steps``."""
+    """Return the updates by the sums of tensors. ``steps``: the number of steps that each tensor has made."""
     updates, tables = [], {}
     for spec, entries in sums.items():
         rule, t = rules[spec.name], steps[spec.name] + 1

@@ -1,8 +1,8 @@
-"""State of many named gradients across steps: residuals by name, buckets, momentum, counters, checkpoints."""
+"""`Reducer`: sums the gradients of a model over all ranks, with residuals, momentum and buckets across steps."""
 
-from sparsecomm.reducer.rebuild import Rebuilt
+from sparsecomm.reducer.connection import Rebuilt
+from sparsecomm.reducer.options import Warmup
 from sparsecomm.reducer.reducer import Reducer
-from sparsecomm.reducer.schedule import Warmup
 from sparsecomm.reducer.step import Step
 
 __all__ = ["Rebuilt", "Reducer", "Step", "Warmup"]

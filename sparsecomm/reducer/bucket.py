@@ -1,13 +1,14 @@
-"""A bucket: the tensors that one call sums, with their residual and velocity."""
+"""`Bucket`: the tensors that one call sums, with their residual and velocity. `layout` assigns tensors to buckets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,14 +18,16 @@ from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.options import Settings
+from sparsecomm.reducer.options import FILLED, Settings
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Add", "Bucket", "Streams", "TensorSpec"]
+__all__ = ["Add", "Bucket", "NamedTensors", "TensorSpec", "layout", "on_streams", "specs_of"]
+
+NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
 # ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, and adds a value computed from x.
 # With ``if_finite`` it does so only if all values are finite. It returns whether it has added them.
@@ -33,37 +36,24 @@ Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name, shape and device of a tensor, and the dtype in which its gradients are summed.
-
-    Attributes:
-        size: number of elements.
-    """
+    """The name, shape and device of a tensor, and the dtype in which its gradients are summed."""
 
     name: str
     shape: tuple[int, ...]
     accumulator: DType
     device: interop.Device
-    size: int = field(init=False)
+    size: int = field(init=False)  # number of elements
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", math.prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sum."""
+        """The size of the sum in bytes."""
         return self.size * self.accumulator.itemsize
 
     def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
-        """Import an array that must match this spec: a gradient, an output or the tensor itself.
-
-        Args:
-            obj: the array.
-            name: its name in error messages.
-            writable: require that it can be written.
-
-        Raises:
-            InvalidInputError: it does not match, or cannot be written.
-        """
+        """Import an array that must match this spec; ``name`` is its name in error messages."""
         t = interop.tensor(obj, name, writable=writable)
         if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
             raise InvalidInputError(
@@ -71,6 +61,60 @@ class TensorSpec:
                 f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
             )
         return t
+
+
+def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
+    """Return the specs of named tensors by name, in their order. A `TensorSpec` may take a tensor's place."""
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in interop.named(tensors):
+        if name in specs:
+            raise InvalidInputError(f"tensors: the name {name!r} appears twice; names must be unique")
+        if isinstance(tensor, TensorSpec):
+            specs[name] = tensor
+            continue
+        t = interop.tensor(tensor, name)
+        specs[name] = TensorSpec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
+    if not specs:
+        raise InvalidInputError("tensors: must contain at least one tensor")
+    return specs
+
+
+def layout(
+    tensors: Sequence[TensorSpec], scope: str, dense_below: int, bucket_bytes: int = sys.maxsize
+) -> list[tuple[list[int], bool]]:
+    """Assign tensors to buckets.
+
+    Tensors of fewer than ``dense_below`` elements share dense buckets. The other tensors get a bucket each with scope
+    "tensor", and share one with "model"; with "bucket" and "chunk" a bucket is complete when it holds
+    ``bucket_bytes``. Tensors of different devices or accumulator dtypes never share a bucket.
+
+    Returns:
+        For each bucket, positions in ``tensors`` and whether it is dense, in the order in which buckets become
+        complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
+    """
+    buckets: list[tuple[list[int], bool]] = []
+    open_buckets: dict[tuple[interop.Device, DType, bool], list[int]] = {}
+    nbytes: dict[tuple[interop.Device, DType, bool], int] = {}
+    for i, spec in enumerate(tensors):
+        dense = spec.size < dense_below
+        key = spec.device, spec.accumulator, dense
+        open_buckets.setdefault(key, []).append(i)
+        nbytes[key] = nbytes.get(key, 0) + spec.nbytes
+        full = scope == "tensor" or (scope in FILLED and nbytes[key] >= bucket_bytes)
+        if full and not dense:
+            buckets.append((open_buckets.pop(key), dense))
+            del nbytes[key]
+    buckets += [(positions, dense) for (_, _, dense), positions in open_buckets.items()]
+    return sorted(buckets, key=lambda bucket: (bucket[1], bucket[0][-1]))
+
+
+@contextmanager
+def on_streams(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter several contexts of `Bucket.on_stream`, for work with the memory of several buckets."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class Bucket:
@@ -83,19 +127,14 @@ class Bucket:
         tensors: specs, in the order of the flat vectors.
         dense: the tensors are summed without a selection.
         backend: the reducer's backend of the device, for all work outside calls.
-        size, nbytes: elements of all tensors, and bytes of their sums.
-        shape: of the call's input: the tensor's shape if there is one tensor, otherwise flat.
+        shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
         residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
-        missing: names that were not taken in this step.
-        present: names for which this rank has a gradient in this step.
-        outs: outputs for this step's sums, by name.
+        missing, outs: of this step: names that were not taken, and outputs for sums by name.
         last: the gradient that was added last.
-        nonfinite: names whose gradient of this step was dropped because it was not finite.
         latest: the plan of the latest call; ``None`` before the first call.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
-        """Allocate residual and velocity, filled with zeros, by a backend of ``backends``."""
         self.tensors, self.dense, self._settings = tuple(tensors), dense, settings
         self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
         self.backend = backends.of(self.device)
@@ -124,12 +163,15 @@ class Bucket:
         """Begin a step. The calls of the previous step have ended, with or without an error."""
         if self._set_aside:
             with self.on_stream(None):
-                self._put_back()
+                while self._set_aside:  # the residual holds only what the call has added
+                    name, residual = next(iter(self._set_aside.items()))
+                    self.residuals[name] += residual
+                    del self._set_aside[name]
         self.missing = set(self.residuals)
         self.outs: dict[str, Tensor] = {}
         self.last: Tensor | None = None
-        self.present: set[str] = set()
-        self.nonfinite: set[str] = set()
+        self._present: set[str] = set()  # names for which this rank has a gradient
+        self._nonfinite: set[str] = set()  # names whose gradient was dropped because it was not finite
         self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
@@ -147,13 +189,12 @@ class Bucket:
 
     @default_float_mode
     def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
-        """Add a tensor's gradient to the residual. Where possible, the call adds it instead.
+        """Add ``scale`` times a gradient to the residual. Where possible, the call adds it instead.
 
         Args:
-            spec: of the tensor.
+            spec: the tensor's spec.
             gradient: ``None``: this rank has no gradient. Residual and velocity then stay as they are.
             add: adds a value computed from the gradient, without momentum and clipping.
-            scale: a factor of the gradient.
         """
         name = spec.name
         if gradient is not None:
@@ -161,14 +202,14 @@ class Bucket:
                 if spec.size:
                     residual = self.backend.as_tensor(self.residuals[name], spec.shape)
                     if not add(self.backend, gradient, residual, self._settings.decay, self._settings.skip_nonfinite):
-                        self.nonfinite.add(name)
+                        self._nonfinite.add(name)
             elif self._settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
-                self.nonfinite.add(name)
+                self._nonfinite.add(name)
             elif scale == 1.0 and self._may_defer:
                 self._deferred[name] = gradient
             elif spec.size:
                 self._add(spec, gradient, scale)
-            self.present.add(name)
+            self._present.add(name)
             self.last = gradient
         self.missing.discard(name)
 
@@ -179,7 +220,7 @@ class Bucket:
         return float((g * g).sum())
 
     def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
-        """Add a gradient to its residual, with momentum by way of its velocity."""
+        """Add a gradient to its residual, with momentum through its velocity."""
         name, backend = spec.name, self.backend
         residual, velocity = self.residuals[name], self.velocities.get(name)
         g = None
@@ -200,13 +241,13 @@ class Bucket:
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
-    def planned(self, queue: CallQueue, density: float) -> bool:
-        """Return whether the queue has a plan for calls of this bucket at ``density``."""
-        return self._plan_density == density and queue.plans.find(self._plan_key) is not None
+    def planned(self, queue: CallQueue, density: float) -> Plan | None:
+        """Return the plan that the queue has for calls of this bucket at ``density``, or ``None``."""
+        return queue.plans.find(self._plan_key) if self._plan_density == density else None
 
     def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
         """Return the plan for calls of this bucket at ``density``, which the queue stores."""
-        plan = queue.plans.find(self._plan_key) if self._plan_density == density else None
+        plan = self.planned(queue, density)
         if plan is None:
             k, chunks = min(self.size, max(1, round(density * self.size))), None
             options, chunk = self._settings.call_options(self.accumulator.name), self._settings.chunk
@@ -227,38 +268,33 @@ class Bucket:
     def contribution(self, plan: Plan) -> Contribution:
         """Return this rank's contribution to the step's call, with zeros for tensors without a gradient.
 
-        The residuals of these tensors are set aside until the next step begins: the call neither sends them nor adds
-        to them.
+        The residuals of these tensors are set aside until the next step begins, so the call does not send them.
         """
         backend, chunks = plan.backend, plan.chunks
         residual = self.backend.as_tensor(self._residual, (self.size,))
         if len(self._deferred) == len(self.tensors):
-            segments = [
-                Segment(
-                    self._deferred[spec.name], self.backend.as_tensor(self.residuals[spec.name], spec.shape), offset
-                )
-                for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True)
-            ]
-            return Contribution(
-                backend, segments, residual, self.shape, self.size, chunks, self._settings.decay, self._hint
-            )
+            segments = []
+            for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True):
+                part = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
+                segments.append(Segment(self._deferred[spec.name], part, offset))
+            decay = self._settings.decay
+            return Contribution(backend, segments, residual, self.shape, self.size, chunks, decay, self._hint)
         self.add_deferred()
         for name in self.absent():
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        if self.nonfinite:  # contribute one NaN, which all ranks will see, and nothing of the residual
+        if self._nonfinite:  # contribute one NaN, which all ranks will see, and nothing of the residual
             poison = self._zeros()
-            self._views(poison)[min(self.nonfinite)][:1] = float("nan")
+            self._views(poison)[min(self._nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
 
     def absent(self) -> list[str]:
-        """Return the names of tensors for which this rank has no gradient, in their order."""
-        return [spec.name for spec in self.tensors if spec.name not in self.present]
+        return [spec.name for spec in self.tensors if spec.name not in self._present]
 
     def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
-        """Clear the velocity where this rank has selected entries and where the result has some, if masking is on."""
+        """With masking, clear the velocity where this rank has selected entries and where the result has some."""
         if self.velocities and self._settings.masking and not self.dense:
             velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
             if (taken := contribution.taken) is not None:
@@ -270,7 +306,7 @@ class Bucket:
     ) -> dict[str, SparseVector]:
         """Write the result to `outs`, and return the parts of tensors without an output by name.
 
-        Tensors in ``without_gradient``, for which no rank has a gradient, are left out.
+        Tensors for which no rank has a gradient are left out.
         """
         left = {}
         parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
@@ -286,7 +322,7 @@ class Bucket:
 
     @default_float_mode
     def add_deferred(self) -> None:
-        """Add the gradients that were left to the call."""
+        """Add the gradients that the call would have added."""
         for spec in self.tensors:
             if spec.name in self._deferred:
                 self._add(spec, self._deferred[spec.name])
@@ -296,14 +332,12 @@ class Bucket:
 
     @default_float_mode
     def discard(self, name: str) -> None:
-        """Set the residual and the velocity of a tensor to zero."""
         for views in (self.residuals, self.velocities):
             if name in views:
                 views[name][:] = 0
 
     @default_float_mode
     def scale(self, factor: float) -> None:
-        """Multiply the residual and the velocity by ``factor``."""
         for array in self._state:
             array *= factor
 
@@ -320,37 +354,9 @@ class Bucket:
         for array in self._state:
             array[~(abs(array) <= max_)] = 0
 
-    def _put_back(self) -> None:
-        """Add to the residuals what was set aside. Entries that are there came from the call."""
-        while self._set_aside:
-            name, residual = next(iter(self._set_aside.items()))
-            self.residuals[name] += residual
-            del self._set_aside[name]
-
     def _zeros(self) -> Array:
         return self.backend.zeros(self.size, self.accumulator.accumulator)
 
     def _views(self, flat: Array) -> dict[str, Array]:
         bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
         return {spec.name: flat[begin:end] for spec, (begin, end) in bounds}
-
-
-class Streams:
-    """Contexts that are entered together, for work with the memory of several buckets."""
-
-    def __init__(self, contexts: Iterable[AbstractContextManager[object]]) -> None:
-        self._contexts = list(contexts)
-        self._entered: list[AbstractContextManager[object]] = []
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            try:
-                context.__enter__()
-            except BaseException:
-                self.__exit__(None, None, None)
-                raise
-            self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        while self._entered:
-            self._entered.pop().__exit__(*error)

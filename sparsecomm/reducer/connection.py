@@ -1,24 +1,28 @@
-"""A reducer's connection to the ranks of a communicator, and the buckets that these ranks have in common."""
+"""`Connection`: a reducer's ranks, and the buckets that these ranks have in common. `Members`: ranks that continue."""
 
 from __future__ import annotations
 
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparsecomm import transport
 from sparsecomm.backends import Backends
+from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
-from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
-from sparsecomm.reducer.layout import layout
-from sparsecomm.reducer.options import DENSITY, FILLED, Settings
-from sparsecomm.reducer.rebuild import Members, Rebuilt
-from sparsecomm.reducer.schedule import final_density
+from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.bucket import Bucket, TensorSpec, layout, on_streams
+from sparsecomm.reducer.options import DENSITY, FILLED, Settings, final_density
 from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
 
-__all__ = ["Connection"]
+__all__ = ["Buckets", "Connection", "Members", "Rebuilt"]
 
 
 class Buckets:
@@ -34,14 +38,7 @@ class Buckets:
     def __init__(
         self, specs: dict[str, TensorSpec], settings: Settings, backends: Backends, number: int, bucket_bytes: int
     ) -> None:
-        """Make buckets with residuals of zeros.
-
-        Args:
-            specs, settings: of the reducer.
-            backends: for all work outside calls.
-            number: of the reducer, see `Connection`.
-            bucket_bytes: see above.
-        """
+        """Make buckets with residuals of zeros. ``backends`` and ``number``: see `Connection`."""
         s, self.bucket_bytes, self._specs = settings, bucket_bytes, specs
         sent = [spec for spec in reversed(specs.values()) if spec.size]
         self.all = [
@@ -50,14 +47,13 @@ class Buckets:
         ]
         empty = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
-        momentum = s.momentum, s.masking, s.clip, s.decay
-        common = number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, *momentum
+        common = number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.momentum, s.masking, s.clip, s.decay
         tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
         self.label = zlib.crc32(repr((*common, tensors)).encode())
 
-    def on_current_stream(self) -> Streams:
+    def on_current_stream(self) -> AbstractContextManager[None]:
         """Return a context for work with the memory of all buckets on the current stream."""
-        return Streams(bucket.on_stream(None) for bucket in self.all)
+        return on_streams(bucket.on_stream(None) for bucket in self.all)
 
     def forget_calls(self) -> None:
         """Remove what algorithms keep from call to call."""
@@ -93,11 +89,11 @@ class Connection:
     """A reducer's connection to the ranks of a communicator. It is made when the reducer first needs the ranks.
 
     Attributes:
-        specs, settings: of the reducer.
+        specs, settings: the reducer's tensors and options.
         transport: ``None`` before the connection is made; the attributes below do not exist then.
         queue: makes the reducer's calls.
-        number: of this reducer among the reducers that use the queue.
-        buckets: the buckets.
+        number: number of this reducer among the reducers that use the queue.
+        buckets: the reducer's buckets.
     """
 
     queue: CallQueue
@@ -115,12 +111,12 @@ class Connection:
         self._attach(self._comm, ranks, self._bucket_bytes_on(ranks), keep=False)
         return ranks
 
-    def measure_costs(self, density: float) -> None:
-        """Measure the costs by which plans choose an algorithm, if steps of this density need them. Collective."""
-        ranks = self.transport
-        if ranks is None or all(bucket.planned(self.queue, density) for bucket in self.buckets.all):
-            return
-        if any(costs_matter(ranks, self.settings.call_options(b.accumulator.name)) for b in self.buckets.all):
+    def measure_costs(self) -> None:
+        """Measure the costs by which plans choose an algorithm, if any plan does. Collective."""
+        ranks, settings = self.transport, self.settings
+        if ranks is not None and any(
+            costs_matter(ranks, settings.call_options(b.accumulator.name)) for b in self.buckets.all
+        ):
             costs_for_steps(ranks)
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
@@ -132,9 +128,7 @@ class Connection:
     def move(self, comm: transport.Comm, step: int, *, joining: bool) -> Rebuilt:
         """Continue with the ranks of another communicator: see `sparsecomm.Reducer.rebuild`.
 
-        Args:
-            comm, joining: as there.
-            step: this rank's next step.
+        ``step``: this rank's next step.
         """
         ranks, specs = transport.transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
@@ -179,3 +173,110 @@ class Connection:
 
 def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:
     return spec.name, spec.shape, spec.accumulator.name
+
+
+# -- ranks that continue ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The result of `Reducer.rebuild`, the same on all ranks.
+
+    Attributes:
+        size: the new number of ranks.
+        ranks_lost, elements_lost: ranks that are gone, as numbered in the previous communicator, and the number of
+            elements of their residuals. Their gradients of steps that did not count are lost, too.
+        ranks_joined: new ranks, as numbered in the new communicator. Their residuals are zeros.
+        step: the number of the next step.
+        steps_apart: the difference between the ranks' steps. If it is above 0, broadcast the weights, because some
+            ranks have applied an update that others have not.
+        unit: the unit of ``step``. It is "round" for `LocalSteps`, which broadcasts the weights itself.
+    """
+
+    size: int
+    ranks_lost: tuple[int, ...]
+    elements_lost: int
+    ranks_joined: tuple[int, ...]
+    step: int
+    steps_apart: int = 0
+    unit: str = "step"
+
+    def __str__(self) -> str:
+        """Return a sentence for logs."""
+        text = f"{self.size} ranks continue with {self.unit} {self.step}"
+        if self.ranks_lost:
+            text += (
+                f"; lost: {format_ranks(self.ranks_lost)}, with residuals and velocities of {self.elements_lost:,} "
+                f"elements, and with gradients of {self.unit}s that did not count"
+            )
+        if self.ranks_joined:
+            text += f"; new: {format_ranks(self.ranks_joined)}, with residuals of zeros"
+        if self.steps_apart:
+            text += f"; ranks differed by {self.steps_apart} in their steps"
+            text += ": broadcast the weights" if self.unit == "step" else ""
+        return text
+
+
+class Member(NamedTuple):
+    """One rank's message to all ranks."""
+
+    joining: bool  # the rank is new, and takes the state of the other ranks
+    step: int  # its next step, or the number of its steps
+    rank: int  # its rank in the previous communicator, or -1
+    size: int  # the size of the previous communicator, or 0
+    words: list[int]  # other numbers that all ranks need, equally many on all ranks
+
+
+class Members:
+    """The ranks of a new communicator.
+
+    Attributes:
+        all: the members in order of rank.
+        stay: the members that do not join.
+        lead: the rank of the first member that does not join.
+    """
+
+    def __init__(
+        self,
+        transport: transport.Transport,
+        before: transport.Comm,
+        joining: bool,
+        step: int,
+        words: Sequence[int],
+        label: int,
+    ) -> None:
+        """Gather the messages of all ranks, which must not all join. Collective.
+
+        ``before``: this rank's previous communicator, or its transport. ``label`` must be equal on all ranks.
+        """
+        step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
+        gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)
+        queue_of(transport).submit(gather).wait()
+        count = len(gather.words) // transport.size
+        messages = [gather.words[i : i + count] for i in range(0, len(gather.words), count)]
+        self.all = [Member(bool(new), step, rank - 1, size, words) for new, step, rank, size, *words in messages]
+        self.stay = [member for member in self.all if not member.joining]
+        if not self.stay:
+            raise InvalidInputError(
+                f"rank {transport.rank}: all {transport.size} ranks join; pass joining=False on at least one rank, "
+                "which continues with its state"
+            )
+        self.lead = self.all.index(self.stay[0])
+
+    def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
+        """Return the result. ``elements``: size of each rank's residuals. A ``unit`` has so many steps."""
+        steps = [member.step for member in self.stay]
+        lost = sorted(set(range(max(member.size for member in self.stay))) - {member.rank for member in self.stay})
+        new = [rank for rank, member in enumerate(self.all) if member.joining]
+        step, apart = max(steps) // steps_of_unit, max(steps) - min(steps)
+        return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(new), step, apart, unit)
+
+
+def _rank_and_size(comm: transport.Comm) -> tuple[int, int]:
+    """Return rank and size in a communicator that may not have been used yet; -1 and 0 if they are not known."""
+    if isinstance(comm, transport.Transport):
+        return comm.rank, comm.size
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and isinstance(comm, MPI.Comm) and comm != MPI.COMM_NULL:
+        return comm.Get_rank(), comm.Get_size()
+    return -1, 0

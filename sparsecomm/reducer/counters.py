@@ -17,20 +17,16 @@ _MAX_PEERS = 16  # in a table; of more peers, the slowest are listed
 
 @dataclass
 class Counters:
-    """What a reducer has done since the beginning, or since the last `reset`. Seconds are of this rank.
+    """What a reducer has done since the beginning, or since the last `reset`. Seconds and bytes are of this rank.
 
     Attributes:
-        steps, calls: number of steps and calls.
-        elements: elements of all gradients.
-        selected: entries that this rank selected.
-        applied: entries of the results.
-        bytes_sent, bytes_received, messages_sent: traffic of this rank in sums.
+        steps, calls, skipped: numbers of steps, calls, and steps that were not usable.
+        elements, selected, applied: elements of all gradients, entries that this rank selected, entries of the results.
+        bytes_sent, bytes_received, messages_sent: traffic in sums.
         bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent.
         accumulate: seconds spent adding gradients to residuals and applying momentum.
         exchange: seconds of the calls (selection, messages, merging), if possible on a thread of their own.
-        write: seconds spent writing results.
-        waited: seconds in which the program waited for calls, which overlap did not hide.
-        skipped: steps that were not usable.
+        write, waited: seconds spent writing results, and in which the program waited for calls.
         setup_sent, setup_received: bytes outside sums, for link measurement and agreement on buckets and weights, of
             the whole communicator. ``bytes_sent`` and ``bytes_received`` do not include them.
         ranks_lost, elements_lost: sums of what `Reducer.rebuild` returned.
@@ -73,7 +69,6 @@ class Counters:
         return {f"sparsecomm/{name}": value for name, value in added.items()}
 
     def copy(self) -> Counters:
-        """Return a copy."""
         return Counters(**asdict(self))
 
     def added_to(self, other: Counters) -> Counters:
@@ -87,7 +82,7 @@ class Counters:
         return self.table("step")
 
     def table(self, unit: str) -> str:
-        """Return a table of this rank's means per ``unit``, which is what ``steps`` counts."""
+        """Return a table of this rank's means per ``unit``; ``steps`` counts these units."""
         steps = max(1, self.steps)
         dense = bytes_text(self.bytes_dense / steps)
         if self.bytes_dense:
@@ -102,9 +97,8 @@ class Counters:
             ("sent, received", f"{bytes_text(self.bytes_sent / steps)}, {bytes_text(self.bytes_received / steps)}"),
             ("dense would send", dense),
         ]
-        rows += [
-            (name, time_text(getattr(self, name) / steps)) for name in ("accumulate", "exchange", "write", "waited")
-        ]
+        times = "accumulate", "exchange", "write", "waited"
+        rows += [(name, time_text(getattr(self, name) / steps)) for name in times]
         if self.setup_sent or self.setup_received:
             sent, received = bytes_text(self.setup_sent), bytes_text(self.setup_received)
             rows.append(("set-up", f"{sent} sent, {received} received, in all: link measurement, agreement"))
@@ -128,9 +122,9 @@ def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
     return lines
 
 
-def peer_lines(transport: Transport) -> list[str]:
+def peer_lines(transport: Transport | None) -> list[str]:
     """Return a table of the traffic with each peer since the communicator was first used, if the transport knows it."""
-    peers = transport.peers()
+    peers = [] if transport is None else transport.peers()
     if not peers:
         return []
     title, listed = "since the communicator was first used, set-up included", peers

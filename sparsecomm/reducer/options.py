@@ -1,35 +1,125 @@
-"""The options of a `Reducer`, and the recommended setting of a training, which every way to train uses by default."""
+"""The options of a `Reducer`, its schedules of densities, and the recommended setting for training."""
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.options import CallOptions, Options
-from sparsecomm.checks import check_choice, quote, to_bool, to_float, to_int
+from sparsecomm.checks import FAULTS, check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.schedule import Schedule, Warmup, density_at
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
 __all__ = [
-    "ALGORITHM",
-    "DENSITY",
-    "FILLED",
-    "WIRE",
-    "Clip",
-    "OnStep",
-    "ReducerOptions",
-    "Scope",
-    "Settings",
-    "check_layout",
-    "training_options",
-]
+    "ALGORITHM", "DENSITY", "FILLED", "WIRE", "Clip", "DenseStart", "OnStep", "ReducerOptions", "Schedule", "Scope",
+    "Settings", "Warmup", "check_layout", "density_at", "final_density", "training_options", "with_dense_steps",
+]  # fmt: skip
 
-# The recommended setting for training with SGD (docs/choosing.md). "auto" stands for `ALGORITHM` and `WIRE`.
+Schedule = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """A density that falls in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
+
+    Gradients change fast at the beginning of a training, and entries that wait in residuals grow stale. The paper's
+    stages of one epoch have densities 0.25, 0.0625, 0.015625 and 0.004, and 0.001 follows:
+    ``Warmup(0.001, 4 * steps_per_epoch)``. In a short training these stages send most of the bytes; a warm-up of 2 % of
+    the steps was better than one of 10 % in docs/reports/convergence.md.
+
+    Attributes:
+        density: the final density, from step ``dense_steps + steps`` on.
+        steps: the number of steps of all stages together.
+        start: the density of the first stage; 1.0 is a dense sum.
+        stages: the number of stages. The density falls by the same factor after each.
+        dense_steps: the number of steps with a dense sum before the first stage.
+
+    Raises:
+        InvalidInputError: an argument is out of range.
+    """
+
+    density: float
+    steps: int
+    start: float = 0.25
+    stages: int = 4
+    dense_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("density", "start"):
+            object.__setattr__(self, name, density_at(getattr(self, name), name=name))
+        for name, minimum in {"steps": 0, "stages": 1, "dense_steps": 0}.items():
+            object.__setattr__(self, name, _count(name, getattr(self, name), minimum))
+
+    def __call__(self, step: int) -> float:
+        """Return the density of step number ``step``, counted from 0."""
+        step -= self.dense_steps
+        if step < 0:
+            return 1.0
+        if step >= self.steps:
+            return self.density
+        stage = step * self.stages // self.steps
+        return float(self.start * (self.density / self.start) ** (stage / self.stages))
+
+
+@dataclass(frozen=True)
+class DenseStart:
+    """A schedule that begins with dense steps: see `with_dense_steps`."""
+
+    density: Schedule
+    dense_steps: int
+
+    def __call__(self, step: int) -> float:
+        return 1.0 if step < self.dense_steps else density_at(self.density, step - self.dense_steps)
+
+
+def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
+    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there."""
+    count = _count("dense_steps", dense_steps, 0)
+    if not callable(density):
+        density = density_at(density)
+    return DenseStart(density, count) if count else density
+
+
+def final_density(schedule: Any, default: float) -> float:
+    """Return the density at which a schedule ends, or ``default`` for a function without an attribute ``density``."""
+    while callable(schedule):
+        schedule = getattr(schedule, "density", default)
+    return float(schedule)
+
+
+def density_at(schedule: Any, step: int | None = None, *, name: str = "density") -> float:
+    """Return the density of a step. Without a step, ``schedule`` must be a number.
+
+    An int is refused, because it could be meant as a number of entries, like ``k``. A function may also return the int
+    1, or an array of one element.
+    """
+    density, got = math.nan, f"{name}={quote(schedule)}"
+    if step is not None and callable(schedule):
+        value = schedule(step)
+        got = f"{name}: the function returned {quote(value)} for step {step}"
+        if not isinstance(value, (bool, str, bytes)):
+            with suppress(*FAULTS):
+                density = float(value)
+    elif not isinstance(schedule, numbers.Integral):
+        density = to_float(schedule)
+    if not 0 < density <= 1:
+        raise InvalidInputError(f"{got}: must be a float in (0, 1], the share of the elements; 1.0 is a dense sum")
+    return density
+
+
+def _count(name: str, value: Any, minimum: int) -> int:
+    if (count := to_int(value, minimum)) is None:
+        raise InvalidInputError(f"{name}={quote(value)}: must be a whole number, at least {minimum}")
+    return count
+
+
+# The recommended setting for training with SGD (docs/choosing.md). "auto" means `ALGORITHM` and `WIRE`.
 DENSITY: Final = Warmup(0.1, 0, dense_steps=100)
 ALGORITHM: Final[AlgorithmName] = "double"
 WIRE: Final[WireName] = "packed_int2"
@@ -56,68 +146,51 @@ class ReducerOptions(CallOptions, total=False):
     on_step: OnStep | None
 
 
-@dataclass(frozen=True)
 class Settings:
-    """The checked options of a `sparsecomm.Reducer`, which documents them.
+    """The options of a `sparsecomm.Reducer`, which documents them, checked and converted.
 
-    Attributes:
-        chunk: ``None`` unless the scope is "chunk".
-
-    Raises:
-        InvalidInputError: an option is out of range, or contradicts another one.
+    ``chunk`` is ``None`` unless the scope is "chunk".
     """
 
-    density: Schedule
-    options: Options
-    scope: str
-    chunk: int | None
-    dense_below: int
-    bucket_bytes: int | None
-    momentum: float
-    masking: bool
-    clip: Clip
-    decay: float
-    skip_nonfinite: bool
-
-    def __post_init__(self) -> None:
-        momentum, decay = to_float(self.momentum), to_float(self.decay)
-        clip = None if self.clip is None else to_float(self.clip)
-        bucket_bytes = None if self.bucket_bytes is None else to_int(self.bucket_bytes, 1) or 0
-        checks = (
-            ("momentum", 0 <= momentum < 1, "must be at least 0 and below 1"),
-            ("clip", clip is None or 0 < clip < math.inf, "must be a norm above 0, or None"),
-            ("decay", 0 < decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
-            ("bucket_bytes", bucket_bytes != 0, "must be a number of bytes, at least 1, or None"),
-        )
-        for name, valid, expected in checks:
+    def __init__(
+        self,
+        density: Schedule,
+        options: Options,
+        scope: str,
+        chunk: int,
+        dense_below: int,
+        bucket_bytes: int | None,
+        momentum: float,
+        masking: bool,
+        clip: Clip,
+        decay: float,
+        skip_nonfinite: bool,
+    ) -> None:
+        first, length = density_at(density, 0), chunk_of(chunk)
+        self.density: Schedule = density if callable(density) else first
+        self.options, self.scope = options, scope
+        self.dense_below = check_layout(scope, dense_below)
+        self.chunk = length if scope == "chunk" else None
+        self.bucket_bytes = None if bucket_bytes is None else to_int(bucket_bytes, 1)
+        self.momentum, self.decay = to_float(momentum), to_float(decay)
+        self.clip = None if clip is None else to_float(clip)
+        self.masking, self.skip_nonfinite = to_bool("masking", masking), to_bool("skip_nonfinite", skip_nonfinite)
+        positive = (self.bucket_bytes is None) == (bucket_bytes is None)
+        for name, value, valid, expected in (
+            ("momentum", momentum, 0 <= self.momentum < 1, "must be at least 0 and below 1"),
+            ("clip", clip, self.clip is None or 0 < self.clip < math.inf, "must be a norm above 0, or None"),
+            ("decay", decay, 0 < self.decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
+            ("bucket_bytes", bucket_bytes, positive, "must be a number of bytes, at least 1, or None"),
+        ):
             if not valid:
-                raise InvalidInputError(f"{name}={quote(getattr(self, name))}: {expected}")
-        if decay < 1 and self.options.algorithm == "dense":
+                raise InvalidInputError(f"{name}={quote(value)}: {expected}")
+        if self.decay < 1 and options.algorithm == "dense":
             raise InvalidInputError(
-                f"decay={quote(self.decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
+                f"decay={quote(decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
-        first = density_at(self.density, 0)
-        chunk = chunk_of(self.chunk)
-        values = {
-            "density": self.density if callable(self.density) else first,
-            "dense_below": check_layout(self.scope, self.dense_below),
-            "chunk": chunk if self.scope == "chunk" else None,
-            "bucket_bytes": bucket_bytes,
-            "momentum": momentum,
-            "masking": to_bool("masking", self.masking),
-            "clip": clip,
-            "decay": decay,
-            "skip_nonfinite": to_bool("skip_nonfinite", self.skip_nonfinite),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def check_dtypes(self, accumulators: Iterable[str]) -> None:
-        """Check that sums of these types can be made.
-
-        Raises:
-            InvalidInputError: the wire format or the algorithm does not support one of them.
-        """
+        """Check that the algorithm and the wire format support sums of these dtypes."""
         for accumulator in accumulators:
             self.options.check(accumulator, by_chunk=self.chunk is not None)
 
@@ -127,11 +200,7 @@ class Settings:
 
 
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `sparsecomm.reducer.layout.layout`, and return ``dense_below`` as an int.
-
-    Raises:
-        InvalidInputError: ``scope`` is not one of ``scopes``, or ``dense_below`` is not a number of elements.
-    """
+    """Check the options of `sparsecomm.reducer.bucket.layout`, and return ``dense_below`` as an int."""
     check_choice("scope", scope, scopes)
     elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):
@@ -140,16 +209,11 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
 
 
 def training_options(options: Options, dtype: str, *, by_chunk: bool) -> Options:
-    """Return the options of a training's sparse calls, with the recommended setting in place of "auto".
+    """Return checked options for sparse calls in a training, with the recommended setting in place of "auto".
 
-    ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, or stays exact for float64 sums.
-    `ALGORITHM` cannot count contributors and cannot select by chunk; in these cases "auto" becomes "fastest", with
-    exact values.
-
-    Args:
-        options: checked options.
-        dtype: type of the sums.
-        by_chunk: whether ranks select by chunk.
+    ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, or stays exact for sums of
+    ``dtype`` "float64". `ALGORITHM` can neither count contributors nor select by chunk; in these cases "auto" becomes
+    "fastest", with exact values.
     """
     if options.algorithm != "auto":
         return options

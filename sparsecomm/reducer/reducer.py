@@ -14,14 +14,11 @@ from sparsecomm.calls.options import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
-from sparsecomm.reducer.bucket import Add, TensorSpec
-from sparsecomm.reducer.connection import Connection
+from sparsecomm.reducer.bucket import Add, NamedTensors, TensorSpec, specs_of
+from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
-from sparsecomm.reducer.layout import NamedTensors, specs_of
-from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Scope, Settings
-from sparsecomm.reducer.rebuild import Rebuilt
-from sparsecomm.reducer.schedule import Schedule, density_at, with_dense_steps
-from sparsecomm.reducer.state import REDUCER, costs_dict, fit, measured_costs
+from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
+from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
 from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
@@ -46,62 +43,60 @@ class Reducer:
                 reducer.push(name, gradient)
             reducer.wait()                                        # the sums have replaced the gradients
 
-    The defaults of ``density``, ``algorithm`` and ``wire`` are the recommended setting for SGD, and train as well as
-    dense gradients in our reports (docs/choosing.md). For a dense baseline, pass ``density=1.0``.
+    The defaults of ``density``, ``algorithm`` and ``wire`` are the recommended setting for SGD (docs/choosing.md). For
+    a dense baseline, pass ``density=1.0``. Calls begin when their tensors are ready, in the same order on all ranks,
+    and overlap with the program. A residual for each tensor, in float32 (float64 for float64), stores what was not
+    sent.
 
-    Calls begin when their tensors are ready, in the same order on all ranks, and overlap with the program (see
-    `isparse_allreduce`). A residual for each tensor, in float32 (float64 for float64), stores what was not sent.
-
-    A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change, and its
-    name is in `Step.without_gradient`. If only some ranks have a gradient, the other ranks contribute zeros and keep
-    their residuals. Each call in which a rank lacks a gradient takes one more round trip.
+    A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change. If only
+    some ranks have a gradient, the other ranks contribute zeros and keep their residuals, and the call takes one more
+    round trip.
 
     All ranks must use the same tensors in the same order, the same settings and the same step; otherwise they raise
     `CollectiveMismatchError`. Several reducers may share a communicator if all ranks use them in the same order.
 
     Args:
         tensors: names and tensors, as a dictionary or as pairs: parameters or gradients. Only their shape, dtype and
-            device are used. A shape without elements is allowed.
+            device are used.
         density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
-            such as `Warmup`. At 1.0 gradients are summed densely and exactly, whatever ``algorithm`` and ``wire`` are,
-            and residuals are flushed. An int is refused, because it could be meant as a number of entries, like ``k``.
+            such as `Warmup`. At 1.0 gradients are summed densely and exactly with any ``algorithm`` and ``wire``, and
+            residuals are flushed.
         dense_steps: number of steps at the beginning with density 1.0. A schedule counts its steps from there.
         comm: as in `sparse_allreduce`.
-        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes. If "double"
-            is not supported (``op="mean_of_contributors"``, ``scope="chunk"``), "auto" selects "fastest".
-        wire: as in `sparse_allreduce`, but with ``algorithm="auto"``, "auto" selects "packed_int2", values of 2 bits;
-            for float64 sums, and where "auto" selects "fastest", exact values.
+        algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
+            "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
+        wire: as in `sparse_allreduce`, but where "auto" selects "double", "auto" selects "packed_int2", values of 2
+            bits, except for float64 sums.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
-        scope: the elements among which entries are selected. "tensor": each tensor, as in Deep Gradient Compression
-            (Lin et al., 2018), with a call for each. "model": all tensors, as in gTop-k (Shi et al., 2019), in one
-            call, which begins when the last gradient is ready. "bucket": buckets of neighbouring tensors, so that calls
-            are large and overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, as in
-            SparseLoCo (Sarfi et al., 2025), in the calls of "bucket"; it has the fastest selection and the shortest
-            indices. Global top-k algorithms select the largest sums of a bucket.
-        chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a tensor may be shorter.
-            ``density * chunk`` entries are selected in each chunk, at least one.
-        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``, in which a
-            backward pass makes gradients. ``None``: large enough that an element costs at most a quarter more
-            than in a very large bucket, by the costs that ``sparsecomm tune`` measured.
+        scope: the elements among which entries are selected. "tensor": each tensor, with a call for each (Lin et al.,
+            Deep Gradient Compression, 2018). "model": all tensors, in one call, which begins when the last gradient is
+            ready (Shi et al., gTop-k, 2019). "bucket": buckets of neighbouring tensors, so that calls are large and
+            overlap with the backward pass. "chunk": every ``chunk`` elements of each tensor, in the calls of "bucket",
+            which has the fastest selection and the shortest indices (Sarfi et al., SparseLoCo, 2025).
+        chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
+            are selected in each chunk, at least one.
+        bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
+            enough that an element costs at most a quarter more than in a very large bucket, by the measured costs.
         dense_below: tensors with fewer elements are summed densely, in one call at the end.
         momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate the velocity of this rank in place
             of the gradient. Use an optimizer without momentum.
         masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
             except in dense sums (Section 3.3).
-        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2), as it would be
-            with dense sums: each rank clips its own gradient, whose norm is taken to be sqrt(P) times that of the mean.
-            Calls begin when the last gradient is ready.
+        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2). Each rank clips
+            its own gradient, whose norm is taken to be sqrt(P) times that of the mean. Calls begin when the last
+            gradient is ready.
         decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
             gradually dropped.
-        skip_nonfinite: for loss scaling. Infinity or NaN on one rank makes the step unusable on all ranks, and at least
-            one result is then not finite on every rank, for all scalers to see. Finite gradients stay in residuals;
-            other gradients are dropped. The same holds for overflows of residuals and sums; entries of residuals that
-            could overflow again are dropped. It costs two more reads of the gradients.
+        skip_nonfinite: for loss scaling. Infinity or NaN on one rank, also by an overflow, makes the step unusable on
+            all ranks, and at least one result is then not finite on every rank. Finite gradients stay in residuals;
+            other gradients, and entries that could overflow again, are dropped. It costs two more reads of the
+            gradients.
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
         counters: totals since the beginning.
         label: a text that must be equal on all ranks, for the steps that begin from now on.
+        weights_checked: the last step before which `check_weights` made its call; ``None``: the next step is due.
 
     Raises:
         InvalidInputError: an argument is out of range.
@@ -131,45 +126,79 @@ class Reducer:
         if on_step is not None and not callable(on_step):
             raise InvalidInputError(f"on_step={quote(on_step)}: must be a function of a number and a dictionary")
         self._on_step, self._comm = on_step, comm
-        self._settings = Settings(
-            with_dense_steps(density, dense_steps),
-            Options.of(algorithm, op, wire),
-            scope,
-            chunk,
-            dense_below,
-            bucket_bytes,
-            momentum,
-            masking,
-            clip,
-            decay,
-            skip_nonfinite,
-        )
+        schedule, options = with_dense_steps(density, dense_steps), Options.of(algorithm, op, wire)
+        sizes, residuals = (scope, chunk, dense_below, bucket_bytes), (momentum, masking, clip, decay)
+        self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite)
         self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
         self._traffic: transport.TrafficCounters | None = None  # its first `_setup` bytes are in `counters`
         self._setup = 0, 0
         self._logged = Counters()  # at the last call of `on_step`
+        self.weights_checked: int | None = None
         self.label = ""
         self.place(tensors)
 
     def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
-        """Replace ``tensors``, before the first step: frameworks move parameters to other devices.
-
-        ``comm``: also replaces the communicator, unless it is ``None``.
-        """
+        """Replace ``tensors``, and ``comm`` unless it is ``None``, before the first step."""
         specs = specs_of(tensors)
         self._settings.check_dtypes({spec.accumulator.name for spec in specs.values()})
         self._comm = self._comm if comm is None else comm
         self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
         self._open = self._begin(0)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
+        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
+
+    # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
+
+    def check_weights(self, every: int | None, tensors: Callable[[], Mapping[str, object]]) -> None:
+        """Before the first gradient of a step, call `sparsecomm.check_weights` if it is due. Collective then.
+
+        It is due in the first step, in the first step after `load_state_dict` or `rebuild`, and in all steps whose
+        number is a multiple of ``every``. 0: in the first steps only; ``None``: never.
+        """
+        with self._lock:
+            first = self.weights_checked is None
+            due = first or (every and self.step % every == 0 and self.weights_checked != self.step)
+            if every is None or not due or self.pending or self._connect().size == 1:
+                return
+            try:
+                compare_weights(tensors(), lambda make: cast("WeightComparison", self.opening_call("weights", make)[0]))
+            except WeightMismatchError:
+                self._open.opening.clear()  # so that the next call compares again
+                raise
+
+    def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
+        """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.
+
+        After an interrupt call this again: it waits for the same call. If an opening call fails, all are forgotten, so
+        that the ranks begin with the first one again.
+        """
+        with self._lock:
+            ranks, opening = self._connect(), self._open.opening
+            if name not in opening:
+                task = make(ranks)
+                opening[name] = self._connection.queue.submit(task), task
+            handle, task = opening[name]
+            try:
+                return task, handle.wait()
+            except BaseException:
+                if handle.error is not None:
+                    opening.clear()
+                raise
+
+    def end_opening(self) -> None:
+        """Forget the opening calls, which have all succeeded. The first gradient does this, too."""
+        with self._lock:
+            if "weights" in self._open.opening:
+                self.weights_checked = self.step
+            self._open.opening.clear()
 
     def push(self, name: str, gradient: object, out: object = None) -> None:
         """Push a tensor's gradient of this step. Do not change it until `wait` returns.
 
         Args:
-            name: of a tensor.
+            name: the tensor's name.
             gradient: of the tensor's shape, as in `sparse_allreduce`. ``None``, or no push: this rank has no gradient.
             out: output for the sum; ``None``: ``gradient``. It is not written if no rank has a gradient.
 
@@ -190,19 +219,10 @@ class Reducer:
             self._open.start_ready()
 
     def push_with(self, name: str, x: object, add: Add) -> None:
-        """Push a value that ``add`` computes from ``x``. The sum is in `Step.left`.
+        """Push a value that ``add`` computes from ``x``, as in `push`. The sum is in `Step.left`.
 
-        The value is added to the residual at once, without memory of its own, and ``x`` may be changed afterwards. With
-        momentum or clipping it is computed into new memory.
-
-        Args:
-            name: of a tensor.
-            x: of the tensor's shape; ``None``: this rank has no gradient.
-            add: ``add(backend, x, residual, decay, if_finite)`` sets residual = decay * residual + value, unless
-                ``if_finite`` and the value is not finite, and returns whether it did.
-
-        Raises:
-            InvalidInputError: as `push`.
+        The value is added to the residual at once, so ``x`` may be changed afterwards. With momentum or clipping it is
+        computed into new memory.
         """
         with self._lock:
             spec, s = self._begin_push(name), self._settings
@@ -219,19 +239,12 @@ class Reducer:
             self._open.start_ready()
 
     def pushed(self, name: str) -> bool:
-        """Return whether a tensor was pushed in this step, for example before an exception of a signal handler.
-
-        Raises:
-            InvalidInputError: there is no such tensor.
-        """
+        """Return whether a tensor was pushed in this step, for example before an exception of a signal handler."""
         with self._lock:
             return self._spec(name).name in self._open.pushed
 
     def start_ready(self) -> None:
-        """Start the calls of complete buckets, which an interrupt of a push may have prevented.
-
-        `wait` does this, too. `sparsecomm.LocalSteps` makes other calls before it waits.
-        """
+        """Start the calls of complete buckets, which an interrupt of a push may have prevented. `wait` does so, too."""
         with self._lock:
             self._open.start_ready()
 
@@ -239,14 +252,12 @@ class Reducer:
         """Wait for the sums of all tensors, and end the step. This rank has no gradient for tensors not pushed.
 
         Args:
-            accept: for optimizers with ``skip_nonfinite``: a function of `Step.left` and of the largest magnitude in
-                all sums, which is called if all sums are finite. If it returns False, the step is not usable, and all
-                gradients stay in the residuals. It must return the same on all ranks, and may be called again.
+            accept: with ``skip_nonfinite``, decides whether finite sums are usable, from `Step.left` and the largest
+                magnitude in all sums. It must return the same on all ranks, and may be called again.
 
         Raises:
             SparseCommError: a call failed, as in `sparse_allreduce`. Its gradients are in the residuals. Sums of other
-                calls were written and count, except with ``skip_nonfinite``: see `unsummed`. You may begin the next
-                step.
+                calls count, except with ``skip_nonfinite``: see `unsummed`. You may begin the next step.
         """
         with self._lock:
             self._prepare()
@@ -277,57 +288,53 @@ class Reducer:
             self.push(name, gradient)
         return self.wait()
 
-    # -- before the first gradient of a step --------------------------------------------------------------------------
+    def _begin_push(self, name: str) -> TensorSpec:
+        """Check that a tensor may be pushed now."""
+        spec = self._spec(name)
+        self._prepare()
+        if name in self._open.pushed:
+            raise InvalidInputError(
+                f"{self._who}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
+                "step, and add up the parts of a gradient before you push it"
+            )
+        return spec
 
-    def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
-        """Make a call before the first gradient of a step, once until `end_opening`. Collective.
+    def _prepare(self) -> None:
+        """Prepare the first gradient of a step. The density comes first: if the schedule fails, nothing has changed."""
+        if self._open.pushed:
+            return
+        with Opened():  # a schedule is the user's function
+            density = self.density
+        self._open.density, self._open.label = density, self.label
+        self._connect()
+        connection = self._connection
+        if any(bucket.planned(connection.queue, density) is None for bucket in connection.buckets.all):
+            connection.measure_costs()
+        self.end_opening()
 
-        After an interrupt call this again: it waits for the same call. If an opening call fails, all opening calls are
-        forgotten, so that the ranks begin with the first one again.
+    def _connect(self) -> transport.Transport:
+        """Return the transport. There are buckets then."""
+        return self._connection.transport or self._connection.connect()
 
-        Args:
-            name: of the call.
-            make: returns the call.
+    def _idle(self, method: str) -> transport.Transport:
+        """Return the transport, and check that no step has begun."""
+        if self._open.pushed:
+            raise InvalidInputError(
+                f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
+            )
+        return self._connect()
 
-        Returns:
-            The call and its result.
+    def _spec(self, name: str) -> TensorSpec:
+        if not isinstance(name, str) or name not in self._specs:
+            raise InvalidInputError(
+                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
+                f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
+            )
+        return self._specs[name]
 
-        Raises:
-            SparseCommError: the call failed.
-        """
-        with self._lock:
-            ranks = self._connect()
-            return self._open.opening_call(name, lambda: make(ranks))
-
-    def end_opening(self) -> None:
-        """Forget the opening calls. All of them have succeeded."""
-        with self._lock:
-            self._open.end_opening()
-
-    def check_weights(self, tensors: Mapping[str, object]) -> None:
-        """Call `sparsecomm.check_weights` as an opening call. If weights differ, the next call compares them again."""
-        with self._lock:
-            if self._connect().size > 1:
-                try:
-                    compare_weights(
-                        tensors, lambda make: cast("WeightComparison", self.opening_call("weights", make)[0])
-                    )
-                except WeightMismatchError:
-                    self._open.end_opening()
-                    raise
-
-    def sum_of_squares(self, name: str, gradient: object) -> float:
-        """Return the sum of the squares of a gradient's elements, of this rank.
-
-        Raises:
-            InvalidInputError: as `push`.
-        """
-        with self._lock:
-            spec = self._spec(name)
-            self._connect()
-            t, bucket = spec.tensor(gradient, f"{self._who}{name}"), self._connection.buckets.by_name[name]
-            with bucket.on_stream(t):
-                return bucket.sum_of_squares(t)
+    @property
+    def _who(self) -> str:
+        return "" if self._connection.transport is None else f"rank {self._connection.transport.rank}: "
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
@@ -335,8 +342,8 @@ class Reducer:
         """Continue with the ranks of another communicator, for example from `shrink` or `grow`. Collective over them.
 
         This rank keeps its residuals, velocities, settings and counters. A step that has begun is abandoned: the
-        gradients that were not summed go to the residuals. Afterwards all ranks have the same next step and the same
-        buckets, and means are over the new ranks. If this fails because another rank died, shrink and call it again.
+        gradients that were not summed go to the residuals. If this fails because another rank died, shrink and call it
+        again.
 
         Args:
             comm: as in the constructor.
@@ -344,14 +351,14 @@ class Reducer:
                 one rank must not join. You must broadcast weights and the optimizer's state.
 
         Returns:
-            The ranks that were lost or joined. It is also logged and counted.
+            The ranks that were lost or joined, which are also logged and counted.
 
         Raises:
             InvalidInputError: all ranks join, or ``comm`` is not supported.
             CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
         """
         with self._lock:
-            now = self._open
+            now, self.weights_checked = self._open, None
             if now.pushed:
                 now.abandon()
                 after = self._begin(now.number + 1, None, now.unsummed)
@@ -370,89 +377,56 @@ class Reducer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state: NumPy arrays, numbers, lists and strings.
+        """Return this rank's state: NumPy arrays, numbers, lists and strings. Each rank saves its own.
 
-        Each rank saves its own. The state contains the world size; `reshard` makes states for another one. It also
-        contains the measured links, so that "auto" chooses the same after a resume; remove ``state["costs"]`` to
-        measure them again. What algorithms keep from step to step is dropped here, so that a resumed run computes the
-        same as this one; the next step takes two more round trips.
+        `reshard` makes states for another world size. The state contains the measured links, so that "auto" chooses the
+        same after a resume; set ``state["costs"]`` to ``None`` to measure them again. What algorithms keep from step to
+        step is dropped here, so that a resumed run computes the same; the next step takes two more round trips.
 
         Raises:
             InvalidInputError: a step has begun.
         """
         with self._lock:
-            transport, buckets = self._idle("state_dict"), self._connection.buckets
-            residuals, velocities = buckets.to_host()
-            buckets.forget_calls()
-            return REDUCER.state(
-                transport,
-                {
-                    "residuals": residuals,
-                    "velocities": velocities,
-                    "step": self.step,
-                    "order": None,
-                    "bucket_bytes": buckets.bucket_bytes,
-                    "costs": costs_dict(self._connection.queue.measured),
-                },
-            )
+            return REDUCER.state(self._idle("state_dict"), fields_of(self._connection, self.step))
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
 
-        Collective: all ranks load, or none. The states must be of one step. Any exception while a state is read, on any
-        rank, is treated as a state that does not fit, but an interrupt (Ctrl-C) is raised unchanged.
+        Collective: all ranks load, or none. The states must be of one step.
 
         Raises:
-            InvalidInputError: the state does not fit on some rank. The message names the rank, the key, the value and
-                the expected value. Nothing has changed on any rank.
-            CollectiveMismatchError: another rank makes another call.
-            TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+            InvalidInputError: the state does not fit on some rank, or reading it raised an exception. Nothing has
+                changed on any rank.
+            CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
         """
         self.load_with(lambda undo: self.prepare_state(state))
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
-        """Load a state that extends a reducer's state, on all ranks or on none. Collective.
+        """Load a state that extends a reducer's state: see `sparsecomm.states.loading.load`. Collective.
 
-        Args:
-            prepare: see `sparsecomm.states.loading.load`; it calls `prepare_state`.
-            keys: keys that it adds to the comparison.
+        ``prepare`` calls `prepare_state`, and adds ``keys`` to the comparison.
         """
         with self._lock:
             transport = self._idle("load_state_dict")
             load(transport, f"Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
 
     def prepare_state(self, state: State, schema: Schema = REDUCER) -> Prepared:
-        """Convert and check a state for `load_with`. Nothing is sent, and nothing changes.
-
-        Args:
-            state: see `load_state_dict`.
-            schema: `REDUCER`, or an extension of it.
-
-        Raises:
-            InvalidInputError: the state does not fit.
-        """
+        """Convert and check a state for `load_with`, by `REDUCER` or an extension of it. Nothing changes yet."""
         with self._lock:
-            read = schema.read_own(state, self._idle("load_state_dict"))
-            found = fit(read, self._specs, bool(self._settings.momentum))
-            buckets = self._connection.new_buckets(found["bucket_bytes"])
-            buckets.fill(found["residuals"], found["velocities"])
-
-        costs = None if found["costs"] is None else measured_costs(found["costs"])
+            found = schema.read_own(state, self._idle("load_state_dict"))
+            buckets = buckets_of(found, self._connection)
+        costs = measured_costs(found["costs"])
 
         def commit() -> None:
             self._connection.buckets = buckets
             if costs is not None:
                 self._connection.queue.use_measured(costs)
-            self._open = self._begin(found["step"])
+            self._open, self.weights_checked = self._begin(found["step"]), None
 
         return Prepared({key: found[key] for key in REDUCER.keys}, commit, found)
 
     def residual(self, name: str) -> Array:
-        """Return the residual of a tensor: a view of its shape, on its device, which changes with every step.
-
-        Raises:
-            InvalidInputError: there is no such tensor.
-        """
+        """Return the residual of a tensor: a view of its shape, on its device, which changes with every step."""
         with self._lock:
             spec = self._spec(name)
             self._connect()
@@ -480,8 +454,7 @@ class Reducer:
         Call it on all ranks: each has its own residuals, and with some algorithms ("double") also stores sums of what
         other ranks have sent.
 
-        Args:
-            names: of the tensors; ``None``: all.
+        ``None``: of all tensors.
 
         Raises:
             InvalidInputError: a step has begun, or there is no tensor of such a name. Nothing has changed.
@@ -494,20 +467,33 @@ class Reducer:
                 for name in selected:
                     self._connection.buckets.by_name[name].discard(name)
 
+    def sum_of_squares(self, name: str, gradient: object) -> float:
+        """Return the sum of the squares of this rank's gradient."""
+        with self._lock:
+            spec = self._spec(name)
+            self._connect()
+            t, bucket = spec.tensor(gradient, f"{self._who}{name}"), self._connection.buckets.by_name[name]
+            with bucket.on_stream(t):
+                return bucket.sum_of_squares(t)
+
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Return a table for this rank.
+        """Return a table for this rank: means per step, algorithms and wire formats, and traffic per peer.
 
-        - Means per step, and the bytes of dense sums.
-        - "set-up": all bytes sent to measure links and to agree with other ranks. The bytes per step exclude them.
-        - The algorithms and wire formats of the calls, and the costs by which they were chosen.
-        - The bytes and the rate per peer, if the transport knows them, of all calls on the communicator. Over MPI the
-          rate is a lower bound: bytes sent, divided by the time in which messages of the peer were waited for.
+        "set-up" is all bytes sent to measure links and to agree with other ranks; the bytes per step exclude them. Over
+        MPI, rates are lower bounds: bytes sent, divided by the time in which messages of the peer were waited for.
         """
         with self._lock:
             self.count_setup()
             return "\n".join([str(self.counters), *self.report_lines()])
+
+    def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
+        """Return the lines of the report below the counters, for this reducer and others on the communicator."""
+        with self._lock:
+            connected = [r._connection for r in (self, *others) if r._connection.transport is not None]
+            plans = [bucket.latest for connection in connected for bucket in connection.buckets.all]
+            return plan_lines(plans) + peer_lines(self._connection.transport)
 
     def count_setup(self) -> None:
         """Add the bytes sent and received on the communicator outside of sums since the last time."""
@@ -519,19 +505,10 @@ class Reducer:
         self.counters.setup_sent += self._setup[0] - sent
         self.counters.setup_received += self._setup[1] - received
 
-    def report_lines(self, others: Sequence[Reducer] = ()) -> list[str]:
-        """Return the lines of the report below the counters, for this reducer and others on the communicator."""
-        with self._lock:
-            connected = [r._connection for r in (self, *others) if r._connection.transport is not None]
-            transport = self._connection.transport
-            lines = plan_lines(bucket.latest for connection in connected for bucket in connection.buckets.all)
-            return lines + ([] if transport is None else peer_lines(transport))
-
     def __repr__(self) -> str:
         transport, elements = self._connection.transport, sum(spec.size for spec in self._specs.values())
         where = "not connected yet" if transport is None else f"rank {transport.rank} of {transport.size}"
-        s = self._settings
-        o = s.options
+        s, o = self._settings, self._settings.options
         return (
             f"Reducer({len(self._specs)} tensors of {elements:,} elements, density={s.density!r}, "
             f"algorithm={o.algorithm!r}, op={o.op!r}, wire={o.wire!r}, scope={s.scope!r}; "
@@ -574,54 +551,3 @@ class Reducer:
     def pending(self) -> bool:
         """Whether gradients were pushed since the last `wait`."""
         return bool(self._open.pushed)
-
-    # -- helpers ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
-
-    def _prepare(self) -> None:
-        """Prepare the first gradient of a step. The density comes first: if the schedule fails, nothing has changed."""
-        first = not self._open.pushed
-        if first:
-            with Opened():  # a schedule is the user's function
-                density = self.density
-            self._open.density, self._open.label = density, self.label
-        self._connect()
-        if first:
-            self._connection.measure_costs(self._open.density)
-
-    def _connect(self) -> transport.Transport:
-        """Return the transport. There are buckets then."""
-        return self._connection.transport or self._connection.connect()
-
-    @property
-    def _who(self) -> str:
-        return "" if self._connection.transport is None else f"rank {self._connection.transport.rank}: "
-
-    def _begin_push(self, name: str) -> TensorSpec:
-        """Check that a tensor may be pushed now."""
-        spec = self._spec(name)
-        self._prepare()
-        if name in self._open.pushed:
-            raise InvalidInputError(
-                f"{self._who}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
-                "step, and add up the parts of a gradient before you push it"
-            )
-        return spec
-
-    def _spec(self, name: str) -> TensorSpec:
-        if not isinstance(name, str) or name not in self._specs:
-            raise InvalidInputError(
-                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
-                f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
-            )
-        return self._specs[name]
-
-    def _idle(self, method: str) -> transport.Transport:
-        """Return the transport, and check that no step has begun."""
-        if self._open.pushed:
-            raise InvalidInputError(
-                f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
-            )
-        return self._connect()

@@ -1,23 +1,22 @@
-"""The state dict of a `Reducer`: its fields, and the checks against the tensors of the reducer that loads it."""
+"""`REDUCER`: the state dict of a `Reducer`, and the checks against the tensors of the reducer that loads it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple
-from typing import Any, TypeAlias
+from typing import Any
 
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.states.loading import DAMAGED, as_float, reading
+from sparsecomm.reducer.connection import Buckets, Connection
+from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tuning.profile import KnownCosts, measured
 
-__all__ = ["REDUCER", "costs_dict", "fit", "measured_costs", "read_arrays"]
-
-CostsDict: TypeAlias = dict[str, "list[float] | None"]  # alpha, beta and gap of each link
+__all__ = ["REDUCER", "buckets_of", "fields_of", "measured_costs", "read_arrays"]
 
 _LINKS = ("link", "node")  # between nodes, and inside a node
 _ADVICE = "build the same model with the same settings (velocities require momentum), or rename its entries"
@@ -52,37 +51,39 @@ REDUCER = Schema(
 )
 
 
-def fit(found: Mapping[str, Any], specs: Mapping[str, TensorSpec], momentum: bool) -> StateDict:
-    """Check the fields of a state against the tensors of a reducer, and return them with flat arrays.
+def fields_of(connection: Connection, step: int) -> StateDict:
+    """Return the fields of a reducer's state. What algorithms keep from call to call is forgotten."""
+    buckets, known = connection.buckets, connection.queue.measured
+    residuals, velocities = buckets.to_host()
+    buckets.forget_calls()
+    costs = None  # alpha, beta and gap of each link, if the ranks have measured them
+    if known is not None:
+        links = [(name, getattr(known.costs, name)) for name in _LINKS]
+        costs = {name: None if link is None else list(astuple(link)) for name, link in links}
+    return {
+        "residuals": residuals,
+        "velocities": velocities,
+        "step": step,
+        "order": None,
+        "bucket_bytes": buckets.bucket_bytes,
+        "costs": costs,
+    }
 
-    Args:
-        found: the fields, as `REDUCER` read them.
-        specs: the tensors of the reducer, by name.
-        momentum: whether the reducer has velocities.
 
-    Returns:
-        The fields. Arrays have the accumulator dtype, and may be views of the state's arrays.
-
-    Raises:
-        InvalidInputError: the state belongs to other tensors.
-    """
+def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
+    """Return buckets with the residuals and velocities of a state that `REDUCER` has read."""
+    specs, momentum = connection.specs, connection.settings.momentum
     residuals = read_arrays(found["residuals"], specs, "residuals", _ADVICE, copy=False)
     velocities = read_arrays(found["velocities"], specs if momentum else {}, "velocities", _ADVICE, copy=False)
-    if found["order"] is not None and sorted(found["order"]) != sorted(specs):
-        raise InvalidInputError(f"state: its order has other names than its residuals; {DAMAGED}")
-    return {**found, "residuals": residuals, "velocities": velocities}
+    buckets = connection.new_buckets(found["bucket_bytes"])
+    buckets.fill(residuals, velocities)
+    return buckets
 
 
-def costs_dict(used: KnownCosts | None) -> CostsDict | None:
-    """Return the costs of the links that the ranks measured, for a state; ``None`` if they did not measure."""
-    if used is None:
+def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
+    """Return the costs of a state, if the ranks had measured them."""
+    if costs is None:
         return None
-    links = [(name, getattr(used.costs, name)) for name in _LINKS]
-    return {name: None if link is None else list(astuple(link)) for name, link in links}
-
-
-def measured_costs(costs: CostsDict) -> KnownCosts:
-    """Return the costs that `costs_dict` converted."""
     link, node = (None if (numbers := costs[name]) is None else Link(*map(float, numbers)) for name in _LINKS)
     return measured(link, node)
 
@@ -93,14 +94,10 @@ def read_arrays(
     """Return the arrays of a state as flat arrays of the accumulator dtype, by name.
 
     Args:
-        arrays: the arrays by name, as the state contains them.
-        specs: the tensors that they belong to, by name.
-        key: the key of the arrays in the state.
+        arrays: the arrays by name, as the state contains them under ``key``.
+        specs: the tensors by name.
+        key, copy: see `as_float`.
         advice: tells the user how to get the expected names.
-        copy: see `as_float`.
-
-    Raises:
-        InvalidInputError: they have other names, dtypes or shapes than the tensors.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())

@@ -1,4 +1,4 @@
-"""One step of a reducer: gradients come in, calls of complete buckets begin, and sums come out."""
+"""`OpenStep`: one step of a reducer. `Step`: its outcome. `BucketCall`: the call that sums a bucket."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sparsecomm.reducer.counters import Counters
 from sparsecomm.tensors.interop import CPU, Tensor
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
-__all__ = ["Accept", "OpenStep", "Step", "error_of"]
+__all__ = ["Accept", "BucketCall", "OpenStep", "Step", "error_of"]
 
-# Decides whether a step counts, from its sums by name and the largest magnitude in them.
+# Decides whether a step counts, given its sums by name and the largest magnitude in them.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
 _ABSENCE = 1 << 19  # the round number of the exchange of absent gradients; the rounds of algorithms have lower ones
@@ -32,8 +32,7 @@ class Step:
     """The outcome of a step.
 
     Attributes:
-        number: of the step, from 0.
-        density: the density of the step.
+        number, density: the number of the step, from 0, and its density.
         usable: if False, apply nothing: a gradient was not finite on some rank (with ``skip_nonfinite``), or the step
             would make a sum, a parameter or the optimizer's state infinite.
         left: sums without an ``out``: of tensors for which another rank had a gradient and this rank had none.
@@ -58,9 +57,10 @@ class OpenStep:
     exception has interrupted them.
 
     Attributes:
-        number: of the step.
+        number: the number of the step.
         before: the outcome of the previous step; ``None``: it failed, or there was none.
         unsummed_before: names of tensors that the previous step has not summed.
+        opening: calls before the first gradient, by name: see `Reducer.opening_call`.
         density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
         unsummed: after `settle`: names of tensors that this step has not summed.
@@ -83,8 +83,8 @@ class OpenStep:
         self._clips = connection.settings.clip is not None
         self.pushed: dict[str, Tensor | None] = {}
         self.unsummed: tuple[str, ...] = ()
-        self._calls: list[tuple[Handle, _BucketCall]] = []
-        self._opening: dict[str, tuple[Handle, Task]] = {}
+        self.opening: dict[str, tuple[Handle, Task]] = {}
+        self._calls: list[tuple[Handle, BucketCall]] = []
         for bucket in self._buckets:
             bucket.begin()
 
@@ -92,29 +92,10 @@ class OpenStep:
     def _buckets(self) -> list[Bucket]:
         return [] if self._connection.transport is None else self._connection.buckets.all
 
-    # -- before the first gradient ------------------------------------------------------------------------------------
-
-    def opening_call(self, name: str, make: Callable[[], Task]) -> tuple[Task, SparseVector]:
-        """Make a call once: see `Reducer.opening_call`."""
-        if name not in self._opening:
-            task = make()
-            self._opening[name] = self._connection.queue.submit(task), task
-        handle, task = self._opening[name]
-        try:
-            return task, handle.wait()
-        except BaseException:
-            if handle.error is not None:
-                self._opening.clear()
-            raise
-
-    def end_opening(self) -> None:
-        """Forget the opening calls."""
-        self._opening.clear()
-
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
-        """Take a gradient: see `Bucket.take`. With clipping, it is added when all gradients are there.
+        """Take a gradient: see `Bucket.take`. With clipping, it is added when all gradients have been pushed.
 
         ``out``: the output for the sum.
         """
@@ -128,13 +109,13 @@ class OpenStep:
         self._counters.accumulate += time.perf_counter() - start
 
     def take_rest(self) -> None:
-        """Record that this rank has no gradient for the tensors that were not pushed."""
+        """Record that this rank has no gradient for tensors that were not pushed."""
         for name, spec in self._connection.specs.items():
             if name not in self.pushed:
                 self.take(spec, None)
 
     def _add_clipped(self) -> None:
-        """Clip all gradients of this step, and add those that were not added yet."""
+        """Clip all gradients of this step, and add them unless they were added before an interrupt."""
         connection, s, start = self._connection, self._settings, time.perf_counter()
         by_name, squares = connection.buckets.by_name, 0.0
         for name, t in self.pushed.items():
@@ -156,7 +137,7 @@ class OpenStep:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def start_ready(self) -> None:
-        """Start the calls of complete buckets in their order. After an interrupt, call this again."""
+        """Start the calls of complete buckets, in the order of the buckets."""
         connection, buckets = self._connection, self._buckets
         if self._clips and len(self.pushed) == len(connection.specs) and len(self._calls) < len(buckets):
             self._add_clipped()
@@ -164,14 +145,11 @@ class OpenStep:
             position = len(self._calls)
             text = f"{position} {self.number} {self.label}"
             label = zlib.crc32(text.encode(), connection.buckets.label) or 1
-            call = _BucketCall(connection, buckets[position], self.density, label, self._counters)
+            call = BucketCall(connection, buckets[position], self.density, label, self._counters)
             self._calls.append((connection.queue.submit(call), call))
 
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
-        """Wait for the step's calls. An interrupt ends the wait: call this again.
-
-        Args:
-            accept: as in `Reducer.wait`.
+        """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
 
         Returns:
             The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
@@ -212,24 +190,22 @@ class OpenStep:
                 bucket.add_deferred()
 
 
-class _BucketCall(SumCall):
+class BucketCall(SumCall):
     """The call that sums a bucket.
 
     A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
     mark when the algorithm returns, and then exchange which gradients are absent, in one more round trip.
 
     Attributes:
-        names: of the bucket's tensors.
+        names: names of the bucket's tensors.
         largest: the largest magnitude of the result, if it was computed.
         finite: whether the result is finite, the same on all ranks. It stays True for dense sums without
-            ``skip_nonfinite``, of which nothing remains in residuals. With ``skip_nonfinite``, `settle` updates the
-            residual.
+            ``skip_nonfinite``, which leave nothing in residuals.
         left: results of tensors without an output, by name.
         without_gradient: names for which no rank has a gradient.
     """
 
     def __init__(self, connection: Connection, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
-        """Prepare the call of a bucket whose gradients are complete."""
         assert connection.transport is not None
         plan, within = bucket.plan(connection.transport, connection.queue, density), None
         with bucket.on_stream(bucket.last):
@@ -272,7 +248,7 @@ class _BucketCall(SumCall):
         return result
 
     def _gather_absent(self) -> frozenset[str]:
-        """Return the names for which no rank has a gradient. All ranks call it."""
+        """Return the names for which no rank has a gradient. Collective."""
         bits = [name in self._absent for name in self.names]
         words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
         common = [-1] * len(words)
@@ -281,11 +257,7 @@ class _BucketCall(SumCall):
         return frozenset(name for i, name in enumerate(self.names) if common[i // 64] >> i % 64 & 1)
 
     def settle(self, *, usable: bool) -> None:
-        """Update the residual after a successful call with ``skip_nonfinite``. Other calls have done so.
-
-        Args:
-            usable: the result is applied, on all ranks.
-        """
+        """With ``skip_nonfinite``, update the residual. ``usable``: the result is applied, on all ranks."""
         result, bucket, start = self._result, self._bucket, time.perf_counter()
         if result is None:
             return

@@ -1,12 +1,10 @@
-"""Load a state on all ranks or on none: `load` has three steps.
+"""`load`: load a state on all ranks or on none, in three steps.
 
 1. **Prepare.** Each rank reads, converts and checks its state in new memory. Any change that this step makes can be
    undone. A rank that raises an exception (or is interrupted by Ctrl-C) still takes part in step 2.
 2. **Compare.** The ranks gather the values that must be equal on all ranks: numbers as text, and checksums of
    everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
-
-No signal handler runs between the comparison and the commit (`sparsecomm.signals`).
 """
 
 from __future__ import annotations
@@ -68,9 +66,8 @@ def load(
     """Load a state on all ranks, or on none. Collective.
 
     Args:
-        transport: the transport of the ranks that take part.
-        label: identifies the call; the same on all ranks.
-        keys: the keys of ``Prepared.common``; the same on all ranks.
+        transport: the ranks that take part.
+        label, keys: identify the call, the same on all ranks; ``keys`` are those of ``Prepared.common``.
         prepare: reads the state: step 1 above. Before it changes anything, it appends a function that undoes the change
             to its argument.
         action: the action in words, for error messages.
@@ -86,13 +83,12 @@ def load(
         CollectiveMismatchError: another rank makes another call. Nothing has changed on this rank.
         TimeoutError, RankFailedError, TransportError: see `sparse_allreduce`.
     """
-    queue, rank = queue_of(transport), transport.rank
-    queue.refuse_within_call()
+    rank = transport.rank
+    queue_of(transport).refuse_within_call()
     undo: Undo = []
     prepared: Prepared | None = None
     refused: BaseException | None = None
     pending: Interrupts = [] if interrupts is None else interrupts
-    gather = _new_gather(transport, 1, f"load {label} {[*keys]}", pending)  # before anything changes
     try:
         with Opened():  # it reads files, and runs the code of users
             prepared = prepare(undo)
@@ -100,7 +96,10 @@ def load(
     except BaseException as error:  # other ranks wait for this one
         refused = _with_rank(error, rank, action)
         lines = [error_text(refused)[:_MAX_ERROR] or "no message"]
-    lines_of, failed = _gather_lines(gather, lines, pending)
+    try:
+        lines_of, failed = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
+    except BaseException as error:
+        lines_of, failed = [], error
     if lines_of:
         decided = refused or _compare(lines_of, keys, rank, action)
         loads, failed = decided is None, failed or decided
@@ -125,55 +124,36 @@ def load(
 
 
 def _gather_lines(
-    first: WordsGather, lines: Sequence[str], interrupts: Interrupts
+    transport: Transport, label: str, lines: Sequence[str], interrupts: Interrupts
 ) -> tuple[list[list[str]], BaseException | None]:
-    """Return the lines of each rank, or nothing if they could not be gathered; and an error.
-
-    Args:
-        first: the call in which the ranks gather the lengths of their texts. Another one gathers the texts.
-        lines: the lines of this rank.
-        interrupts: see `load`.
-    """
+    """Return the lines of each rank, or nothing if they could not be gathered; and an error."""
     printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     data = "\n".join(printable).encode()
-    first.words = [len(data)]
-    failed = _wait(first, interrupts)
-    if not first.succeeded:
+    lengths, failed = _gather(transport, label, [len(data)], interrupts)
+    if not lengths:
         return [], failed
-    size = -(-max(first.words) // 8) * 8
-    try:
-        second = _new_gather(first.transport, size // 8, "lines", interrupts)
-    except BaseException as error:
-        return [], error
-    second.words = np.frombuffer(data.ljust(size), "<u8").tolist()
-    failed = _wait(second, interrupts) or failed
-    if not second.succeeded:
-        return [], failed
-    texts = np.array(second.words, "<u8").tobytes()
-    return [texts[size * i : size * i + length].decode().split("\n") for i, length in enumerate(first.words)], failed
+    size = -(-max(lengths) // 8) * 8
+    words, error = _gather(transport, "lines", np.frombuffer(data.ljust(size), "<u8").tolist(), interrupts)
+    texts = np.array(words, "<u8").tobytes()
+    found = [texts[size * i : size * i + length].decode() for i, length in enumerate(lengths)] if words else []
+    return [text.split("\n") for text in found], error or failed
 
 
-def _new_gather(transport: Transport, count: int, label: str, interrupts: Interrupts) -> WordsGather:
-    """Return a call that gathers ``count`` words of each rank. If it is interrupted, try again: other ranks wait."""
-    for _ in range(2):
-        try:
-            return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
-        except BaseException as error:  # noqa: PERF203
-            interrupts.append(error)
-    return WordsGather(transport, [0] * count, zlib.crc32(label.encode()) or 1)
-
-
-def _wait(call: WordsGather, interrupts: Interrupts) -> BaseException | None:
-    """Make a call, and return its error. Append interrupts of the wait, which continues."""
-    handle = queue_of(call.transport).submit(call)
+def _gather(
+    transport: Transport, label: str, words: list[int], interrupts: Interrupts
+) -> tuple[list[int], BaseException | None]:
+    """Return the words of all ranks, or nothing if they could not be gathered; and an error."""
+    call = WordsGather(transport, words, zlib.crc32(label.encode()) or 1)
+    handle, failed = queue_of(transport).submit(call), None
     while True:
         try:
             handle.wait()
-            return None
-        except BaseException as error:  # noqa: PERF203
-            if handle.error is error:
-                return error
-            interrupts.append(error)
+        except BaseException as error:
+            if handle.error is not error:  # of a signal handler; continue to wait
+                interrupts.append(error)
+                continue
+            failed = error
+        return (call.words if call.succeeded else []), failed
 
 
 def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
@@ -190,12 +170,7 @@ def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, action: 
 
 
 def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
-    """Return an error that names the first rank whose text is not that of rank 0, or ``None``.
-
-    Args:
-        key: the key of the values.
-        texts: `compared_text` of the value of each rank.
-    """
+    """Return an error that names the first rank whose `compared_text` is not that of rank 0, or ``None``."""
     for rank, text in enumerate(texts):
         if text != texts[0]:
             return InvalidInputError(
@@ -206,11 +181,7 @@ def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
 
 
 def compared_text(value: object) -> str:
-    """Return a short text that differs if values differ: a number, or the checksum of a plain value.
-
-    Raises:
-        InvalidInputError: the value is not a plain value.
-    """
+    """Return a short text that differs if values differ: a number, or the checksum of a plain value."""
     if type(value) is float or (type(value) is int and abs(value) < 1 << 64):
         return repr(value)
     return f"checksum {checksum(value):016x}"
@@ -221,11 +192,7 @@ def compared_text(value: object) -> str:
 
 @contextmanager
 def reading(key: str, expected: str) -> Iterator[None]:
-    """Convert any exception raised in this context into an error that names the part of a state that is read.
-
-    Raises:
-        InvalidInputError: an exception was raised.
-    """
+    """Convert any exception in this context into an `InvalidInputError` that names the part of a state being read."""
     try:
         yield
     except InvalidInputError:
@@ -239,14 +206,7 @@ def reading(key: str, expected: str) -> Iterator[None]:
 def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: bool = True) -> Array:
     """Return the elements of a state's array as a flat NumPy array of ``dtype``'s accumulator dtype.
 
-    Args:
-        value: the array.
-        key: its key in the state, for error messages.
-        shape, dtype: the expected shape, and the dtype of the tensor that it belongs to.
-        copy: if ``False``, return a view of ``value`` where it has the accumulator dtype and is contiguous.
-
-    Raises:
-        InvalidInputError: it is not an array of floats of that shape, or an element overflows the dtype.
+    Without ``copy``, return a view of ``value`` if it has the accumulator dtype and is contiguous.
     """
     with reading(key, f"an array of floats of shape {shape}"):
         array = np.asarray(value)

@@ -1,8 +1,4 @@
-"""Declare the state dict of a class: a `Schema` with a `Field` for each entry.
-
-The schema reads and checks a state dict, lists the fields that the ranks must compare, and makes state dicts for
-another world size (`reshard`).
-"""
+"""`Schema`: declares, reads and checks the state dict of a class. `reshard` makes states for another world size."""
 
 from __future__ import annotations
 
@@ -37,8 +33,8 @@ class Field:
     Attributes:
         expected: describes valid values, for error messages.
         is_valid: checks a value. Any exception that it raises counts as an invalid value.
-        common: whether all ranks have the same value. Common values are compared when states are loaded or resharded.
-        summed: whether `reshard` preserves the sum of the arrays over all ranks.
+        common: all ranks have the same value, which is compared when states are loaded or resharded.
+        summed: `reshard` preserves the sum of the arrays over all ranks.
         reshard: returns the value for a new rank; ``None``: the value of the old rank 0.
     """
 
@@ -65,12 +61,12 @@ def summed() -> Field:
 
 
 class Schema:
-    """The layout of a class's state dict, of which each rank has its own.
+    """The layout of a class's state dict. Each rank has its own state dict.
 
     Attributes:
         name: the name of the class.
         format: the value of the entry "format": the name and the version.
-        fields: the fields by key, in the order in which they are read.
+        fields: the fields by key, in the order in which they are read. "format", "world_size" and "rank" are added.
         keys: the keys of the common fields.
     """
 
@@ -87,11 +83,10 @@ class Schema:
         """Declare the state dict of a class.
 
         Args:
-            name: the name of the class.
+            name, fields: see above.
             version: the version of the format. Increase it when a field changes its meaning.
-            fields: the fields by key. "format", "world_size" and "rank" are added.
             advice: tells the user what to do with a state of another version.
-            upgrade: returns a state of the version before as one of this version. ``None``: it cannot be read.
+            upgrade: converts a state of the version before; ``None``: such a state cannot be read.
         """
         self.name, self._version, self._advice, self._upgrade = name, version, advice, upgrade
         self.format, self.fields = f"{name} {version}", dict(fields)
@@ -103,15 +98,10 @@ class Schema:
         return Schema(name, self._version, {**self.fields, **fields}, self._advice, self._upgrade)
 
     def state(self, transport: Transport, fields: Mapping[str, Any]) -> StateDict:
-        """Return this rank's state dict."""
         return {"format": self.format, "world_size": transport.size, "rank": transport.rank, **fields}
 
     def read(self, state: object) -> StateDict:
-        """Return the entries of a state dict, each read once and checked. NumPy scalars become Python numbers.
-
-        Raises:
-            InvalidInputError: an entry is missing or invalid, or the state has another format.
-        """
+        """Return the entries of a state dict, each read once and checked. NumPy scalars become Python numbers."""
         expected = f"the dictionary that {self.name}.state_dict() returned"
         with reading("it", expected):
             if not isinstance(state, Mapping) or "format" not in state:
@@ -136,11 +126,7 @@ class Schema:
         return found
 
     def read_own(self, state: object, transport: Transport) -> StateDict:
-        """Return the entries of this rank's state dict.
-
-        Raises:
-            InvalidInputError: see `read`; or the state belongs to another rank or world size.
-        """
+        """Return the entries of a state dict, which must be this rank's: see `read`."""
         found = self.read(state)
         size, rank = found["world_size"], found["rank"]
         if size != transport.size:
@@ -156,12 +142,7 @@ class Schema:
         return found
 
     def reshard(self, states: Iterable[object], rank: int, size: int) -> StateDict:
-        """Return the state dict of rank ``rank`` of ``size`` ranks: see the function `reshard`.
-
-        Raises:
-            InvalidInputError: states are missing, appear twice, or were not saved together; or ``rank`` is not below
-                ``size``.
-        """
+        """Return the state dict of rank ``rank`` of ``size`` ranks: see the function `reshard`."""
         old = self._in_order_of_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
             raise InvalidInputError(f"rank={quote(rank)}, size={quote(size)}: expected a rank from 0 to size - 1")
@@ -177,7 +158,6 @@ class Schema:
         return made
 
     def _in_order_of_rank(self, states: Iterable[object]) -> list[StateDict]:
-        """Return the entries of the states of all ranks."""
         by_rank: dict[int, StateDict] = {}
         for state in states:
             found = self.read(state)
@@ -205,11 +185,7 @@ def is_state(value: object) -> bool:
 
 
 def check(state: State) -> None:
-    """Check a state dict of a declared class.
-
-    Raises:
-        InvalidInputError: an entry is missing or invalid.
-    """
+    """Check a state dict of a declared class."""
     if (schema := _schema_of(state)) is not None:
         schema.read(state)
 
@@ -218,14 +194,12 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another world size.
 
     New rank r receives the sum of the residuals of the old ranks r, r + size, r + 2 size, ...; a new rank without an
-    old one starts with zeros. So the sum over all ranks, which still has to be applied, does not change. Everything
-    that all ranks have in common stays. If ranks take local steps by speed, all take the same number of steps until
-    the new ranks have been measured.
+    old one starts with zeros. So the sum over all ranks does not change. Everything that all ranks have in common
+    stays. If ranks take local steps by speed, all take the same number of steps until the new ranks have been measured.
 
     Args:
-        states: the values that ``state_dict`` returned on every old rank, in any order: of a `Reducer`, `LocalSteps`,
-            `SparseAdamW`, or an object of `sparsecomm.torch`. They do not contain local parameters: with `LocalSteps`,
-            set the local parameters to the global ones on the new ranks.
+        states: the values that ``state_dict`` returned on every old rank, in any order. They do not contain local
+            parameters: with `LocalSteps`, set the local parameters to the global ones on the new ranks.
         rank, size: the rank and the world size of the new job.
 
     Raises:

@@ -31,12 +31,7 @@ _PlacedArray: TypeAlias = tuple[str, str, Array]  # the name of its dtype, its p
 def write(file: BinaryIO, value: object) -> None:
     """Write a plain value to a file. All of it is checked before the first byte is written.
 
-    Args:
-        file: a file opened for writing in binary mode.
-        value: a plain value. Arrays belong to NumPy or have ``__dlpack__``. Dictionary keys are strings or integers.
-
-    Raises:
-        InvalidInputError: the value contains an unsupported type, or is nested more than 32 levels deep.
+    Arrays belong to NumPy or have ``__dlpack__``. Dictionary keys are strings or integers.
     """
     tree, arrays = _flatten(value)
     for name, place, _ in arrays:
@@ -47,14 +42,9 @@ def write(file: BinaryIO, value: object) -> None:
 
 
 def read(file: BinaryIO, *, arrays: bool = True) -> Any:
-    """Return the value that `write` stored. Arrays are new and in the native byte order.
+    """Return the value that `write` stored. Without ``arrays``, each array is returned as ``None``.
 
-    Args:
-        file: a file opened for reading in binary mode.
-        arrays: read the arrays; if ``False``, each array is returned as ``None``.
-
-    Raises:
-        InvalidInputError: the file is not such an archive, or is damaged.
+    Arrays are new and in the native byte order.
     """
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -64,31 +54,19 @@ def read(file: BinaryIO, *, arrays: bool = True) -> Any:
 
 
 def to_bytes(value: object) -> Bytes:
-    """Return the bytes that `write` would write.
-
-    Raises:
-        InvalidInputError: see `write`.
-    """
+    """Return the bytes that `write` would write."""
     buffer = io.BytesIO()
     write(buffer, value)
     return np.frombuffer(buffer.getbuffer(), np.uint8)
 
 
 def from_bytes(data: Bytes) -> Any:
-    """Return the value that `to_bytes` converted.
-
-    Raises:
-        InvalidInputError: see `read`.
-    """
+    """Return the value that `to_bytes` converted."""
     return read(io.BytesIO(data.tobytes()))
 
 
 def checksum(value: object) -> int:
-    """Return a 64-bit checksum of a plain value. It does not depend on memory layout or byte order.
-
-    Raises:
-        InvalidInputError: see `write`. Arrays may have any dtype.
-    """
+    """Return a 64-bit checksum of a plain value, with arrays of any dtype, memory layout or byte order."""
     tree, arrays = _flatten(value)
     crc, adler = zlib.crc32(tree), zlib.adler32(tree)
     for _, _, array in arrays:
@@ -149,11 +127,7 @@ def _array(value: Any, place: str) -> tuple[str, list[int], Array]:
 
 
 def _named_dtype(name: str, place: str) -> np.dtype[Any]:
-    """Return the little-endian dtype of an array at a place.
-
-    Raises:
-        InvalidInputError: NumPy has no such dtype of numbers.
-    """
+    """Return the little-endian dtype of an array at a place, if NumPy has it."""
     if name not in _DTYPES and name != "bfloat16":
         raise InvalidInputError(f"got an array of type {name} at {place}; expected numbers")
     try:

@@ -16,7 +16,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["WeightComparison", "check_due", "check_every", "check_weights", "compare_weights"]
+__all__ = ["WeightComparison", "check_every", "check_weights", "compare_weights"]
 
 
 @deferred
@@ -28,9 +28,9 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
     host if they are on a GPU, and 8 bytes per tensor are sent. On one rank it does nothing.
 
     Args:
-        tensors: names and tensors, or pairs of them, such as ``model.state_dict()`` or ``model.named_parameters()``:
-            tensors of NumPy, PyTorch, JAX, CuPy, or anything else with ``__dlpack__`` in host memory, of any type. Of
-            a DTensor, this rank's shard is compared. Values that are no tensors are ignored.
+        tensors: names and tensors, as a dictionary or as pairs, such as ``model.state_dict()``: of NumPy, PyTorch, JAX,
+            CuPy, or any library with ``__dlpack__`` in host memory, of any dtype. Of a DTensor, this rank's shard is
+            compared. Values that are not tensors are ignored.
         comm: as in `sparse_allreduce`.
 
     Raises:
@@ -38,7 +38,7 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
             first rank whose tensor is not that of rank 0.
         CollectiveMismatchError: the ranks' tensors differ in number, order, names, types or shapes, or a rank makes
             another call.
-        InvalidInputError: an argument cannot be used. Nothing was sent.
+        InvalidInputError: an argument is not supported. Nothing was sent.
         TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
     """
 
@@ -57,12 +57,7 @@ def compare_weights(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],
 ) -> None:
-    """Check weights as `check_weights` does, with the caller's way to make calls, such as `Reducer.opening_call`.
-
-    Args:
-        tensors: as in `check_weights`.
-        call: makes the call that the function passed to it prepares, and returns it.
-    """
+    """Check weights as `check_weights` does. ``call`` makes the call that its argument returns, and returns it."""
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
     try:
         comparison = call(lambda transport: WeightComparison(transport, named))
@@ -89,11 +84,7 @@ class WeightComparison(WordsComparison):
         super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._descriptions]).encode()) or 1)
 
     def check(self) -> None:
-        """Check the outcome of the call.
-
-        Raises:
-            WeightMismatchError: tensors differ between ranks.
-        """
+        """Raise `WeightMismatchError` if the call has found a difference."""
         tensors, firsts = self._descriptions, self.words
         if tensors and (first := min(firsts)) < len(tensors):
             rank = firsts.index(first)
@@ -107,24 +98,9 @@ class WeightComparison(WordsComparison):
 
 
 def check_every(every: object) -> int | None:
-    """Return the option ``check_weights_every``.
-
-    Raises:
-        InvalidInputError: it is neither a number of steps nor None.
-    """
+    """Check and return the option ``check_weights_every``."""
     if every is None or (steps := to_int(every)) is not None:
         return None if every is None else steps
     raise InvalidInputError(
         f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
     )
-
-
-def check_due(every: int | None, step: int, checked: int | None) -> bool:
-    """Return whether weights are to be compared before a step.
-
-    Args:
-        every: the option ``check_weights_every``.
-        step: number of the step.
-        checked: the last step before which they were compared because it was due; ``None`` if there is none.
-    """
-    return every is not None and (checked is None or bool(every and step % every == 0 and checked != step))

@@ -11,8 +11,7 @@ import torch
 from sparsecomm.checks import to_bool, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import DENSITY
-from sparsecomm.reducer.options import OnStep
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.states.schema import State
 from sparsecomm.tensors import interop
 from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of

@@ -16,7 +16,7 @@ from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import AdamWRule
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import StateDict
 from sparsecomm.tensors.arrays import Array, from_host

@@ -19,7 +19,7 @@ from sparsecomm.local_steps import LocalSteps
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.reducer import Rebuilt
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
@@ -124,10 +124,8 @@ class DiLoCo(Adapter):
             return
         if not self._compared:
             self._parameters.connect()
-            reducer = self._core.reducers[0]
-            self._parameters.check_weights(self.global_parameters(), reducer)
+            self._core.reducers[0].check_weights(0, lambda: self._parameters.with_frozen(self.global_parameters()))
             self._compared = True
-            reducer.end_opening()
         self._core.step(self._views())
 
     def finish(self) -> None:

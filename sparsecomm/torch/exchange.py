@@ -18,13 +18,12 @@ from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.options import ReducerOptions
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import ReducerOptions, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo
 from sparsecomm.states.schema import State, StateDict, common
-from sparsecomm.states.weights import check_due, check_every
+from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
@@ -107,7 +106,6 @@ class Exchange(TrainedParameters):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
-        self._checked: int | None = None  # the step in which weights were compared last, since they were made or loaded
         super().__init__(named, comm, options.get("clip"))
         self._names = {id(parameter): name for name, parameter in self.named.items()}
         self._scaler = scaler
@@ -274,10 +272,7 @@ class Exchange(TrainedParameters):
         target, reducer = self._dense(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
-            if check_due(self._check_every, reducer.step, self._checked):
-                self.check_weights(self.named, reducer)
-                self._checked = reducer.step
-                reducer.end_opening()
+            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
             self._follow_scale()
             self._outs = {}
         mean = target.contiguous()  # the same tensor, if it is contiguous
@@ -411,7 +406,6 @@ class Exchange(TrainedParameters):
         ranks, self.comm = transport.transport_of(comm), comm
         if self.used:
             self.connect()
-        self._checked = None  # on all ranks, because joining ranks compare weights
         rebuilt = self.reducer.rebuild(ranks, joining=joining)
         for name in self.reducer.unsummed:
             if self.named[name].requires_grad:
@@ -453,7 +447,7 @@ class Exchange(TrainedParameters):
 
     def adopt(self) -> None:
         """Note that weights and the optimizer's state were loaded."""
-        self._checked = None
+        self._reducer.weights_checked = None
 
 
 def _host_specs(named: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from sparsecomm.checks import with_options
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions
 from sparsecomm.torch.parameters import parameters_of
 from sparsecomm.torch.shards import is_sharded

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback

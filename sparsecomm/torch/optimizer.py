@@ -13,8 +13,7 @@ import torch
 from sparsecomm.checks import quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.options import DENSITY
-from sparsecomm.reducer.schedule import Schedule
+from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions

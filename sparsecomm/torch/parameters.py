@@ -9,7 +9,6 @@ import torch
 
 from sparsecomm import transport
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer import Reducer
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded
@@ -84,10 +83,6 @@ class TrainedParameters:
         """Return tensors by name, and the frozen parameters that are not sharded: all must be equal on all ranks."""
         frozen = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
         return {**tensors, **frozen}
-
-    def check_weights(self, tensors: Mapping[str, object], reducer: Reducer) -> None:
-        """Check that these tensors and the frozen parameters are equal on all ranks, by a call of ``reducer``."""
-        reducer.check_weights(self.with_frozen(tensors))
 
 
 def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:

@@ -24,6 +24,8 @@ from mpi4py.libmpi cimport (
     MPI_Imrecv, MPI_Iprobe, MPI_Irecv, MPI_Isend, MPI_Message, MPI_Mrecv, MPI_Request, MPI_Request_free, MPI_Status,
     MPI_Test,
 )
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+from posix.unistd cimport getpid
 
 from sparsecomm.signals import poll as poll_signals
 from sparsecomm.transport.memory import HOST
@@ -32,15 +34,6 @@ np.import_array()
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    ctypedef long time_t
-    struct timespec:
-        time_t tv_sec
-        long tv_nsec
-    int CLOCK_MONOTONIC
-    int clock_gettime(int, timespec *)
-    int nanosleep(const timespec *, timespec *)
 
 cdef extern from *:
     """
@@ -58,10 +51,6 @@ cdef extern from *:
     const char *SC_BUILT_WITH
 
 built_with = SC_BUILT_WITH.decode()  # name and version of the MPI whose headers were used
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
-
 cdef int PROCESS = getpid()
 
 
@@ -90,10 +79,7 @@ cdef double monotonic() noexcept nogil:
 
 
 cdef bint give_way(double waited, double spin) noexcept nogil:
-    """Pause after a failed test: not at all, by yielding, or by sleeping; return whether it slept.
-
-    ``waited``: seconds of waiting so far; ``spin``: seconds of busy waiting.
-    """
+    """Pause after ``waited`` seconds, of which ``spin`` are without pauses: yield or sleep; return whether it slept."""
     cdef timespec moment
     if waited < spin:
         return False
@@ -124,7 +110,7 @@ cdef struct WaitState:
 
 
 cdef shortened(message, Py_ssize_t nbytes, memory):
-    """Return the beginning of a message made by ``memory``. In host memory, free the rest."""
+    """Return the beginning of a message. In host memory, free the rest."""
     cdef np.PyArray_Dims shape
     if memory is not HOST:
         return message[:nbytes]
@@ -155,7 +141,6 @@ cdef class Transfer:
         self.endpoint.wait(self)
 
     cdef int take(self, Endpoint endpoint, int peer, data, int flags) except -1:
-        """Set the memory: a NumPy array, an object with a buffer, or a CUDA array."""
         self.endpoint, self.peer, self.data = endpoint, peer, data
         self.requests = &self.single
         if np.PyArray_CheckExact(data) and np.PyArray_IS_C_CONTIGUOUS(data):
@@ -171,10 +156,7 @@ cdef class Transfer:
         return 0
 
     cdef int test(self, bint *done) noexcept nogil:
-        """Test the pieces in order, set ``done`` if all are complete, and return MPI's first error code.
-
-        A failed piece counts as complete, because MPI no longer uses its memory.
-        """
+        """Test the pieces in order, set ``done`` if all are complete, and return MPI's first error code."""
         cdef int code = MPI_SUCCESS
         cdef int flag = 1
         cdef MPI_Status status
@@ -182,7 +164,7 @@ cdef class Transfer:
             code = MPI_Test(&self.requests[self.complete], &flag, &status)
             if flag and code == MPI_SUCCESS and self.posted:
                 MPI_Get_count(&status, MPI_BYTE, &self.received)
-            if flag or code != MPI_SUCCESS:
+            if flag or code != MPI_SUCCESS:  # MPI no longer uses the memory of a failed piece
                 self.complete += 1
         done[0] = self.complete == self.started
         return code
@@ -199,9 +181,8 @@ cdef class Transfer:
 cdef class Endpoint:
     """One rank's end of a communicator that nobody else uses.
 
-    A subclass defines ``poll(peer, waited, ping)``, which raises to end a wait; ``failure(code, peer)``, which returns
-    the error for an MPI error code; and ``oversized(source, nbytes)``, which returns the error for a piece that is too
-    long.
+    A subclass defines ``poll(peer, waited, ping)``, which raises to end a wait, and the errors
+    ``failure(code, peer)``, for an MPI error code, and ``oversized(source, nbytes)``, for a piece that is too long.
     """
 
     cdef MPI_Comm comm
@@ -231,7 +212,6 @@ cdef class Endpoint:
 
     @property
     def closed(self):
-        """Whether MPI can no longer be used, or `detach` was called."""
         return self.comm == MPI_COMM_NULL or not usable()
 
     # -- data -------------------------------------------------------------------------------------------------------
@@ -280,8 +260,7 @@ cdef class Endpoint:
         return transfer
 
     cdef int send_pieces(self, Transfer transfer, int tag, Py_ssize_t first, memory) except -1:
-        """Start sending the memory of ``transfer``: ``first`` bytes, then pieces of `limit`, of which the last is not full.
-        """
+        """Start sending a message: ``first`` bytes, then pieces of `limit`; the last piece is not full."""
         cdef Py_ssize_t begin = 0, length = min(first, transfer.nbytes)
         cdef int code
         if transfer.nbytes >= first:
@@ -305,10 +284,7 @@ cdef class Endpoint:
             length = min(self.limit, transfer.nbytes - begin)
 
     cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
-        """Post the receive of the first piece of a message. Return None for device memory, where a probe comes first.
-
-        The memory has room for ``expected`` bytes, so that a message of the expected size is not copied.
-        """
+        """Post the receive of the first piece, in memory for all that is expected. None for device memory: probe it."""
         cdef Transfer transfer
         cdef np.npy_intp room = max(expected, self.first)
         cdef int code
@@ -338,11 +314,7 @@ cdef class Endpoint:
         return 0
 
     cdef finish_receive(self, Transfer posted, int source, memory, Py_ssize_t expected):
-        """Receive the pieces of one message, in memory that ``memory`` makes.
-
-        The length of a message is not announced. Memory is allocated only for pieces that have arrived, except that a
-        message of several pieces gets room for ``expected`` bytes.
-        """
+        """Receive the pieces of one message, in memory for those that have arrived, or for ``expected`` bytes."""
         cdef MPI_Message piece
         cdef Py_ssize_t length, end, full = self.first
         cdef Transfer transfer
@@ -403,10 +375,7 @@ cdef class Endpoint:
         return message if nbytes == len(message) else shortened(message, nbytes, memory)
 
     cdef tuple start_piece(self, message, Py_ssize_t end, int source, memory):
-        """Start receiving the next piece behind the ``end`` bytes of a message; return the message and the transfer.
-
-        The message is replaced by a larger copy if it has no room for the piece.
-        """
+        """Start receiving the next piece behind the ``end`` bytes of a message, or of a larger copy; return both."""
         cdef MPI_Message piece
         cdef Py_ssize_t length = self.probe(source, self.limit, &piece)
         if end + length > len(message):
@@ -496,7 +465,6 @@ cdef class Endpoint:
         return 0
 
     cdef void count_wait(self, WaitState *state, int peer) noexcept:
-        """Add the time of a finished wait."""
         if state.began:
             self.per_peer[peer].seconds += monotonic() - state.began
 
@@ -529,7 +497,6 @@ cdef class Endpoint:
     # -- control messages, and cleaning up after calls ----------------------------------------------------------------
 
     def send_control(self, bytes message, int to):
-        """Send a control message, which must be short enough for MPI's eager protocol."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         transfer.take(self, to, message, PyBUF_SIMPLE)
         self.send_pieces(transfer, CONTROL, transfer.nbytes + 1, HOST)  # always in one piece
@@ -537,7 +504,7 @@ cdef class Endpoint:
     def recv_control(self, int max_bytes):
         """Return the next control message that has arrived, as (rank, length, bytes), or None.
 
-        A message of more than ``max_bytes`` is not received, because its bytes may never come; it is returned empty.
+        The bytes of a message of more than ``max_bytes`` may never come: it is returned empty.
         """
         cdef MPI_Message message
         cdef MPI_Status status

@@ -1,13 +1,13 @@
-"""The binary interface (ABI) of the MPI that mpi4py has loaded, and the compiled module for it.
+"""The binary interface (ABI) of the MPI that mpi4py has loaded, the compiled module for it, and whether it knows CUDA.
 
 MPI libraries differ in the size and meaning of their handles, so the module that calls MPI is compiled once for each
-ABI: Open MPI's, MPICH's, and the standard ABI of MPI 5. An installation contains any number of these modules; `load`
-imports the one for the loaded MPI.
+ABI: Open MPI's, MPICH's, and the standard ABI of MPI 5. `load` imports the one for the loaded MPI.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 from contextlib import suppress
@@ -20,21 +20,17 @@ from types import ModuleType
 
 from sparsecomm.errors import TransportError
 
-__all__ = ["ABIS", "ADVICE", "Abi", "built", "libraries", "library", "load", "vendor"]
+__all__ = ["ABIS", "ADVICE", "Abi", "built", "cuda_aware", "libraries", "library", "load", "vendor"]
 
 _NAME = "sparsecomm.transport._mpi"  # of the module, from whichever file it is loaded
+_YES_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
 @dataclass(frozen=True)
 class Abi:
-    """An ABI of MPI.
+    """An ABI of MPI, which the sizes of an ``MPI_Comm`` and of an ``MPI_Status`` in bytes identify."""
 
-    Attributes:
-        mpis: names of the MPI libraries with this ABI, for error texts.
-        comm, status: bytes of an ``MPI_Comm`` and of an ``MPI_Status``, which together identify the ABI.
-    """
-
-    mpis: str
+    mpis: str  # names of the MPI libraries with this ABI
     comm: int
     status: int
 
@@ -81,13 +77,16 @@ def load() -> ModuleType:
         raise TransportError(
             f"mpi4py has loaded {loaded}, of the ABI {name}: sparsecomm {state}, and has none for this ABI. {ADVICE}"
         )
+    file = str(modules[name])
+    loader = ExtensionFileLoader(_NAME, file)
     try:
-        module = _import(modules[name])
+        module = module_from_spec(ModuleSpec(_NAME, loader, origin=file))
+        loader.exec_module(module)
     except ImportError as error:
         raise TransportError(
             f"sparsecomm's module for the ABI {name} cannot be loaded beside {loaded} ({error}). {ADVICE}"
         ) from error
-    if _called_by(modules[name]) != _called_by(MPI.__file__):
+    if _called_by(file) != _called_by(MPI.__file__):
         raise TransportError(
             f"two MPIs of one ABI are loaded in this process ({', '.join(map(str, libraries()))}): mpi4py calls "
             f"{library()}, and sparsecomm's module would call the other one. Import mpi4py.MPI before the package that "
@@ -123,16 +122,29 @@ def libraries() -> list[Path]:
     return sorted({file for _, _, file in _mapped() if re.match(r"libmpi(ch|_abi|_cray|_gnu\w*)?\.so", file.name)})
 
 
-def _import(file: Path) -> ModuleType:
-    loader = ExtensionFileLoader(_NAME, str(file))
-    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(file)))
-    loader.exec_module(module)
-    return module
+def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
+    """Return whether MPI accepts pointers to GPU memory, and which probe answered. In doubt, the answer is no.
+
+    ``MPI``: the module ``mpi4py.MPI``, or None if it cannot be loaded.
+    """
+    word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
+    if word:
+        source = "set by the user" if word.lower() in _YES_NO else "expected 0 or 1; treated as 0"
+        return _YES_NO.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {source}"
+    if MPI is None:
+        return False, "MPI is not loaded"
+    with suppress(OSError, AttributeError):
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # a symbol of the libmpi that the module has loaded
+        return bool(query()), "MPIX_Query_cuda_support"
+    kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return "cuda" in re.split("[,:]", kinds), f"mpi_memory_alloc_kinds={kinds}"
+    return False, "no probe answered: assumed not to be CUDA-aware"
 
 
-def _called_by(module: str | Path) -> int:
+def _called_by(module: str) -> int:
     """Return the address of the MPI function that a module calls."""
-    return ctypes.cast(ctypes.CDLL(str(module)).MPI_Comm_rank, ctypes.c_void_p).value or 0
+    return ctypes.cast(ctypes.CDLL(module).MPI_Comm_rank, ctypes.c_void_p).value or 0
 
 
 def _mapped() -> list[tuple[int, int, Path]]:

@@ -1,6 +1,6 @@
 """`FailureDetector`: how a transport ends waits on all ranks when something goes wrong on one of them.
 
-Ranks send each other control messages next to the data of calls. Their kinds are:
+Ranks send each other control messages beside the data of calls. Their kinds are:
 
 - `WAITING`: "I have been waiting for you in call 17, whose description is ...". If the descriptions of call 17 differ,
   the receiver raises and leaves the call. This ends waits in a cycle without a timeout.
@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from sparsecomm import config
 from sparsecomm.errors import (
@@ -60,13 +61,14 @@ _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the sam
 _IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
 
 
+@dataclass(slots=True, eq=False)
 class ControlMessage:
     """A control message from ``rank`` about call ``number``."""
 
-    __slots__ = "kind", "number", "rank", "text"
-
-    def __init__(self, rank: int, number: int, kind: int, text: bytes) -> None:
-        self.rank, self.number, self.kind, self.text = rank, number, kind, text
+    rank: int
+    number: int
+    kind: int
+    text: bytes
 
     @property
     def fault(self) -> str:
@@ -87,8 +89,8 @@ class ControlMessage:
     @property
     def reason(self) -> tuple[str, str]:
         """The dead ranks, separated by commas, and the error text of a message from a rank that left a call."""
-        head, _, text = self.text.decode(errors="replace").partition(";")
-        return head, text
+        dead, _, text = self.text.decode(errors="replace").partition(";")
+        return dead, text
 
 
 class FailureDetector(Transport):
@@ -100,12 +102,7 @@ class FailureDetector(Transport):
     timeout: float  # maximum seconds of a wait in the current call
 
     def __init__(self, node_of_rank: Sequence[int], num_nodes: int = 0) -> None:
-        """Start outside of a call.
-
-        Args:
-            node_of_rank: node number of each rank.
-            num_nodes: number of nodes; 0: count them.
-        """
+        """Start outside of a call. ``num_nodes``: number of nodes; 0: count them."""
         self.node_of_rank, self.num_nodes = node_of_rank, num_nodes or len(set(node_of_rank))
         self.counters = TrafficCounters()
         self.number = 0
@@ -166,8 +163,10 @@ class FailureDetector(Transport):
     def _prepare_call(self) -> None:
         """Raise if other ranks have left the call that begins. Transports first discard messages of earlier calls."""
         self._check_leavers()
-        if self.skipped:
-            self._check_skipped()
+        deadline = self.clock() + _SKIPPED_WAIT if self.skipped else 0.0
+        while self.skipped and (remaining := deadline - self.clock()) > 0:
+            self._pause(remaining)
+            self._check_leavers()
 
     def _read_timeout(self) -> None:
         if (settings := config.texts()) is not self._settings:
@@ -192,7 +191,6 @@ class FailureDetector(Transport):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _check_peer(self, rank: int) -> None:
-        """Raise if there is no such rank."""
         if not 0 <= rank < self.size:
             raise TransportError(f"rank {self.rank} names rank {rank} as its peer: there are {self.size} ranks")
 
@@ -232,9 +230,8 @@ class FailureDetector(Transport):
         elif message.kind == REALIGN:
             self._rounds[message.rank] = message.round_no, message.number
         elif len(self._control) >= _MAX_STORED:
-            self._add_unreadable(
-                message.rank, f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
-            )
+            fault = f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
+            self._add_unreadable(message.rank, fault)
         else:
             if message.kind == WAITING:
                 self._waiting_in[message.rank] = message.number
@@ -309,18 +306,22 @@ class FailureDetector(Transport):
                 self._received_reason = message
                 raise self._left_with(message)
 
-    def _check_skipped(self) -> None:
-        """Raise if other ranks have left a call that this rank may have skipped. Wait briefly for their reports."""
-        deadline = self.clock() + _SKIPPED_WAIT
-        while self.skipped and (remaining := deadline - self.clock()) > 0:
-            self._pause(remaining)
-            self._check_leavers()
+    def _left_with(self, message: ControlMessage) -> SparseCommError:
+        """Return this rank's error for a report that another rank left this call."""
+        kind, (dead, reason) = _ERRORS[message.kind], message.reason
+        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
+        if kind is RankFailedError:
+            return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead.split(",")])
+        error: SparseCommError = kind(text)
+        return error
 
-    def _pause(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for control messages. Signal handlers run first."""
-        self._check_usable()
-        poll()
-        self._receive_control(seconds)
+    def _check_waiters(self) -> None:
+        """Raise if a rank that waits for this one made another call. Messages about later calls remain stored."""
+        current = [message for message in self._control if message.number == self.number]
+        self._control = [message for message in self._control if message.number > self.number]
+        for message in current:
+            if message.text != self._call and self._mismatch is not None:
+                raise self._mismatch(message.text, message.rank)
 
     def _check_ahead(self, peer: int, waited: float) -> None:
         """Raise if ``peer`` has completed or left this call without the message that this rank waits for.
@@ -339,24 +340,6 @@ class FailureDetector(Transport):
                 f"which waits in call {later}. {_HOW_TO_REALIGN}"
             )
 
-    def _left_with(self, message: ControlMessage) -> SparseCommError:
-        """Return this rank's error for a report that another rank left this call."""
-        kind, (head, reason) = _ERRORS[message.kind], message.reason
-        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
-        if kind is RankFailedError:
-            dead = head.split(",")
-            return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead])
-        error: SparseCommError = kind(text)
-        return error
-
-    def _check_waiters(self) -> None:
-        """Raise if a rank that waits for this one made another call. Messages about later calls remain stored."""
-        current = [message for message in self._control if message.number == self.number]
-        self._control = [message for message in self._control if message.number > self.number]
-        for message in current:
-            if message.text != self._call and self._mismatch is not None:
-                raise self._mismatch(message.text, message.rank)
-
     def _timed_out(self, peer: int, state: str = "") -> TimeoutError:
         """Return the timeout error of a wait for ``peer``; ``state`` says what the peer does, if known."""
         number = self._waiting_in.get(peer, self.number)
@@ -369,6 +352,12 @@ class FailureDetector(Transport):
             f"on all ranks. {_IF_SLOW}"
         )
 
+    def _pause(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for control messages. Signal handlers run first."""
+        self._check_usable()
+        poll()
+        self._receive_control(seconds)
+
     # -- realignment --------------------------------------------------------------------------------------------------
 
     def realign(self) -> None:
@@ -378,7 +367,7 @@ class FailureDetector(Transport):
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = self.clock() + self.timeout
         self._receive_control(0.0)
-        self._send_realign(max(self._round + 1, self._latest_round()))
+        self._join_round(max(self._round + 1, self._latest_round()))
         while missing := [rank for rank in others if self._rounds.get(rank, (0, 0))[0] < self._round]:
             if self.clock() >= deadline:
                 raise TimeoutError(
@@ -388,15 +377,15 @@ class FailureDetector(Transport):
             self._pause(0.05)
             self._check_unreadable()
             if self._latest_round() > self._round:
-                self._send_realign(self._latest_round())
+                self._join_round(self._latest_round())
         self._continue_after(max(number for _, number in [(0, self.number), *self._rounds.values()]))
 
     def _latest_round(self) -> int:
         """Return the latest round in which another rank takes part."""
         return max((round_no for round_no, _ in self._rounds.values()), default=0)
 
-    def _send_realign(self, round_no: int) -> None:
-        """Join a round and report this to all other ranks."""
+    def _join_round(self, round_no: int) -> None:
+        """Take part in a round, and report this to all other ranks."""
         for rank in range(self.size):
             if rank != self.rank:
                 self._send_control(rank, REALIGN, round_no.to_bytes(8, "big"))
@@ -418,13 +407,7 @@ def unreadable_error(rank: int, source: int, description: str) -> TransportError
 
 
 def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
-    """Return the error of ``rank`` whose first call on a new transport was not made by all ranks.
-
-    Args:
-        seconds: how long the rank waited.
-        group: what the transport is for, such as "communicator".
-        missing: the ranks that did not call, with a verb: "rank 3 has" or "ranks 1, 2 have".
-    """
+    """Return the error of a first call on ``group`` that not all ranks make; ``missing``: such as "rank 3 has"."""
     return TimeoutError(
         f"rank {rank} waited {seconds:g} s for the first call on this {group}, which all its ranks must make: "
         f"{missing} not called. {_IF_SLOW}"

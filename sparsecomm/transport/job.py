@@ -1,12 +1,8 @@
-"""The job that a launcher has started, according to the environment of this process.
+"""The job that a launcher has started, according to the environment of this process, and the nodes of its ranks.
 
 A launcher tells each process its rank and the world size by environment variables. An MPI that does not belong to the
 launcher, or a program that does not initialize `torch.distributed`, ignores them, and every process becomes a world of
 one rank. `check_alone` distinguishes this from an intended world of one rank.
-
-To find out which ranks share a node, every rank sends the others an identifier of its node. ``MPI_Comm_split_type``
-would do the same, but blocks: a rank that never makes the first call on a communicator would hang the others, where
-`sparsecomm.transport.transport_of` must raise `TimeoutError`.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ __all__ = [
 ]
 
 NODE_ID_BYTES = 8
-
 _TORCHRUN, _SLURM = "torchrun", "srun"  # other launchers set torchrun's variables, too
 # The variables set by each launcher: the world size, then the rank, by the first of the others that is set.
 _VARIABLES = {
@@ -49,19 +44,12 @@ _OTHER_RANKS = ("PMIX_RANK", "SLURM_PROCID")  # set by launchers that do not set
 
 @dataclass(frozen=True)
 class Launch:
-    """How a launcher has started this process.
-
-    Attributes:
-        launcher: its name.
-        size: number of ranks started.
-        rank: this rank; its local rank on the node if only this is known.
-        variables: the environment variables and their values.
-    """
+    """How a launcher has started this process."""
 
     launcher: str
-    size: int
-    rank: int
-    variables: str
+    size: int  # number of ranks started
+    rank: int  # this rank; its local rank on the node if only this is known
+    variables: str  # the environment variables and their values
 
 
 def launches() -> list[Launch]:
@@ -85,11 +73,8 @@ def rank() -> int | None:
 
 
 def advice_for_restart() -> str:
-    """Return advice on how to let torchrun restart the ranks, to append to an error; "" if not needed.
-
-    Restarted ranks share the agent's store with the previous ones, and gloo may read addresses of dead ranks from it
-    (PyTorch 2.13).
-    """
+    """Return advice on how to let torchrun restart the ranks, to append to an error; "" if not needed."""
+    # Restarted ranks share the agent's store with the previous ones, and gloo may read addresses of dead ranks from it.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _number("TORCHELASTIC_MAX_RESTARTS"):
         return ""
     return (
@@ -99,14 +84,9 @@ def advice_for_restart() -> str:
 
 
 def check_alone(found: str, advice: str) -> None:
-    """Check that a world of one rank is intended.
+    """Raise `InvalidInputError` if launchers report several ranks, none reports one, and the setting "alone" is off.
 
-    Args:
-        found: describes the world in the error text.
-        advice: what the user should do.
-
-    Raises:
-        InvalidInputError: launchers report several ranks, none reports one, and ``SPARSECOMM_ALONE`` is not set.
+    The error describes the world as ``found``, and ends with ``advice``.
     """
     known = launches()
     if config.alone() or not known or min(launch.size for launch in known) == 1:
@@ -119,15 +99,12 @@ def check_alone(found: str, advice: str) -> None:
 
 
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
-    """Check that MPI's world of one rank is intended.
+    """Check that MPI's world of one rank is intended, as `check_alone`.
 
     Args:
         mpi: name and version of MPI.
         library: its file, if known.
         libraries: files of all MPIs that this process has loaded.
-
-    Raises:
-        InvalidInputError: as `check_alone`.
     """
     launchers = [launch.launcher for launch in launches()]
     where = f" in {library}" if library else ""

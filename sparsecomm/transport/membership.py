@@ -1,4 +1,4 @@
-"""Communicators with other ranks than before: without dead ranks (ULFM), or with new ones (dynamic processes)."""
+"""Communicators without dead ranks (ULFM), or with new ones (dynamic processes): what `sparsecomm.shrink` etc. do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The transport over MPI.
+"""`MpiTransport`: the transport over MPI, on a duplicate of the user's communicator.
 
-It uses a duplicate of the user's communicator, so that its messages never mix with the user's. The MPI tag of a data
-message contains the number of its call. Tag 0 is for control messages (`sparsecomm.transport.control`), which ranks
-send when something is wrong, and read only during long waits.
+The MPI tag of a data message contains the number of its call. Tag 0 is for control messages, which ranks send when
+something is wrong, and read only during long waits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from sparsecomm.transport.control import (
     missing_ranks_error,
     unreadable_error,
 )
-from sparsecomm.transport.cuda_aware import cuda_aware
 from sparsecomm.transport.ulfm import ADVICE, DETECTION_TIME, Voting, failed_ranks, survives, wait_until
 
 __all__ = ["MpiTransport", "VotingTransport", "existing", "of", "usable"]
@@ -55,21 +53,19 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     """A transport over MPI. `sparsecomm.transport.transport_of` makes one per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int]) -> None:
-        """Take over ``private``, which `close` frees.
+        """Take over ``private``, a communicator that nobody else uses, which `close` frees.
 
         Args:
-            private: a communicator that nobody else uses.
             token: 8 bytes, the same on all ranks and different for each transport. MPI may reuse the identity of a
                 freed communicator, and a late control message could then reach the new one.
             limit: maximum bytes in one piece of a message, the same on all ranks.
-            node_of_rank: node number of each rank.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
         _mpi.Endpoint.__init__(self, MPI._addressof(private), limit, 0.0 if config.oversubscribed() else _SPIN)
         FailureDetector.__init__(self, node_of_rank)
         self._comm = private
         self.library = abi.vendor()
-        self.device_memory = cuda_aware(MPI)[0]
+        self.device_memory = abi.cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
         self._clean = True  # no call was ever aborted
@@ -115,13 +111,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def poll(self, peer: int, waited: float, ping: bool) -> None:
-        """Check control messages and the clock during a wait, and raise if it must end.
-
-        Args:
-            peer: the rank waited for.
-            waited: seconds since the wait began.
-            ping: report to the peer that this rank waits for it.
-        """
+        """Raise if the wait for ``peer`` must end, as `_check_wait`. `_mpi.Endpoint` calls it during a wait."""
         self._receive_control(0.0)
         self._check_wait(peer, waited, ping=ping)
 
@@ -186,11 +176,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def _close(self) -> None:
         """Free the private communicator, unless data of an aborted call may still be in flight on it.
 
-        MPI may give its identity to the next communicator, which would then receive this data. Any rank may have
-        aborted a call, so all ranks exchange whether they did; everything sent before has arrived by then. A rank that
-        gets no answer soon, because the others do not free their communicators, keeps its own.
-
-        MPI completes messages in flight.
+        MPI may give its identity to the next communicator, which would then receive this data. All ranks therefore
+        exchange whether they aborted a call. A rank that gets no answer soon keeps its communicator.
         """
         if self._comm != MPI.COMM_NULL:
             private, self._comm = self._comm, MPI.Intracomm(MPI.COMM_NULL)
@@ -209,19 +196,15 @@ class VotingTransport(Voting, MpiTransport):
 class _Setup:
     """The attribute that this library sets on a communicator: its transport, or the progress of making it.
 
-    The ranks exchange a record each and duplicate the communicator. Rank 0 also chooses a token, whose last byte says
-    whether ranks vote on calls. MPI pairs collective operations in their order, so none may be started twice: if the
-    wait for a setup was interrupted or timed out, the next attempt continues the same setup. A setup that has failed
-    cannot be repeated.
-
-    Attributes:
-        transport: ``None`` until all ranks have taken part.
+    The ranks exchange a record each and duplicate the communicator. MPI pairs collective operations in their order, so
+    none may be started twice: if the wait for a setup was interrupted or timed out, the next attempt continues the same
+    setup. A setup that has failed cannot be repeated.
     """
 
-    transport: MpiTransport | None = None
+    transport: MpiTransport | None = None  # until all ranks have taken part
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        token = os.urandom(8) + bytes([config.voting(default=survives())])
+        token = os.urandom(8) + bytes([config.voting(default=survives())])  # that of rank 0 counts
         self._own_record = _SETUP_RECORD.pack(token, job.node_id(), config.max_message_bytes())
         self._records = bytearray(_SETUP_RECORD.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
@@ -252,9 +235,8 @@ class _Setup:
     def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
         """Start the operations that have not been started; return the requests of all of them.
 
-        The exchange must come first. Open MPI takes the tags of a duplication from those of ``comm``, step by step
-        whenever a thread lets it progress (open-mpi/ompi#2025). An exchange started later would take its tag in
-        between, at a different step on each rank, and the ranks would mix up their messages.
+        The exchange must come first: Open MPI takes the tags of a duplication from those of ``comm`` whenever a thread
+        lets it progress (open-mpi/ompi#2025). An exchange started later would take another tag on each rank.
         """
         if not self._requests:
             self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
@@ -275,7 +257,7 @@ def _all_true(value: bool, comm: MPI.Comm) -> bool:
 
 
 def _completes(request: MPI.Request, timeout: float, comm: MPI.Comm) -> bool:
-    """Wait up to ``timeout`` seconds for a request of ``comm``; return whether it is complete. See `wait_until`."""
+    """Return whether a request of ``comm`` is complete within ``timeout`` seconds. See `wait_until`."""
     _kept_alive.append(request)
     if complete := wait_until(request.Test, timeout, comm):
         _kept_alive.remove(request)
@@ -307,11 +289,7 @@ def of(comm: MPI.Intracomm | None) -> MpiTransport:
 
 
 def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
-    """Return the transport of a communicator (``None``: COMM_WORLD), or ``None`` if it has none yet.
-
-    Raises:
-        InvalidInputError: the communicator cannot be used: see `sparsecomm.transport.transport_of`.
-    """
+    """Return the transport of a communicator (``None``: COMM_WORLD), or ``None`` if it has none yet. See `usable`."""
     setup: object = None
     if _key != MPI.KEYVAL_INVALID and _mpi.usable():
         with suppress(MPI.Exception):  # it was freed
@@ -323,11 +301,7 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
 
 
 def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Return ``comm`` (``None``: COMM_WORLD) after checking that it can be used.
-
-    Raises:
-        InvalidInputError: it cannot: see `sparsecomm.transport.transport_of`.
-    """
+    """Return ``comm`` (``None``: COMM_WORLD), or raise `InvalidInputError` if it cannot be used."""
     global _key
     if os.getpid() != _PROCESS:
         raise InvalidInputError(
@@ -361,10 +335,9 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 def _connect(comm: MPI.Intracomm) -> MpiTransport:
-    """Make the transport of ``comm``, without relying on the other ranks to do so.
+    """Make the transport of ``comm``, or raise if not all ranks do.
 
-    Several threads may wait for transports at once. They must not wait for each other, because their order may differ
-    between ranks.
+    Threads that wait for transports at once must not wait for each other: their order may differ between ranks.
     """
     timeout = config.timeout()
     with _lock:

@@ -19,12 +19,8 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274,
 def be_prompt(thread: int = 0) -> bool:
     """Ask the scheduler to run a thread soon after each wake-up. Return false if this is not supported.
 
-    A thread that talks to other ranks wakes often, for a short time. On busy cores it may otherwise wait some
-    milliseconds for the end of another thread's time slice, each time. From Linux 6.12 on, a thread may ask for shorter
-    slices and is then run earlier, without a larger share of the time. Needs no privileges.
-
-    Args:
-        thread: system id of a thread of this process; 0: the calling thread.
+    On busy cores, a thread may otherwise wait some milliseconds for the end of another thread's time slice. From Linux
+    6.12 on, a thread may ask for shorter slices. ``thread``: its system id; 0: the calling thread.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

@@ -1,11 +1,8 @@
 """Dead ranks that MPI survives (ULFM: Open MPI 5 with `mpirun --with-ft ulfm`): `Voting` makes ranks vote on calls.
 
-All ranks that live vote on every call, and a call counts on all of them or on none. A rank votes for a call when it has
-the result, and against a call that it leaves. MPI's agreement ends although ranks die, and then reports this to all
-others.
-
-A rank that gives up a transport also votes against the next call. No other rank can be further ahead, so none waits for
-a vote that never comes.
+A rank votes for a call when it has the result, and against a call that it leaves, so that a call counts on all ranks
+that live or on none. A rank that gives up a transport also votes against the next call: no other rank can be further
+ahead, so none waits for a vote that never comes.
 """
 
 from __future__ import annotations
@@ -65,11 +62,7 @@ def failed_ranks(comm: MPI.Comm, patience: float = 0.0) -> list[int]:
 def wait_until(test: Callable[[], bool], timeout: float, comm: MPI.Comm | None = None) -> bool:
     """Call ``test`` until it returns true, for at most ``timeout`` seconds; return whether it did.
 
-    Args:
-        comm: if MPI survives dead ranks, stop waiting when a rank of ``comm`` dies.
-
-    Raises:
-        RankFailedError: a rank of ``comm`` is dead.
+    If MPI survives dead ranks, raise `RankFailedError` when a rank of ``comm`` dies.
     """
     deadline, pause = time.monotonic() + timeout, 20e-6
     watched = comm if survives() else None
@@ -97,12 +90,7 @@ class Agreement:
     """
 
     def __init__(self, comm: MPI.Comm, spin: float) -> None:
-        """Begin with call 1.
-
-        Args:
-            comm: a communicator used for no other agreements.
-            spin: seconds of busy waiting.
-        """
+        """Begin with call 1 on ``comm``, which has no other agreements. ``spin``: seconds of busy waiting."""
         self.voted = self.approved = 0
         self._comm, self._spin, self._lock = comm, spin, Lock()
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
@@ -172,7 +160,6 @@ class Voting(FailureDetector):
     _broken: bool
 
     def __init__(self, *arguments: Any) -> None:
-        """Pass ``arguments`` to the transport's class."""
         super().__init__(*arguments)
         self._given_up: TransportError | None = None  # why no call can be made any more
         self._votes = Agreement(self._comm, self.spin)
@@ -286,10 +273,7 @@ class Voting(FailureDetector):
 
     @deferred
     def retire(self) -> None:
-        """Allow no more calls, and fail a call in progress on all ranks. Any thread may call it.
-
-        Other ranks no longer wait for this rank's votes.
-        """
+        """Allow no more calls, and fail a call in progress on all ranks. Any thread may call it."""
         failed = self.failed_ranks()
         self._give_up(
             self._rank_failed(failed, "which continues without them")
@@ -298,12 +282,11 @@ class Voting(FailureDetector):
         )
 
     def failed_ranks(self) -> list[int]:
-        """Return the ranks that are known to be dead."""
         return [] if self._comm == MPI.COMM_NULL else failed_ranks(self._comm)
 
     @staticmethod
     def all() -> list[Voting]:
-        """Return all voting transports of this process that are open."""
+        """Return the open voting transports of this process."""
         return [transport for transport in _voting if transport._comm != MPI.COMM_NULL]
 
     def _close(self) -> None:

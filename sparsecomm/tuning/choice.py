@@ -20,24 +20,16 @@ __all__ = ["Candidate", "CostQuery", "Explanation", "bucket_bytes", "candidates"
 
 @dataclass(frozen=True)
 class CostQuery:
-    """The sizes and options of a call that its predicted time depends on.
+    """The sizes and options of a call that its predicted time depends on."""
 
-    Attributes:
-        P, num_nodes: number of ranks, and of their nodes.
-        n, k: number of elements, and of entries per rank.
-        value_bytes: bytes of a value in the accumulator dtype.
-        algorithm, wire: arguments of the call: "auto", a name, or weighted names separated by ``|``.
-        contributors: whether the algorithm must know how many ranks contribute to each entry.
-    """
-
-    P: int
+    P: int  # ranks
     num_nodes: int
-    n: int
-    k: int
-    value_bytes: int
-    algorithm: str = "auto"
+    n: int  # elements
+    k: int  # entries per rank
+    value_bytes: int  # of a value in the accumulator dtype
+    algorithm: str = "auto"  # or a name, or weighted names separated by ``|``
     wire: str = "auto"
-    contributors: bool = False
+    contributors: bool = False  # whether the algorithm must know how many ranks contribute to each entry
 
     def problem(self, wire: Wire) -> Problem:
         """Return the sizes that determine the cost with a wire format."""
@@ -49,18 +41,12 @@ class CostQuery:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to make a call.
-
-    Attributes:
-        algorithm, wire: of the call.
-        seconds: predicted time.
-        weight: factor on `seconds` when candidates are compared.
-    """
+    """One way to make a call."""
 
     algorithm: Algorithm
     wire: Wire
-    seconds: float
-    weight: float = 1.0
+    seconds: float  # predicted
+    weight: float = 1.0  # factor on `seconds` when candidates are compared
 
     @property
     def cost(self) -> float:
@@ -70,29 +56,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons for a choice. Printing it lists the candidates, the cheapest first.
+    """The reasons for a choice. Printing it lists the candidates, the cheapest first."""
 
-    Attributes:
-        query: the call.
-        costs, source: the costs of messages and work, and where they come from.
-        candidates: the cheapest first, which is the choice.
-    """
-
-    query: CostQuery
-    costs: Costs
+    query: CostQuery  # the call
+    costs: Costs  # the costs of messages and work, and where they come from
     source: str
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Candidate]  # the cheapest first, which is the choice
 
     def __str__(self) -> str:
         q, link, node = self.query, self.costs.link, self.costs.node or self.costs.link
-        work = (
-            f"per entry: merge {_ns(self.costs.merge)}, pack and unpack {_ns(self.costs.codec)}; "
-            f"per element: select {_ns(self.costs.select)}, add {_ns(self.costs.add)}"
-        )
+        per_element = f"per element: select {_ns(self.costs.select)}, add {_ns(self.costs.add)}"
         lines = [
             f"n={q.n}, k={q.k} on {q.P} ranks of {q.num_nodes} node(s); costs: {self.source}",
             f"between nodes {_link(link)}, inside {_link(node)}",
-            work,
+            f"per entry: merge {_ns(self.costs.merge)}, pack and unpack {_ns(self.costs.codec)}; " + per_element,
             f"{'algorithm':<24} {'wire':<16} {'predicted':>12}",
         ]
         for c in self.candidates:
@@ -124,9 +101,8 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
     return _candidates(query, costs, len(ALGORITHMS))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # `num_registered` is in the key: users register algorithms, and never remove them
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
-    """``num_registered`` is part of the cache key: users register algorithms, and never remove them."""
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
         algorithms = [(a, weight) for a, weight in algorithms if not a.contributors_unknown]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import permutations
 from typing import NamedTuple
 
 __all__ = ["Offset", "offsets"]
@@ -36,7 +35,6 @@ def offsets(
             message.
         share_clock: whether two ranks share one clock.
     """
-    ranks, known = list(ranks), dict[int, Offset]()
 
     def between(a: int, b: int) -> Offset:
         if share_clock(a, b):
@@ -46,12 +44,16 @@ def offsets(
             return Offset(0.0, math.inf)
         return Offset((there - back) / 2, abs(there + back) / 2)
 
-    while missing := [rank for rank in ranks if rank not in known]:
-        pairs = [(between(a, b), a, b) for a, b in permutations(ranks, 2) if a in known and b not in known]
-        if not pairs:
-            known[missing[0]] = Offset(0.0, math.inf if known else 0.0)
-            continue
-        ahead, a, b = min(pairs, key=lambda pair: (pair[0].bound, pair[1:]))
-        start = known[a] if math.isfinite(ahead.bound) else Offset(0.0, 0.0)
-        known[b] = Offset(start.seconds + ahead.seconds, start.bound + ahead.bound)
+    known = dict[int, Offset]()
+    nearest = {rank: (math.inf, -1, Offset(0.0, math.inf)) for rank in ranks}  # a bound, the known rank, the offset
+    while nearest:  # the algorithm of Prim
+        rank = min(nearest, key=lambda each: (*nearest[each][:2], each)) if known else next(iter(nearest))
+        bound, start, ahead = nearest.pop(rank)
+        if math.isfinite(bound):
+            known[rank] = Offset(known[start].seconds + ahead.seconds, known[start].bound + ahead.bound)
+        else:
+            known[rank] = Offset(0.0, math.inf if known else 0.0)
+        for other, best in nearest.items():
+            offset = between(rank, other)
+            nearest[other] = min(best, (offset.bound, rank, offset))
     return known

@@ -1,7 +1,4 @@
-"""Measures the links between ranks. All timing of messages is in this module.
-
-The first call over a network, `sparsecomm tune`, `sparsecomm plan --measure` and the benchmarks use a `Probe`. Ranks
-time messages in pairs and exchange the times, so the result is the same on all ranks.
+"""Measures the links between ranks. Ranks time messages in pairs and exchange the times, so all have the same result.
 
 Without a time budget, each rank is paired with the one half its group away. That takes one and a half round trips
 between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
@@ -50,22 +47,12 @@ _ZERO = 1 << 62  # the word for 0 seconds, which may be negative between two clo
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links, the same on all ranks.
+    """Measured links, the same on all ranks. Without a time budget, `farthest` is ``None`` and `fastest` is empty."""
 
-    Attributes:
-        between: the slowest link between nodes, measured by one rank of each; ``None`` if there is one node.
-        inside: the slowest link between ranks of a node; ``None`` if no node has two ranks.
-        farthest: the pair with the longest trip between nodes, or inside if there is one node; ``None`` without a time
-            budget.
-        fastest: for a sender and a receiver, the time on the receiver's clock when a message came, minus that on the
-            sender's when it left, of the fastest message: input of `sparsecomm.tuning.clocks.offsets`. Empty without a
-            time budget.
-    """
-
-    between: Link | None
-    inside: Link | None
-    farthest: Pair | None = None
-    fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    between: Link | None  # the slowest between nodes, measured by one rank of each; None if there is one node
+    inside: Link | None  # the slowest between ranks of a node; None if no node has two ranks
+    farthest: Pair | None = None  # the pair with the longest trip between nodes, or inside if there is one node
+    fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)  # as of `sparsecomm.tuning.clocks.offsets`
 
     @property
     def slowest(self) -> Link:
@@ -98,11 +85,10 @@ class Probe:
         self._round = 0
 
     def measure(self, seconds: float = 0.0) -> Links:
-        """Measure the links. Collective.
+        """Measure the links, with a budget for each of the two. Collective.
 
-        Args:
-            seconds: the budget for each of the two links. With 0 the measurement is as short as possible, and values
-                are rounded, so that choices do not change from run to run.
+        With 0 seconds the measurement is as short as possible, and values are rounded, so that choices do not change
+        from run to run.
         """
         self._round = 0
         if seconds:
@@ -149,8 +135,7 @@ class Probe:
     def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, Both]]:
         """Time messages in pairs, job by job and turn by turn; return the times of both ranks of each pair. Collective.
 
-        Args:
-            jobs: the turns of pairs, and the function that times messages with a peer.
+        A job has the turns of pairs, and the function that times messages with a peer.
         """
         own: list[int] = []
         for turns, times in jobs:
@@ -165,7 +150,8 @@ class Probe:
             its: dict[Pair, Both] = {}
             for pairs in turns:
                 for a, b in pairs:
-                    its[a, b] = tuple(_times(everyones[rank][position : position + 3]) for rank in (a, b))  # type: ignore[assignment]
+                    times_a, times_b = (map(_seconds, everyones[r][position : position + 3]) for r in (a, b))
+                    its[a, b] = tuple(times_a), tuple(times_b)  # type: ignore[assignment]
                 position += 3
             found.append(its)
         return found
@@ -298,10 +284,7 @@ def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
 
 
 def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[float]], float] = min) -> Link | None:
-    """Return the slowest link of pairs whose long messages have ``nbytes``; ``None`` without pairs.
-
-    The shorter of the times of a pair's two ranks counts. For long messages, ``of_two`` combines them.
-    """
+    """Return the slowest link of pairs whose long messages have ``nbytes``; ``None`` without pairs."""
     if not found:
         return None
     gap = median(min(a[1], b[1]) for a, b in found.values())
@@ -325,7 +308,7 @@ def _bytes(nbytes: int) -> Array:
 
 
 def _word(seconds: float) -> int:
-    """Return seconds as a word of nanoseconds, which may be negative."""
+    """Return seconds, which may be negative, as a word of nanoseconds."""
     return min(max(0, _ZERO + round(1e9 * seconds)), 2 * _ZERO) if math.isfinite(seconds) else 2 * _ZERO
 
 
@@ -333,16 +316,11 @@ def _seconds(word: int) -> float:
     return 1e-9 * (word - _ZERO)
 
 
-def _times(words: Sequence[int]) -> Times:
-    trip, gap, moving = map(_seconds, words)
-    return trip, gap, moving
-
-
 def _rounded(link: Link) -> Link:
     """Round to a Renard series of ten values per decade (ISO 3), so that choices do not change between runs."""
-    return Link(_nearest(link.alpha), 8 / _nearest(8 / link.beta), _nearest(link.gap))
 
+    def nearest(value: float) -> float:
+        scale = 10.0 ** math.floor(math.log10(value))
+        return float(scale * min(_STEPS, key=lambda step: abs(math.log(value / scale / step))))
 
-def _nearest(value: float) -> float:
-    scale = 10.0 ** math.floor(math.log10(value))
-    return float(scale * min(_STEPS, key=lambda step: abs(math.log(value / scale / step))))
+    return Link(nearest(link.alpha), 8 / nearest(8 / link.beta), nearest(link.gap))

@@ -56,11 +56,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Parse the output of `as_json`.
-
-        Raises:
-            InvalidInputError: ``text`` is not a profile of this version.
-        """
+        """Parse the output of `as_json`; raise `InvalidInputError` if it is not a profile of this version."""
         try:
             fields: dict[str, Any] = json.loads(text)
             if fields.pop("schema") != SCHEMA:
@@ -101,13 +97,13 @@ def _path(setting: str | None, caches: str | None) -> Path:
 
 
 def read(file: Path) -> Profile:
-    """Read a profile.
+    """Read a profile; raise `InvalidInputError` if ``file`` does not exist or is not a valid profile."""
 
-    Raises:
-        InvalidInputError: ``file`` does not exist or is not a valid profile.
-    """
+    def without_waiting(file: str, flags: int) -> int:
+        return os.open(file, flags | os.O_NONBLOCK)  # opening a FIFO blocks otherwise
+
     try:
-        with open(file, "rb", opener=_open_without_waiting) as opened:
+        with open(file, "rb", opener=without_waiting) as opened:
             regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
             data = opened.read(_MAX_BYTES + 1) if regular else b""
     except OSError as error:
@@ -118,10 +114,6 @@ def read(file: Path) -> Profile:
         return Profile.from_json(data.decode())
     except UnicodeDecodeError as error:
         raise InvalidInputError("it cannot be read: it is not text") from error
-
-
-def _open_without_waiting(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NONBLOCK)  # opening a FIFO blocks otherwise
 
 
 def costs_for(mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
@@ -140,11 +132,8 @@ def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, nu
     if setting or os.path.exists(file):  # False also if the folder is not accessible
         try:
             profile = read(file)
-            for name, theirs, ours in (
-                ("MPI", profile.mpi, mpi),
-                ("ranks", profile.ranks, ranks),
-                ("nodes", profile.num_nodes, num_nodes),
-            ):
+            theirs_and_ours = (profile.mpi, mpi), (profile.ranks, ranks), (profile.num_nodes, num_nodes)
+            for name, (theirs, ours) in zip(("MPI", "ranks", "nodes"), theirs_and_ours, strict=True):
                 if theirs != ours:
                     raise InvalidInputError(f"it is for {name} {theirs}, and this is {ours}")
         except InvalidInputError as error:
@@ -165,11 +154,7 @@ def assumed() -> KnownCosts:
 
 
 def measured(link: Link | None, node: Link | None) -> KnownCosts:
-    """Return the costs for these links between and inside nodes, with assumed costs of work.
-
-    Args:
-        link, node: between nodes, and inside a node; ``None`` if there is no such link.
-    """
+    """Return the costs for these links between and inside nodes, with assumed costs of work."""
     texts = [
         f"{time_text(each.alpha)}, {rate_text(8 / each.beta)} {where}"
         for each, where in ((link, "between nodes"), (node, "inside"))

@@ -19,7 +19,6 @@ The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -60,26 +59,15 @@ _LINE_PASSES, _LINE = 100.0, 16
 
 @dataclass(frozen=True)
 class Network:
-    """The network between sites with equal links.
+    """The network between sites with equal links."""
 
-    Attributes:
-        rate: bits per second of a site's link, each way.
-        rtt: seconds of a round trip between sites.
-        loss: packet loss, from 0 to 1.
-        per_site: ranks at each site, which share its link.
-        connections: TCP connections from a rank to each other rank; ``None`` for the default of a process group.
-        congestion: TCP congestion control: "cubic" for all that slow down after a loss; "bbr" for those that do not,
-            pace their packets, and keep their windows during pauses.
-        queue: seconds that a packet may wait in the queue of a link before it is dropped.
-    """
-
-    rate: float
-    rtt: float = 0.0
-    loss: float = 0.0
-    per_site: int = 1
-    connections: int | None = None
-    congestion: str = "cubic"
-    queue: float = 0.1
+    rate: float  # bits per second of a site's link, each way
+    rtt: float = 0.0  # seconds of a round trip between sites
+    loss: float = 0.0  # of packets, from 0 to 1
+    per_site: int = 1  # ranks at each site, which share its link
+    connections: int | None = None  # of TCP, from a rank to each other rank; None: the default of a process group
+    congestion: str = "cubic"  # or "bbr", which does not slow down after a loss, paces packets and keeps its window
+    queue: float = 0.1  # seconds that a packet may wait in the queue of a link before it is dropped
 
     @property
     def streams(self) -> int:
@@ -91,69 +79,42 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """A training.
-
-    Attributes:
-        ranks: P.
-        parameters: number of float32 parameters of the model.
-        step_seconds: compute time of a step, without any exchange.
-        cores_per_rank: CPU cores of a rank for the work of exchanges. Below 1, ranks share cores and work takes longer
-            accordingly; values above 1 count as 1.
-    """
+    """A training."""
 
     ranks: int
-    parameters: int
-    step_seconds: float
-    cores_per_rank: float = 1.0
+    parameters: int  # in float32
+    step_seconds: float  # compute time of a step, without any exchange
+    cores_per_rank: float = 1.0  # for the work of exchanges; values above 1 count as 1
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchanges of a training.
+    """The exchanges of a training."""
 
-    Attributes:
-        algorithm: of `sparse_allreduce`, or `GLOO`.
-        wire: of `sparse_allreduce`.
-        density: share of the elements that a rank selects.
-        sync_every: local steps per round; ``None`` to sum gradients in every step.
-        delay: ``fragment_sync_delay`` of `LocalSteps`.
-        overlap: whether the calls of a step begin during the backward pass, as in DistributedDataParallel.
-        adamw: whether `SparseAdamW` applies the sums.
-    """
-
-    algorithm: str = GLOO
+    algorithm: str = GLOO  # or one of `sparse_allreduce`
     wire: str = "auto"
-    density: float = 1.0
-    sync_every: int | None = None
-    delay: int = 0
-    overlap: bool = False
-    adamw: bool = False
+    density: float = 1.0  # share of the elements that a rank selects
+    sync_every: int | None = None  # local steps per round; None: gradients are summed in every step
+    delay: int = 0  # `fragment_sync_delay` of `LocalSteps`
+    overlap: bool = False  # whether the calls of a step begin during the backward pass, as in DistributedDataParallel
+    adamw: bool = False  # whether `SparseAdamW` applies the sums
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of a training.
+    """The predicted cost of a training."""
 
-    Attributes:
-        algorithm, wire: the choice of "auto", or the names in the `Exchange`.
-        seconds: of the exchange of a round, including its work.
-        nbytes: bytes that the link of a site sends in a round.
-        round_seconds: wall time of a round.
-        utilisation: compute time / wall time, from 0 to 1.
-        work: CPU seconds of a rank within `seconds`.
-    """
-
-    algorithm: str
+    algorithm: str  # the choice of "auto", or the name in the `Exchange`
     wire: str
-    seconds: float
-    nbytes: float
-    round_seconds: float
-    utilisation: float
-    work: float
+    seconds: float  # of the exchange of a round, including its work
+    nbytes: float  # that the link of a site sends in a round
+    round_seconds: float  # wall time of a round
+    utilisation: float  # compute time / wall time
+    work: float  # CPU seconds of a rank within `seconds`
 
 
 class _Call(NamedTuple):
-    """A sum over all ranks: its algorithm and wire format, seconds, bytes of a site's link, and seconds of work."""
+    """A sum over all ranks; ``nbytes`` are those of a site's link, ``work`` the seconds of work."""
 
     algorithm: str
     wire: str
@@ -163,11 +124,7 @@ class _Call(NamedTuple):
 
 
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
-    """Predict the time and the utilisation of a training.
-
-    Args:
-        training, network, exchange: the problem.
-        costs: of work, and of messages inside a site.
+    """Predict the time and the utilisation of a training; ``costs`` are of work, and of messages inside a site.
 
     Raises:
         InvalidInputError: the algorithm does not exist, or does not support such a call.
@@ -189,20 +146,15 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         own = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
     backward = _BACKWARD * training.step_seconds if exchange.overlap else 0.0
     ready = (computed - backward * (1 - i / len(calls)) for i in range(1, len(calls) + 1))
-    end = max(computed, _end_of_queue(zip(ready, (call.seconds for call in calls), strict=True)))
+    end = 0.0
+    for begin, call in zip(ready, calls, strict=True):
+        end = max(end, begin) + call.seconds
+    end = max(computed, end)
     waited = max(0.0, end + background - computed - exchange.delay * training.step_seconds)
     algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
     total, work_s = computed + own + waited, own + background + sum(call.work for call in calls)
     seconds, nbytes = sum(call.seconds for call in calls) + background + own, sum(call.nbytes for call in calls)
     return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work_s / slower)
-
-
-def _end_of_queue(calls: Iterable[tuple[float, float]]) -> float:
-    """Return when the last of consecutive calls ends; a call is the time when it is ready, and its duration."""
-    end = 0.0
-    for ready, seconds in calls:
-        end = max(end, ready) + seconds
-    return end
 
 
 def _calls(training: Training, network: Network, exchange: Exchange, costs: Costs) -> list[_Call]:
@@ -242,7 +194,7 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
         return _Call(name, best.wire.name, without, 0.0, work)
 
     def count(cost: str) -> float:
-        """Return how often a site pays a cost of its link: the derivative of the formula, which is linear in it."""
+        """Return how often a site pays a cost of its link: the derivative of the formula."""
         now = float(getattr(link, cost))
         dearer = replace(costs, link=replace(link, **{cost: (1 + _SMALL_CHANGE) * now}))
         return (best.algorithm.predicted_time(problem, dearer) - without) / (_SMALL_CHANGE * now)

@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
-from bench.utilisation import grid, plans, plots, tables
-from bench.utilisation.grid import Cell, Network
+from bench.utilisation import grid, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,12 +81,6 @@ def test_single_exchanges_are_timed_beside_another_checkout(tmp_path: Path) -> N
     assert len(kept["pages"]["slow_calls"]) == 1 + len(names)
 
 
-def test_the_model_is_the_published_one() -> None:
-    assert sum(grid.SHAPES.values()) == 30_846_720
-    assert len(grid.SHAPES) == 57
-    assert grid.PUBLISHED.keys() == grid.EXCHANGE.keys()
-
-
 def test_dense_cells_stand_beside_the_published_ones() -> None:
     """A cell whose exchange takes as long as the published one has the ratio 1."""
     H, rate = 32, 200e6
@@ -122,29 +115,17 @@ def test_held_out_cells_do_not_change_predictions() -> None:
     """Only the CPU time of cells without delay and losses calibrates the work."""
     setting = {"ranks": 4, "elements": 10**6, "step": grid.STEP, "cores": 2}
     near, far = row(1e9, "blocking", 8, 0.5), row(1e9, "blocking", 8, 0.4, rtt=0.08)
-    found = plans.predictions([near, far], setting)
-    assert plans.predictions([near, far | {"busy": 0.9, "utilisation": 0.1}], setting) == found
-    busier = plans.predictions([near | {"busy": 1.0}, far], setting)
+    found = tables.predictions([near, far], setting)
+    assert tables.predictions([near, far | {"busy": 0.9, "utilisation": 0.1}], setting) == found
+    busier = tables.predictions([near | {"busy": 1.0}, far], setting)
     assert all(after < before for after, before in zip(busier, found, strict=True))
 
 
 def test_heat_maps_are_drawn_of_what_there_is() -> None:
     rows = [row(rate, method, H, 0.3, rtt) for rate in (5e7, 1e9) for method in ("dense", "blocking") for H in (1, 8)
             for rtt in (0.0, 0.08)]  # fmt: skip
-    figure = plots.heat_maps(tables.found(rows[:-1]))
+    figure = tables.heat_maps(tables.found(rows[:-1]))
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert len(panels) == 4  # two methods, two delays
     assert sum(len(axes.texts) for axes in panels) == len(rows) - 1
     assert {text.get_text() for axes in panels for text in axes.texts} == {"30"}
-
-
-def test_every_cell_is_there_once_and_has_an_estimate() -> None:
-    cells = [cell for network in grid.full() for cell in grid.cells(network, list(grid.METHODS), (1, 8, 32, 128))]
-    assert len(set(cells)) == len(cells) == 18 * (4 + 4 + 3 + 2)
-
-    def estimate(cell: Cell) -> float:
-        return grid.seconds(cell, (3.0, 60.0), 30_846_720, 4, grid.STEP)
-
-    assert all(estimate(cell) > 5 for cell in cells)
-    lossy, clean = (estimate(Cell(Network(1e9, 0.08, loss), "dense", 1)) for loss in (0.001, 0.0))
-    assert lossy > 10 * clean

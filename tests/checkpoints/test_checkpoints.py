@@ -6,7 +6,6 @@ PyTorch objects: `tests/torch/test_checkpoints.py`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pathlib
 import pickle
@@ -29,6 +28,9 @@ from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 from tests.ranks import errors, run
+from tests.reducer.programs import total
+from tests.states.subjects import adamw, local_steps, reducer
+from tests.stress.states import digest
 from tests.thinning import exhaustive
 
 
@@ -43,11 +45,6 @@ class Saving:
         module: Any = import_module(self.module)
         self.save, self.load = module.save, module.load
 
-    def to_plain(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return arrays as values that can be saved."""
-        from_numpy = np.asarray if self.suffix == ".npz" else import_module("torch").from_numpy
-        return {name: from_numpy(array) for name, array in arrays.items()}
-
 
 @pytest.fixture(params=[("sparsecomm", ".npz"), ("sparsecomm.torch", ".pt")], ids=lambda param: param[0])
 def saving(request: pytest.FixtureRequest) -> Saving:
@@ -61,112 +58,37 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-class Training:
-    """A training of arrays, with gradients that differ between ranks."""
+def residuals(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the residuals in a state, by name."""
+    return {name: array for each in state.get("reducers", [state]) for name, array in each["residuals"].items()}
 
-    KINDS = ("Reducer", "LocalSteps", "SparseAdamW")
 
-    def __init__(self, kind: str, transport: simulated.SimulatedTransport, saving: Saving) -> None:
-        random = np.random.default_rng(0)
-        self.transport, self.saving = transport, saving
-        self.weights = {"a": random.standard_normal((20, 30)), "b": random.standard_normal(7)}
-        self.sparse: Any = {
-            "Reducer": partial(sc.Reducer, self.weights, 0.05, momentum=0.9, comm=transport),
-            "LocalSteps": partial(sc.LocalSteps, self.weights, sync_every=3, comm=transport),
-            "SparseAdamW": partial(sc.SparseAdamW, self.weights, wire="packed", comm=transport),
-        }[kind]()
+@pytest.mark.parametrize("build", [reducer, local_steps, adamw])
+@pytest.mark.parametrize(("P", "new"), [(1, 1), (3, 3), (3, 2), (2, 4)])
+def test_a_training_that_resumes_is_bit_identical(build: Any, P: int, new: int, tmp_path: Path) -> None:
+    """On another number of ranks, the sum of the residuals is the same."""
 
-    @property
-    def objects(self) -> dict[str, Any]:
-        return {"sparse": self.sparse, "weights": self.saving.to_plain(self.weights)}
-
-    def save(self, folder: Path, step: int) -> None:
-        self.saving.save(folder, step, self.objects, comm=self.transport)
-
-    def begin(self, folder: Path) -> int:
-        """Resume from a checkpoint if there is one, and return its step."""
-        found = self.saving.load(folder, self.objects, comm=self.transport)
+    def program(transport: simulated.SimulatedTransport, last: int) -> tuple[dict[str, Any], str]:
+        obj, step, weights = build(transport)
+        objects = {"sparse": obj, "weights": weights}
+        found = sc.load(tmp_path, objects, comm=transport)
         for name, values in found.values["weights"].items() if found else ():
-            self.weights[name][:] = np.asarray(values)
-        if found and found.ranks != self.transport.size and isinstance(self.sparse, sc.LocalSteps):
-            for name, values in self.sparse.global_parameters().items():
-                self.weights[name][:] = values
-        return found.step if found else 0
+            weights[name][...] = values
+        saved = residuals(obj.state_dict())
+        for number in range(found.step if found else 1, last):
+            step(number)
+            if number == 6:
+                sc.save(tmp_path, 7, objects, comm=transport)
+                saved = residuals(obj.state_dict())
+        return saved, digest([residuals(obj.state_dict()), weights])
 
-    def step(self, number: int) -> None:
-        random = np.random.default_rng([number, self.transport.rank])
-        gradients = {name: random.standard_normal(w.shape) for name, w in self.weights.items()}
-        if isinstance(self.sparse, sc.Reducer):
-            self.sparse.reduce(gradients)
-        if isinstance(self.sparse, sc.SparseAdamW):
-            self.sparse.step(gradients)
-            return
-        for name, weight in self.weights.items():
-            weight -= 0.1 * gradients[name]
-        if isinstance(self.sparse, sc.LocalSteps):
-            self.sparse.step(self.weights)
-
-    def residuals(self) -> list[np.ndarray]:
-        """Return this rank's residuals."""
-        reducers = getattr(self.sparse, "reducers", [getattr(self.sparse, "reducer", self.sparse)])
-        return [np.array(reducer.residual(name)) for reducer in reducers for name in sorted(reducer.names)]
-
-    def bits(self) -> list[bytes]:
-        return [array.tobytes() for array in [*self.weights.values(), *self.residuals()]]
-
-
-@pytest.mark.parametrize("kind", Training.KINDS)
-@pytest.mark.parametrize("P", [1, 3])
-def test_a_training_that_resumes_is_bit_identical(kind: str, P: int, tmp_path: Path, saving: Saving) -> None:
-    def program(transport: simulated.SimulatedTransport, last: int) -> list[bytes]:
-        training = Training(kind, transport, saving)
-        for step in range(training.begin(tmp_path), last):
-            training.step(step)
-            if step == 3:
-                training.save(tmp_path, step + 1)
-        return training.bits()
-
-    expected = run(P, partial(program, last=8))
-    assert run(P, partial(program, last=8)) == expected
-    assert run(P, partial(program, last=0)) != expected
-
-
-@pytest.mark.parametrize("kind", Training.KINDS)
-@pytest.mark.parametrize(("P", "new"), [(3, 2), (2, 4), (2, 1)])
-def test_residuals_are_distributed_over_another_world_size(
-    kind: str, P: int, new: int, tmp_path: Path, saving: Saving
-) -> None:
-    def program(transport: simulated.SimulatedTransport, last: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        training = Training(kind, transport, saving)
-        begin = training.begin(tmp_path)
-        for step in range(begin, last):
-            training.step(step)
-        if not begin:
-            training.save(tmp_path, last)
-        return training.residuals(), list(training.weights.values())
-
-    old, now = run(P, partial(program, last=6)), run(new, partial(program, last=0))
-    for before, after in zip(
-        *([sum(parts) for parts in zip(*(w for w, _ in each), strict=True)] for each in (old, now)), strict=True
-    ):
-        np.testing.assert_allclose(after, before, rtol=1e-9)
-    if kind == "SparseAdamW":
-        assert all(np.array_equal(a, b) for _, weights in now for a, b in zip(weights, old[0][1], strict=True))
-
-
-def test_values_of_all_types_are_loaded(tmp_path: Path, saving: Saving) -> None:
-    value = {"none": None, "list": [1, -2.5, "text", True], 3: {"pair": (1, 2)}, "array": np.arange(6.0).reshape(2, 3)}
-    if saving.module == "sparsecomm.torch":
-        value["array"] = import_module("torch").arange(6.0).reshape(2, 3)
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        saving.save(tmp_path, 0, {"value": value}, comm=transport)
-        return saving.load(tmp_path, {"value": None}, comm=transport).values["value"]
-
-    for found in run(2, program):
-        array, expected = found.pop("array"), dict(value)
-        assert (array == expected.pop("array")).all()
-        assert found == expected
+    old = run(P, partial(program, last=10))
+    now = run(new, partial(program, last=10 if new == P else 0))
+    before, after = (total(saved for saved, _ in each) for each in (old, now))
+    for name, array in before.items():
+        np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-6)
+    if new == P:
+        assert [its for _, its in now] == [its for _, its in old]
 
 
 def test_older_checkpoints_are_removed_except_the_last(tmp_path: Path, saving: Saving) -> None:
@@ -238,26 +160,6 @@ def test_a_save_by_fewer_ranks_keeps_the_checkpoint_of_all(tmp_path: Path, savin
     assert run(3, partial(program, step=0)) == [Checkpoint(1, {"x": 1}, 3)] * 3
 
 
-def test_an_incomplete_checkpoint_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: Saving) -> None:
-    def program(transport: simulated.SimulatedTransport) -> Checkpoint | None:
-        for step in (1, 2, 3):
-            saving.save(tmp_path, step, {"x": [step, *range(1000)]}, comm=transport, keep=9)
-        if transport.rank == 1:
-            (tmp_path / f"step3-rank1-of3{saving.suffix}").unlink()
-            path = tmp_path / f"step2-rank1-of3{saving.suffix}"
-            path.write_bytes(path.read_bytes()[:1000])
-        saving.save(tmp_path / "another", 0, {}, comm=transport)  # a barrier
-        return saving.load(tmp_path, {"x": None}, comm=transport)
-
-    with caplog.at_level(logging.WARNING, "sparsecomm"):
-        for found in run(3, program):
-            assert found is not None
-            assert found.step == 1
-            assert found.values["x"][0] == 1
-    assert "step 2" in caplog.text
-    assert f"step2-rank1-of3{saving.suffix}" in caplog.text
-
-
 class Evil:
     """An object whose pickle runs code."""
 
@@ -267,16 +169,15 @@ class Evil:
 
 def test_no_file_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saving: Saving) -> None:
     monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
-    folder = tmp_path / "c"
 
     def program(transport: simulated.SimulatedTransport) -> None:
         for step in (1, 2, 3):
-            saving.save(folder, step, {"x": step}, comm=transport, keep=3)
-        (folder / f"step3-rank0-of1{saving.suffix}").write_bytes(pickle.dumps({"x": Evil()}))
-        if saving.module == "sparsecomm.torch":  # in PyTorch's own format
-            import_module("torch").save({"x": Evil()}, folder / f"step2-rank0-of1{saving.suffix}")
-        found = saving.load(folder, {"x": None}, comm=transport)
-        assert found.step == (1 if saving.module == "sparsecomm.torch" else 2)
+            saving.save(tmp_path / "c", step, {"x": step}, comm=transport, keep=3)
+        (tmp_path / f"c/step3-rank0-of1{saving.suffix}").write_bytes(pickle.dumps({"x": Evil()}))
+        if saving.suffix == ".pt":  # in PyTorch's own format
+            import_module("torch").save({"x": Evil()}, tmp_path / "c/step2-rank0-of1.pt")
+        found = saving.load(tmp_path / "c", {"x": None}, comm=transport)
+        assert found.step == (1 if saving.suffix == ".pt" else 2)
 
     run(1, program)
     assert not (tmp_path / "evil").exists()
@@ -465,27 +366,23 @@ def test_a_checkpoint_exists_after_an_interrupt_anywhere(
 
 
 def test_wrong_arguments(tmp_path: Path, saving: Saving) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        *(({"step": step}, "step=") for step in (-1, 1.5, True, "a", None)),
+        *(({"keep": keep}, "keep=") for keep in (0, "a")),
+        *(({"objects": objects}, "objects") for objects in ([], {1: 2}, None)),
+        *(({"folder": folder}, "folder=") for folder in (None, 3, b"a")),
+    ]
+
     def program(transport: simulated.SimulatedTransport) -> None:
-        for step in (-1, 1.5, True, "a", None):
-            with pytest.raises(sc.InvalidInputError, match="step="):
-                saving.save(tmp_path, step, {}, comm=transport)
-        for keep in (0, "a"):
-            with pytest.raises(sc.InvalidInputError, match="keep="):
-                saving.save(tmp_path, 1, {}, comm=transport, keep=keep)
-        for objects in ([], {1: 2}, None):
-            with pytest.raises(sc.InvalidInputError, match="objects"):
-                saving.save(tmp_path, 1, objects, comm=transport)
-            with pytest.raises(sc.InvalidInputError, match="objects"):
-                saving.load(tmp_path, objects, comm=transport)
-        for folder in (None, 3, b"a"):
-            with pytest.raises(sc.InvalidInputError, match="folder="):
-                saving.save(folder, 1, {}, comm=transport)
-            with pytest.raises(sc.InvalidInputError, match="folder="):
-                saving.load(folder, {}, comm=transport)
-        with pytest.raises(sc.InvalidInputError, match="step='3'"):
-            saving.load(tmp_path, {}, comm=transport, step="3")
+        arguments: dict[str, Any] = {"folder": tmp_path, "step": 1, "objects": {"x": 1}, "comm": transport}
+        for wrong, why in refused:
+            with pytest.raises(sc.InvalidInputError, match=why):
+                saving.save(**arguments | wrong)
+            if "keep" not in wrong and wrong != {"step": None}:
+                with pytest.raises(sc.InvalidInputError, match=why):
+                    saving.load(**arguments | wrong)
         assert saving.load(tmp_path / "none", {}, comm=transport) is None
-        saving.save(tmp_path, 1, {"x": 1}, comm=transport)
+        saving.save(**arguments)
         with pytest.raises(sc.InvalidInputError, match="has no 'y'; it has 'x'"):
             saving.load(tmp_path, {"x": None, "y": None}, comm=transport)
 

@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.algorithms import ALGORITHMS, inner_algorithms
 from sparsecomm.backends import Backend
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
-from sparsecomm.cli.bench import launch, rows, runners, sweep, timing
+from sparsecomm.cli import world as launch
+from sparsecomm.cli.bench import rows, timing
 from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.cli.outputs import pyplot, style
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -39,11 +42,11 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PARSER = argparse.ArgumentParser()
-sweep.add_arguments(PARSER)
+command.add_arguments(PARSER)
 
 
 def parsed(*given: str) -> argparse.Namespace:
-    return sweep.parse(PARSER.parse_args(given))
+    return command.parse(PARSER.parse_args(given))
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -58,9 +61,9 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_both_figures_are_said() -> None:
     said = r"64 MiB on 4 rank.*about [\d.]+ Gi?B of memory, [\d.]+ Mi?B per rank; available are 1 G"
     with pytest.raises(sc.InvalidInputError, match=said):
-        sweep.check_memory(parsed(), 8, 4, 1 << 30)
-    sweep.check_memory(parsed(), 8, 4, 1 << 40)
-    sweep.check_memory(parsed(), 8, 4, None)
+        command.check_memory(parsed(), 8, 4, 1 << 30)
+    command.check_memory(parsed(), 8, 4, 1 << 40)
+    command.check_memory(parsed(), 8, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -110,24 +113,14 @@ def test_every_method_of_a_backend_is_in_a_part() -> None:
     in_no_part = {"on_stream", "side_stream", "memory", "empty_like", "as_tensor"}
     in_no_part |= {"memory_of", "not_zero", "quantize_values", "with_values"}  # within others
     elsewhere = {
-        "zeros",
-        "finite",
-        "split_at_indices",
-        "timeline",
-        "clear",
-        "mixed",
-        "mix_into",
-        "add_difference",
-        "add_quotient",
-        "adamw",
-        "adamw_overflows",
-        "largest",
+        *["zeros", "finite", "split_at_indices", "timeline", "clear", "mixed", "mix_into", "largest"]
     }  # in no call of bench
+    elsewhere |= {"add_difference", "add_quotient", "adamw", "adamw_overflows"}
     assert set(observers.PART_OF) == methods - in_no_part - elsewhere
     assert set(observers.PART_OF.values()) == set(observers.PARTS)
 
 
-class Nested(runners.Clock):
+class Nested(timing.Clock):
     """A clock that fails if parts are nested, so that time would count twice."""
 
     inside = ""
@@ -146,13 +139,12 @@ class Nested(runners.Clock):
         return watched
 
 
-@pytest.mark.parametrize("wire", ["plain", "packed_int8"])
-@pytest.mark.parametrize("algorithm", sc.algorithms())
+@pytest.mark.parametrize(("algorithm", "wire"), [("tree", "plain"), *product(sc.algorithms(), ["packed_int8"])])
 def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
     n, k, P = 5000, 50, 3
 
     def call(transport: simulated.SimulatedTransport, with_clock: bool) -> tuple[Any, ...]:
-        x, residual = runners.inputs(n, np.dtype(np.float32), np.dtype(np.float32), transport.rank)
+        x, residual = timing.inputs(n, np.dtype(np.float32), np.dtype(np.float32), transport.rank)
         out, clock = np.empty_like(x), Nested()
         if with_clock:
             queue_of(transport).observe(transport, clock)
@@ -239,7 +231,7 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     accumulator = np.dtype(np.float64) if t.itemsize == 8 else np.dtype(np.float32)
 
     def program(transport: simulated.SimulatedTransport) -> tuple[float, float]:
-        x, residual = runners.inputs(row["count"], t, accumulator, transport.rank)
+        x, residual = timing.inputs(row["count"], t, accumulator, transport.rank)
         options = {"algorithm": row["algorithm_taken"], "wire": row["wire_taken"]}
         sent, received = [], []
         for _ in range(1 + 3):
@@ -349,21 +341,11 @@ def test_a_device_with_too_little_memory_is_refused() -> None:
     assert "of its device per rank; available are 1 GiB" in ran.stderr
 
 
-def test_no_device_is_refused() -> None:
-    ran = shell(
-        "-c",
-        "import sys; sys.modules['cupy'] = None; from sparsecomm.cli import main; "
-        "sys.exit(main(['bench', '--device', 'cuda']))",
-    )
-    assert ran.returncode == 1
-    assert "--device cuda: CuPy cannot be imported" in ran.stderr
-
-
 FAULTY = """
 import os, signal, sys
 from mpi4py import MPI
 from sparsecomm.cli import main
-from sparsecomm.cli.bench.runners import Ours
+from sparsecomm.cli.bench.timing import Ours
 right = Ours.step
 def wrong(self):
     result = right(self)
@@ -440,3 +422,49 @@ def test_mpirun_has_the_same_command_and_its_status_is_ours(
     given = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]
     assert main(["bench", *given]) == (status if status >= 0 else 128 - status)
     assert (tmp_path / "said").read_text() == "5|sparsecomm|bench|-b1K|-e|4 K|-c|-n|7|--wire=plain|"
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+
+def test_algorithms_look_different() -> None:
+    pytest.importorskip("matplotlib")
+    names = ["auto", *ALGORITHMS, *(f"hierarchical:{inner}" for inner in inner_algorithms()), "split:2"]
+    looks = {repr(sorted(style(name).items())) for name in names}
+    assert len(looks) == len(names)
+    assert len({style(name)["color"] for name in ALGORITHMS}) == len({style(name)["marker"] for name in ALGORITHMS})
+    assert style("of the user's")["color"] == style("of the user's")["color"]
+
+
+def test_the_plot() -> None:
+    """Narrow time ranges have labels with units; each density has a panel; dense has no wire format."""
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "size_bytes": size,
+            "density": density,
+            "algorithm": algorithm,
+            "wire": wire,
+            "time_median_us": 3000 + size / 100,
+        }
+        for size in (4096, 65536)
+        for density in (0.001, 0.01)
+        for algorithm in ("dense", "tree")
+        for wire in ("auto", "packed")
+    ]
+    figure = command.draw({"ranks": 2, "machines": 1, "dtype": "float32", "mpi": "MPI"}, rows)
+    figure.canvas.draw()
+    panels = figure.axes
+    assert [axes.get_title() for axes in panels] == ["density 0.001", "density 0.01"]
+    for axes in panels:
+        assert len(axes.lines) == 3  # one of dense, and two of tree
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["4 KiB", "64 KiB"]
+    labels = [label.get_text() for label in panels[0].get_yticklabels(which="both") if label.get_text()]
+    low, high = panels[0].get_ylim()
+    shown = [text for text in labels if low <= float(text.split()[0]) / 1e3 <= high]
+    assert len(shown) >= 1
+    assert all(re.fullmatch(r"[\d.]+ (ms|us|s)", text) for text in labels)
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["dense", "tree", "wire format auto", "wire format packed"]
+    pyplot().close(figure)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.cli import COMMANDS, info, main, oracles
-from sparsecomm.cli.bench import launch
-from sparsecomm.transport.cuda_aware import cuda_aware
+from sparsecomm.cli import main
+from sparsecomm.cli import world as launch
+from sparsecomm.transport.abi import cuda_aware
 from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
 from tests.thinning import exhaustive
 
@@ -86,6 +86,7 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
         ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
         ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
         ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
+        ("bench --device cuda", "--device cuda: CuPy cannot be imported"),
         ("bench --json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
         ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
         (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
@@ -99,7 +100,8 @@ def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], mo
     """Errors are printed in one line before any measurement, without MPI and without starting ranks."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    for module in ("mpi4py.MPI", "cupy"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(launch.subprocess, "Popen", None)
     assert main(line.split()) == 1
     output = capsys.readouterr()
@@ -107,22 +109,6 @@ def test_refused(line: str, message: str, capsys: pytest.CaptureFixture[str], mo
     assert output.err.startswith("sparsecomm: ")
     assert output.err.count("\n") == 1
     assert output.out == ""
-
-
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
-
-
-def test_errors_are_messages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(arguments: object) -> int:
-        raise sc.TransportError("no way")
-
-    monkeypatch.setattr(info, "run", broken)
-    assert main(["info"]) == 1
-    assert capsys.readouterr().err == "sparsecomm: no way\n"
 
 
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
@@ -141,9 +127,8 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("redirection", "said"), [(">/dev/full", "No space left on device"), (">&-", "standard output is closed.*")]
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_cannot_be_written(redirection: str, said: str, unbuffered: str) -> None:
-    program = f"PYTHONUNBUFFERED={unbuffered} {sys.executable} -m sparsecomm"
+def test_output_that_cannot_be_written(redirection: str, said: str) -> None:
+    program = f"{sys.executable} -m sparsecomm"
     ran = subprocess.run(
         ["sh", "-c", f"{program} info {redirection}; echo $? >&2"], capture_output=True, text=True, timeout=LIMIT
     )
@@ -158,13 +143,10 @@ def test_info() -> None:
     assert output.replace("\n", "").isprintable()
     assert len(re.findall("^sparsecomm ", output, re.MULTILINE)) == 1
     found = facts(output)
-    assert found["sparsecomm"].startswith(sc.__version__)
-    assert found["NumPy"] == np.__version__
-    assert sys.executable in found["Python"]
-    assert found["kernels"].endswith(", 3 threads")
-    assert found["settings"] == "SPARSECOMM_THREADS=3 SPARSECOMM_TIMEOUT=12"
-    assert re.search(r"\d+ of \d+ cores usable", found["CPU"])
-    assert re.search(r"\d\.\d.*, 2 rank", found["MPI"])
+    expected = {"sparsecomm": sc.__version__, "NumPy": np.__version__, "Python": sys.executable}
+    expected |= {"kernels": ", 3 threads", "settings": "SPARSECOMM_THREADS=3 SPARSECOMM_TIMEOUT=12"}
+    expected |= {"CPU": "cores usable", "MPI": ", 2 rank"}
+    assert {name for name, text in expected.items() if text not in found[name]} == set()
     level, calls = found["MPI threads"].split("; ")
     assert level in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
     assert ("by a thread" in calls) == (level == "MULTIPLE")
@@ -233,15 +215,16 @@ from sparsecomm.cli import main, selftest
 SV, right, last = sc.SparseVector, ALGORITHMS["tree"], MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1
 for name in set(ALGORITHMS) - {"tree", "allgather"}:
     del ALGORITHMS[name]
-selftest.SIZES = selftest.SIZES[1:2]
+selftest.SIZES, selftest._MAX_FAILURES = selftest.SIZES[1:2], 10_000  # other ranks' failures hide none of the last rank
 if last:
     run = lambda group, gradient, k: wrong(right.run(group, gradient, k), gradient)
     ALGORITHMS["tree"] = dataclasses.replace(right, run=run)
+found = []
 for fault in sys.argv[1:]:
     exec(f"def wrong(s, gradient): {fault}")
-    status = main(["selftest"])
-    if last:
-        print(f"status {status}", flush=True)
+    found.append(main(["selftest"]))
+MPI.COMM_WORLD.Barrier()
+sys.exit(found != [1] * len(found))  # on every rank
 """
 
 
@@ -250,13 +233,8 @@ def rows_of(output: str) -> list[list[str]]:
     return [row for row in rows if row and row[0] in sc.algorithms()]
 
 
-def test_every_algorithm_has_an_oracle() -> None:
-    for name in sc.algorithms():
-        assert callable(oracles.oracle(name))
-
-
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "sizes"), [(0, "[1:3]"), (2, "[1:3]"), exhaustive(3, "[:]")])
+@pytest.mark.parametrize(("ranks", "sizes"), [(0, "[1:3]"), (2, "[1:2]"), exhaustive(3, "[:]")])
 def test_selftest(ranks: int, sizes: str) -> None:
     program = f"import sys\nfrom sparsecomm.cli import main, selftest\nselftest.SIZES = selftest.SIZES{sizes}\n"
     ran = shell("-c", program + "sys.exit(main(['selftest']))", ranks=ranks)
@@ -270,17 +248,15 @@ def test_selftest(ranks: int, sizes: str) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [exhaustive(0), 3])
 def test_selftest_notices(ranks: int) -> None:
-    ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks)
+    ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks, SPARSECOMM_TIMEOUT=str(LIMIT))  # cores may be busy
     assert ran.returncode == 0, ran.stdout + ran.stderr
     runs = ran.stdout.replace("\r", "").split("sparsecomm ")[1:]
     assert len(runs) == len(FAULTS)
-    assert re.findall(r"^status (\d)", ran.stdout, re.MULTILINE) == ["1"] * len(FAULTS)
     for output, said in zip(runs, FAULTS, strict=True):
         assert "FAILED" in output
         (tree, _, broken), (allgather, _, right) = rows_of(output)
         assert (tree, allgather, right, broken != "0") == ("tree", "allgather", "0", True)
-        rank = r"\d" if "Error" in said else max(ranks, 1) - 1  # the others raise, too
-        assert re.search(rf"^  rank {rank}: float16 .*{said}", output, re.MULTILINE), output
+        assert re.search(rf"^  rank {max(ranks, 1) - 1}: float16 .*{said}", output, re.MULTILINE), output
 
 
 @pytest.mark.exhaustive
@@ -303,6 +279,14 @@ def test_without_mpi() -> None:
 
 
 PLAN = "plan --measure --parameters 1M --step-time 1ms"
+
+
+def test_one_rank_has_nothing_to_measure() -> None:
+    ran = several("tune", PLAN)
+    assert ran.returncode == 0, ran.stderr
+    for said in ("run it under mpirun with the ranks that train", "no link to measure: start the command with mpirun"):
+        assert ran.stderr.count(said) == 1
+    assert "Traceback" not in ran.stderr
 
 
 def test_ranks_that_do_not_know_each_other_fail() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.cli import bench as sweep
 from sparsecomm.cli import options
-from sparsecomm.cli.bench import sweep
 from sparsecomm.wire import WIRES
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.cli import main
 from sparsecomm.tracing.events import Rank, clock_offsets, late_senders, messages, read
-from sparsecomm.tuning.clocks import Offset
+from sparsecomm.tuning.clocks import Offset, offsets
 from tests.tracing.test_recorder import SimulatedTransport, traced, vector
 
 P = 4
@@ -188,6 +188,11 @@ def test_clocks_are_aligned(ahead: list[float], algorithm: str, tmp_path_factory
     for message in messages(ranks):
         sent = message.sent.start - found[message.sender].seconds
         assert sent <= message.received.end - found[message.receiver].seconds + 1e-6
+
+
+def test_the_narrowest_bounds_count() -> None:
+    fastest = {(0, 1): 1.0, (1, 0): 1.0, (0, 2): 1.0, (2, 0): 3.0, (1, 2): 10.0, (2, 1): 30.0}
+    assert offsets(range(3), fastest) == {0: Offset(0.0, 0.0), 1: Offset(0.0, 1.0), 2: Offset(-1.0, 2.0)}
 
 
 def test_ranks_that_exchange_nothing_keep_their_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

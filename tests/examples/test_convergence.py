@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.examples.conftest import Run
-from tests.processes import mpirun, needs_mpirun
 
 IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress"
 PROGRAM = "-m", "bench.experiments.convergence"
@@ -36,13 +35,6 @@ def trainings(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     found = json.loads(path.read_text())["trainings"]
     names = ("model", "ranks", "method", "density", "seed")
     return {tuple(t["setting"][name] for name in names): t["curve"] for t in found}
-
-
-def without_seconds(found: dict[tuple[Any, ...], dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    return {
-        setting: {name: value for name, value in curve.items() if "seconds" not in name}
-        for setting, curve in found.items()
-    }
 
 
 def rows(text: str, title: str = "Sparse gradients against dense ones") -> list[dict[str, str]]:
@@ -133,28 +125,6 @@ def test_table(simulated: Path) -> None:
         )
         assert float(later.rstrip(" %")) == pytest.approx(100 * after, rel=0.06)
         assert after < ratio
-
-
-@needs_mpirun
-def test_mpi_gives_the_same_bits_and_goes_on(simulated: Path, tmp_path: Path) -> None:
-    """Existing trainings are not repeated: one method of each model is missing."""
-    content = json.loads(simulated.with_suffix(".json").read_text())
-    missing = {("digits", 2, "butterfly", 0.1, 1), ("text", 2, "dense", 1.0, 1)}
-    names = ("model", "ranks", "method", "density", "seed")
-    content["trainings"] = [t for t in content["trainings"] if tuple(t["setting"][n] for n in names) not in missing]
-    file = tmp_path / "mpi.json"
-    file.write_text(json.dumps(content))
-    status, said = mpirun(2, *PROGRAM, *GRID, "--out", str(tmp_path / "mpi"))
-    assert status == 0, said
-    over_mpi, in_process = trainings(file), trainings(simulated.with_suffix(".json"))
-    assert without_seconds(over_mpi) == without_seconds(in_process)
-    for setting, curve in over_mpi.items():
-        if setting in missing:
-            assert (curve["seconds"], curve["warm_seconds"]) == ([], 0.0)
-        else:  # from the file
-            assert curve == in_process[setting]
-    again = json.loads(file.read_text())["trainings"]
-    assert sum(t["transport"] == "simulated" for t in again) == len(again) - len(missing) == 6
 
 
 def test_seconds_rise_and_are_those_of_the_large_model(simulated: Path) -> None:
@@ -262,7 +232,7 @@ def test_tables_of_the_best(compared: Path, forks: Run, tmp_path: Path) -> None:
             assert number(cell) == pytest.approx(found - dense, **near)
 
     enough = rows(text, "Bytes that are enough")
-    assert len(enough) == 2 * 5
+    assert len(enough) == 2 * 4
     for row in enough:
         method, steps = NAMES[row["gradients"]], int(row["steps"])
         good = [

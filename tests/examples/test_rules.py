@@ -62,7 +62,6 @@ def test_every_rule_of_error_feedback_trains(forks: Run) -> None:
         *({"complete": complete} for complete in ("sum", "root", "contributors")),
         *({"bits": bits} for bits in (8, 16)),
         *({"method": method} for method in ("topk", "butterfly", "dense")),
-        {"place": "after"},
         {"decay": 0.9},
         {"clamp": 1.5},
         {"scope": "tensor"},

@@ -82,7 +82,7 @@ def goes_on(comm: MPI.Intracomm, size: int = 3) -> None:
 
 
 def everywhere() -> None:
-    """Survivors wait in a call, in calls of the background, in a broadcast, and for the first call of the dead rank."""
+    """Survivors wait in a call, in background calls, in a broadcast, and for the first call of the dead rank."""
     comms = [WORLD.Dup() for _ in range(5)]
     for comm in comms[:4]:
         call(comm)

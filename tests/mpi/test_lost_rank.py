@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,25 +41,18 @@ def test_a_lost_rank(program: str, survivors: int, tmp_path: Path) -> None:
     assert ": failed" not in said, said
 
 
-@pytest.mark.parametrize("doing", [sc.shrink, sc.grow])
-def test_ranks_of_something_else_are_refused(doing: object) -> None:
-    assert callable(doing)
+@pytest.mark.parametrize("function", [sc.shrink, sc.grow])
+def test_ranks_of_something_else_are_refused(function: Callable[..., object]) -> None:
     with pytest.raises(sc.InvalidInputError, match=r"mpi4py communicator\. The ranks of a process group are fixed"):
-        doing("group")
+        function("group")
     with pytest.raises(sc.InvalidInputError, match="COMM_NULL"):
-        doing(MPI.COMM_NULL)
+        function(MPI.COMM_NULL)
 
 
-def test_an_mpi_that_survives_nobody_says_so() -> None:
+def test_a_process_that_is_alone() -> None:
+    assert sc.join() is None
     with pytest.raises(sc.TransportError, match=r"mpirun --with-ft ulfm.*checkpoint"):
         sc.shrink()
-
-
-def test_nobody_is_joined_by_a_process_that_was_not_spawned() -> None:
-    assert sc.join() is None
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5])
-def test_a_count_that_cannot_be_started(count: int) -> None:
-    with pytest.raises(sc.InvalidInputError, match="count="):
-        sc.grow(count=count)
+    for count in (0, -1, 1.5):
+        with pytest.raises(sc.InvalidInputError, match="count="):
+            sc.grow(count=count)  # type: ignore[arg-type]

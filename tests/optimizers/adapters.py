@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,24 @@ SHAPES = {"number": (), "matrix": (30, 11), "bias": (11,)}  # JAX has them in th
 Arrays = dict[str, np.ndarray]
 
 
-def gradients(step: int, rank: int) -> Arrays:
-    rng, sizes = np.random.default_rng([step, rank]), {"matrix": 1.0, "bias": 1e-3, "number": 50.0}
-    return {name: np.array(rng.standard_normal(shape) * sizes[name], np.float32) for name, shape in SHAPES.items()}
+def gradients(step: int, rank: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
+    rng, sizes = np.random.default_rng([step, rank]), {"matrix": 1.0, "bias": 1e-3, "number": 50.0, "nothing": 1.0}
+    return {name: np.array(rng.standard_normal(shape) * sizes[name], np.float32) for name, shape in shapes.items()}
 
 
-def weights() -> Arrays:
+def weights(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
     rng = np.random.default_rng(7)
-    return {name: np.array(rng.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
+    return {name: np.array(rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
+
+
+def given(step: int, rank: int, P: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Arrays:
+    """Return gradients without some tensors: on all ranks in some steps, on some ranks in others."""
+    found = gradients(step, rank, shapes)
+    if step % 3 == 1 and rank % 2:
+        del found["bias"]
+    if 4 <= step < 6 or (step == 7 and rank == P - 1):
+        del found["matrix"]
+    return found
 
 
 class OfArrays:
@@ -72,7 +83,7 @@ class OfArrays:
 
 
 class OfTorch(OfArrays):
-    """PyTorch's, of which gradients come by a backward pass."""
+    """The optimizer of PyTorch. A backward pass makes its gradients."""
 
     overlap = False
 

@@ -69,16 +69,6 @@ def test_rollback_keeps_all(selected: bool, threshold: float) -> None:
     assert data.same_bits(residual, expected)
 
 
-def test_the_whole() -> None:
-    gradients = [data.integers(500, "float32", 1), data.integers(300, "float32", 2)]
-    residual = data.integers(800, "float32", 3)
-    expected = residual + np.concatenate(gradients)
-    contribution = made(gradients, residual, 2.0)
-    assert data.same_bits(contribution.whole(), expected)
-    contribution.commit(BACKEND.nonzeros(expected, (800,)), rejects=False)
-    assert not residual.any()
-
-
 def test_the_threshold_of_a_step_serves_the_next() -> None:
     """Once steps are alike, the first pass finds all of the top-k, and not much else."""
     n, k, threshold, factor, reached = 20_000, 100, 0.0, 0.9, []

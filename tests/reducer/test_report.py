@@ -111,12 +111,12 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
         assert found["by costs"] == MEASURED
 
 
-@pytest.mark.parametrize("P", [2, 5, 40])
-def test_traffic_with_peers(P: int) -> None:
-    """Of many peers the slowest are shown."""
+@pytest.mark.parametrize(("P", "knows"), [(2, True), (2, False), (40, True)])
+def test_traffic_with_peers(P: int, knows: bool) -> None:
+    """Of many peers the slowest are shown; of a transport that does not know its peers, none."""
 
     def program(transport: simulated.SimulatedTransport) -> str:
-        others = [rank for rank in range(P) if rank != transport.rank]
+        others = [rank for rank in range(P) if rank != transport.rank and knows]
         told = [PeerTraffic(rank, 1000 * rank, 7, 0.5 if rank else 0.0, 0.08, rank, 1) for rank in others]
         transport.peers = lambda: told  # type: ignore[method-assign]
         reducer = reducer_of(transport)
@@ -126,7 +126,8 @@ def test_traffic_with_peers(P: int) -> None:
     for rank, report in enumerate(run(P, program)):
         found = lines_of(report)
         shown = [int(name.removeprefix("rank ")) for name in found if name.startswith("rank ")]
-        assert shown == [other for other in range(P) if other != rank][:16]
+        assert shown == [other for other in range(P) if other != rank and knows][:16]
+        assert ("peer" in report) == knows
         assert ("the slowest 16 of 39 peers" in report) == (P == 40)
         for other in shown:
             sent, _, received, unit, *rest = found[f"rank {other}"].split()
@@ -134,13 +135,3 @@ def test_traffic_with_peers(P: int) -> None:
             assert (received, unit) == ("7", "B")
             rate = ["-"] if other == 0 else [f"{16 * other}", "kb/s"]
             assert rest == [*rate, "80", "ms", str(other)]
-
-
-def test_nothing_is_said_of_peers_where_the_transport_does_not_tell() -> None:
-    def program(transport: simulated.SimulatedTransport) -> str:
-        transport.peers = list  # type: ignore[method-assign,assignment]
-        reducer = reducer_of(transport)
-        reducer.reduce(gradients(transport.rank))
-        return reducer.report()
-
-    assert all("peer" not in report for report in run(2, program))

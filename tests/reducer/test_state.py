@@ -17,9 +17,9 @@ import sparsecomm as sc
 from sparsecomm.quantities import percent_text
 from sparsecomm.transport import simulated
 from tests import data
-from tests.reducer.programs import MIXED, SHAPES, Arrays, bits, gradients, reducer_of, residuals, run, same, total
+from tests.reducer.programs import MIXED, SHAPES, bits, gradients, reducer_of, residuals, run, same, total
 
-CHECK = settings(max_examples=12, phases=[Phase.generate])
+CHECK = settings(max_examples=6, phases=[Phase.generate])
 DTYPES = {name: MIXED[name] for name in SHAPES}
 OPTIONS = {
     "scope": st.sampled_from(["tensor", "bucket", "model"]),
@@ -73,13 +73,6 @@ def test_a_run_that_resumes_from_a_state_is_bit_identical(P: int) -> None:
     check()
 
 
-def trained(transport: simulated.SimulatedTransport, momentum: float = 0.5, steps: int = 3) -> sc.Reducer:
-    reducer = reducer_of(transport, momentum=momentum, masking=False)
-    for step in range(steps):
-        reducer.reduce(gradients(10 * step + transport.rank))
-    return reducer
-
-
 @pytest.mark.parametrize("load", [True, False])
 def test_measured_links_are_in_the_state(load: bool) -> None:
     """A run that resumes chooses as before even if its links have changed, unless "costs" is ``None`` in its state."""
@@ -103,42 +96,46 @@ def test_measured_links_are_in_the_state(load: bool) -> None:
     assert sc.reshard(states, 0, 2)["costs"] is None
 
 
-@pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 5), (5, 2), (4, 4), (8, 3)])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_reshard_preserves_sums(old: int, new: int, momentum: float) -> None:
-    states = run(old, lambda transport: trained(transport, momentum).state_dict())
+@pytest.mark.parametrize(("old", "new"), [(1, 3), (3, 2), (2, 5), (4, 4), (8, 3)])
+def test_reshard_preserves_sums(old: int, new: int) -> None:
+    def trained(transport: simulated.SimulatedTransport) -> dict[str, Any]:
+        reducer = reducer_of(transport, momentum=0.5, masking=False)
+        for step in range(3):
+            reducer.reduce(gradients(10 * step + transport.rank))
+        return reducer.state_dict()
+
+    states = run(old, trained)
     made = [sc.reshard(reversed(states), rank, new) for rank in range(new)]
     for kind in ("residuals", "velocities"):
         same(total(s[kind] for s in made), total(s[kind] for s in states))
-        assert all(a.dtype == np.float32 for s in made for a in s[kind].values())
 
-    def program(transport: simulated.SimulatedTransport) -> tuple[Arrays, Arrays, Arrays]:
-        reducer = trained(transport, momentum, steps=0)
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport, momentum=0.5)
         reducer.load_state_dict(made[transport.rank])
         assert reducer.step == 3
-        before = residuals(reducer)
-        mine = gradients(77 + transport.rank)
-        u = {name: momentum * made[transport.rank]["velocities"].get(name, 0) + mine[name] for name in SHAPES}
-        reducer.reduce(mine)
-        return total([before, u]), mine, residuals(reducer)
+        assert bits(residuals(reducer)) == bits(made[transport.rank]["residuals"])
 
-    results = run(new, program)
-    same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
+    run(new, program)
 
 
-def test_scale_and_discard() -> None:
+def test_scale_and_discard_change_residuals_and_velocities() -> None:
+    """An unknown name changes nothing."""
+
     def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = trained(transport)
-        before = reducer.state_dict()
-        reducer.scale(0.5)
-        after = reducer.state_dict()
-        for kind in ("residuals", "velocities"):
-            same(after[kind], {name: 0.5 * a for name, a in before[kind].items()})
-        reducer.discard()
-        cleared = reducer.state_dict()
-        assert not any(a.any() for kind in ("residuals", "velocities") for a in cleared[kind].values())
-        assert cleared["order"] == before["order"]
-        reducer.reduce(gradients(5))
+        for names, kept in ((["a", "c"], "bdef"), ("f", "bde"), (None, "")):
+            reducer = reducer_of(transport, algorithm="double", momentum=0.5, masking=False)
+            reducer.reduce(gradients(transport.rank))
+            before = reducer.state_dict()
+            with pytest.raises(sc.InvalidInputError, match="'x' is not the name of one of this Reducer"):
+                reducer.discard(["a", "x"])
+            reducer.scale(0.5)
+            if names == "f":
+                reducer.discard(["a", "c"])
+            reducer.discard(names)
+            after = reducer.state_dict()
+            for kind in ("residuals", "velocities"):
+                same(after[kind], {name: 0.5 * array * (name in kept) for name, array in before[kind].items()})
+            reducer.reduce(gradients(5))
 
     run(3, program)
 
@@ -191,24 +188,13 @@ def test_counters_and_loggers(P: int, algorithm: str, monkeypatch: pytest.Monkey
     assert len(set(run(P, program))) == 1
 
 
-def test_repr() -> None:
-    reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, sc.Warmup(0.25, 8), algorithm="split", wire="packed")
-    said = (
-        "Reducer(1 tensors of 12 elements, density=Warmup(density=0.25, steps=8, start=0.25, stages=4, dense_steps=0), "
-    )
-    said += "algorithm='split', op='mean', wire='packed', scope='bucket'; step {}, {})"
-    assert repr(reducer) == said.format(0, "not connected yet")
-    local = sc.LocalSteps({"x": np.zeros(9), "y": np.zeros(3)}, sync_every=2, outer=sc.NesterovSGD())
-    assert (
-        repr(local) == "LocalSteps(2 tensors of 12 elements, sync_every=2, fragments=1, outer=NesterovSGD; round 0, "
-        "local step 0)"
-    )
-
+def test_repr_says_settings_and_place() -> None:
     def program(transport: simulated.SimulatedTransport) -> str:
-        reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, 0.5, comm=transport)
+        reducer = sc.Reducer({"x": np.zeros((3, 4), np.float32)}, sc.Warmup(0.5, 1), comm=transport)
+        assert repr(reducer).endswith("scope='bucket'; step 0, not connected yet)")
         reducer.reduce({"x": np.ones((3, 4), np.float32)})
         return repr(reducer)
 
-    assert run(2, program)[1].endswith(
-        "density=0.5, algorithm='auto', op='mean', wire='auto', scope='bucket'; step 1, rank 1 of 2)"
-    )
+    said = run(2, program)[1]
+    assert said.startswith("Reducer(1 tensors of 12 elements, density=Warmup(density=0.5, steps=1")
+    assert said.endswith("algorithm='auto', op='mean', wire='auto', scope='bucket'; step 1, rank 1 of 2)")

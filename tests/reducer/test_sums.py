@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.cli.oracles import contributors
 from sparsecomm.transport import simulated
-from sparsecomm.wire import WIRES
+from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
+from tests.ranks import nodes_of
 from tests.reducer.programs import (
     MIXED,
     SHAPES,
     Arrays,
     as_float64,
     bits,
-    copies,
     gradients,
     reducer_of,
     residuals,
@@ -31,92 +31,165 @@ from tests.reducer.programs import (
     total,
 )
 
-RANKS = [1, 2, 3, 5, 8]
-SCOPES = ["tensor", "bucket", "model", "chunk"]
-STEPS = 3
-MIXED_SHAPES = {**SHAPES, "g": (150,)}
+ALGORITHMS = [*sc.algorithms(), "hierarchical:split", "split:2", "auto"]
+ABSENT = ["nothing", "None", "None, out"]  # ways not to push a gradient
+ALL = SHAPES | {"g": (150,)}
+SENT = {name for name, shape in ALL.items() if np.prod(shape)}
+TYPES = st.sampled_from([MIXED, dict.fromkeys(ALL, "float32")])
+SUMS = {"float64": np.float64}
+BY_CHUNK = ("allgather", "ssar_split_allgather")  # whose sums by chunk do not depend on what other ranks select
+CHECK = settings(max_examples=20, phases=[Phase.generate])
 
-FEW_BITS = [name for name, wire in WIRES.items() if wire.kind.planes]  # whole numbers become others
 
-OPTIONS = {
-    "scope": st.sampled_from(SCOPES),
-    "density": st.sampled_from([0.004, 0.05, 0.5, 1.0]),
-    "op": st.sampled_from(["sum", "mean"]),
-    "wire": st.sampled_from(list(WIRES)),
-    "dense_below": st.sampled_from([0, 100, 10_000]),
-    "bucket_bytes": st.sampled_from([1, 1500, None]),
-}
-CHECK = settings(max_examples=5, phases=[Phase.generate])  # shrinking takes long
+class Seen(NamedTuple):
+    """What one rank had before a step, what it pushed, and what it had afterwards."""
 
-every_size = pytest.mark.parametrize("P", RANKS)
-every_scope = pytest.mark.parametrize("scope", SCOPES)
+    how: dict[str, str]
+    gradients: Arrays
+    residuals: tuple[Arrays, Arrays]
+    velocities: tuple[Arrays, Arrays]
+    outs: Arrays
+    step: sc.Step
+    groups: list[list[str]]
+
+
+def trained(
+    transport: simulated.SimulatedTransport,
+    options: dict[str, Any],
+    hows: list[list[dict[str, str]]],
+    seed: int,
+    dtypes: dict[str, str],
+) -> list[Seen]:
+    """Steps in which each rank pushes some gradients, as ``hows`` says by step, rank and name."""
+    reducer, found = reducer_of(transport, tensors=gradients(0, ALL, dtypes), **options), []
+    for step, everyones in enumerate(hows):
+        how, given_, outs = everyones[transport.rank], gradients(seed + 10 * step + transport.rank, ALL, dtypes), {}
+        before, groups = reducer.state_dict(), reducer.groups
+        for name, what in how.items():
+            gradient = given_[name].copy() if what == "push" else None
+            if what != "nothing":
+                if what != "None":
+                    outs[name] = np.full(ALL[name], 7, SUMS.get(dtypes[name], np.float32))
+                reducer.push(name, gradient, out=outs.get(name))
+        done = reducer.wait()
+        after = reducer.state_dict()
+        kept = [(before[kind], after[kind]) for kind in ("residuals", "velocities")]
+        found.append(Seen(how, as_float64(given_), *kept, outs, done, groups))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_is_lost_and_what_has_no_gradient_stays_as_it_is(algorithm: str) -> None:
+    """All ranks get the same bits. Absent gradients count as zeros; without any, a tensor does not take part."""
+    by_chunk = [] if algorithm == "double" else ["chunk"] * (6 if algorithm in BY_CHUNK else 1)
+    scopes = ["tensor", "bucket", "model", *by_chunk]
+    options = {
+        "scope": st.sampled_from(scopes),
+        "density": st.sampled_from([0.004, 0.02, 0.1, 0.5, 1.0]),
+        "op": st.sampled_from(["sum", "mean"]),
+        "wire": st.just("packed") | st.sampled_from(list(WIRES)),
+        "dense_below": st.sampled_from([0, 100, 10_000]),
+        "bucket_bytes": st.sampled_from([1, 1500, None]),
+        "momentum": st.sampled_from([0.0, 0.5]),
+        "masking": st.booleans(),
+        "decay": st.just(1.0) if algorithm == "dense" else st.sampled_from([1.0, 0.5]),
+        "clip": st.sampled_from([None, 1e9]),
+        "chunk": st.sampled_from([1, 16, 100, 4096]),
+        "skip_nonfinite": st.booleans(),
+    }
+
+    @CHECK
+    @given(st.integers(1, 8), data.seeds, TYPES, st.booleans(), st.fixed_dictionaries(options))
+    def check(P: int, seed: int, dtypes: dict[str, str], complete: bool, options: dict[str, Any]) -> None:
+        rng, steps = random.Random(seed), []
+        for _ in range(3):
+            some = [["push"]] if complete else [ABSENT, [*ABSENT, "push", "push", "push"]]
+            ways = {name: rng.choice(some) for name in ALL}
+            each = [{name: rng.choice(its) for name, its in ways.items()} for _ in range(P)]
+            steps.append([dict(rng.sample(sorted(how.items()), len(how))) for how in each])
+        wire = options["wire"] if dtypes is not MIXED or WIRES[options["wire"]].kind is EXACT else "packed"
+        options |= {"algorithm": algorithm, "wire": wire}
+        for seen in zip(*run(P, lambda r: trained(r, options, steps, seed, dtypes)), strict=True):
+            check_step(seen, options)
+
+    check()
+
+
+def check_step(seen: tuple[Seen, ...], options: dict[str, Any]) -> None:
+    P, results = len(seen), []
+    has = [{name for name, what in each.how.items() if what == "push"} for each in seen]
+    nowhere = SENT - set().union(*has)
+    inputs, kept = [], []  # what enters the sum, and what each rank keeps out of it
+    for each, present in zip(seen, has, strict=True):
+        assert each.step.usable
+        assert each.step.without_gradient == nowhere
+        assert each.step.left.keys() == SENT - present - nowhere - each.outs.keys()
+        result = {name: part.to_dense() for name, part in each.step.left.items()}
+        for name, out in each.outs.items():
+            if name in nowhere:
+                assert (out == 7).all()
+            elif name in SENT:
+                result[name] = out
+        results.append(bits(dict(sorted(result.items()))))
+        (before, after), (velocities, velocities_after) = each.residuals, each.velocities
+        entered = {}
+        for name, gradient in each.gradients.items():
+            velocity = options["momentum"] * velocities.get(name, 0) + gradient
+            entered[name] = (options["decay"] * before[name] + velocity) * (name in present)
+            if velocities:  # all as before, or masked where this rank has selected, or where the result applies
+                kept_velocity = velocity if name in present else velocities[name]
+                masked = (velocities_after[name] == 0) & options["masking"]
+                if name not in present:
+                    masked &= result.get(name, 0) != 0
+                assert (masked | (velocities_after[name] == kept_velocity)).all()
+            if name in nowhere:
+                assert bits({name: before[name]}) == bits({name: after[name]})
+            assert after[name].shape == ALL[name]
+            assert after[name].dtype == each.outs.get(name, after[name]).dtype
+        inputs.append(entered)
+        kept.append({name: array for name, array in before.items() if name not in present})
+    assert all(result == results[0] for result in results)
+    assert len({repr(each.groups) for each in seen}) == 1
+    sums = {name: np.zeros(shape) for name, shape in ALL.items()} | as_float64(result)
+    if options["op"] == "mean":
+        sums = {name: P * mean for name, mean in sums.items()}
+    ended, began = [each.residuals[1] for each in seen], total([*inputs, *kept])
+    if WIRES[options["wire"]].kind.planes:  # of few bits, which round
+        for name, array in total([*ended, sums]).items():
+            np.testing.assert_allclose(array, began[name], rtol=1e-5, atol=1e-4, err_msg=name)
+    else:
+        sums = {name: np.rint(64 * array) / 64 for name, array in sums.items()}  # gradients are whole numbers
+        same(total([*ended, sums]), began)
+    if options["wire"] in ("plain", "packed") and options["algorithm"] != "auto":
+        check_selection(inputs, sums, seen[0].groups, options)
+
+
+def check_selection(inputs: list[Arrays], sums: Arrays, groups: list[list[str]], options: dict[str, Any]) -> None:
+    """Check sums against the algorithm in plain NumPy, where it does not depend on the order of additions."""
+    density, P = options["density"], len(inputs)
+    for group in groups:
+        algorithm = options["algorithm"]
+        xs = [np.concatenate([x[name].reshape(-1) for name in group]).astype(np.float32) for x in inputs]
+        n = len(xs[0])
+        if density == 1.0 or max(np.prod(ALL[name]) for name in group) < options["dense_below"]:
+            algorithm = "dense"
+        if options["scope"] != "chunk" or algorithm == "dense":
+            k = max(1, round(density * n))
+            expected = reference.dense(reference.allreduce(algorithm, xs, k, nodes_of(P)), n)
+        elif algorithm in BY_CHUNK:
+            k, expected = max(1, round(density * options["chunk"])), np.zeros(n)
+            for name, end in zip(group, np.cumsum([np.prod(ALL[name]) for name in group]), strict=True):
+                part = slice(int(end - np.prod(ALL[name])), int(end))
+                for x in xs:
+                    chosen = reference.topk_by_chunk(x[part], k, options["chunk"])
+                    expected[part] += reference.dense(chosen, len(x[part]))
+        else:
+            continue
+        np.testing.assert_array_equal(np.concatenate([sums[name].reshape(-1) for name in group]), expected)
 
 
 def add_difference(minuend: np.ndarray, backend: Any, x: Any, *rest: Any) -> bool:
     return bool(backend.add_difference(minuend, x, *rest))
-
-
-def train(
-    transport: simulated.SimulatedTransport,
-    options: dict[str, Any],
-    *,
-    seed: int = 0,
-    steps: int = STEPS,
-    shapes: dict[str, tuple[int, ...]] = SHAPES,
-    dtypes: dict[str, str] | None = None,
-    shuffle: bool = False,
-) -> tuple[Arrays, Arrays, Arrays, list[Any]]:
-    """What was pushed, applied, and kept; and the bits of every step's sums."""
-    P, r = transport.size, transport.rank
-    reducer = sc.Reducer(gradients(0, shapes, dtypes), comm=transport, **options)
-    pushed, applied, seen = [], [], []
-    for step in range(steps):
-        given_ = gradients(seed + 100 * step + r, shapes, dtypes, 3)
-        pushed.append(as_float64(given_))
-        names = list(given_)
-        if shuffle:
-            random.Random(seed + step + r).shuffle(names)
-        outs = {
-            name: np.full(a.shape, 7, a.dtype if a.dtype.itemsize == 8 else np.float32) for name, a in given_.items()
-        }
-        for name in names:
-            reducer.push(name, given_[name], out=outs[name])
-        done = reducer.wait()
-        assert (done.number, done.usable, done.left) == (step, True, {})
-        seen.append(bits(outs))
-        scale = P if reducer._settings.options.op == "mean" else 1
-        whole = (lambda a: a) if options.get("wire") in FEW_BITS else np.rint
-        applied.append({name: whole(a.astype(np.float64) * scale) for name, a in outs.items()})
-    return total(pushed), total(applied), residuals(reducer), seen
-
-
-@every_size
-@pytest.mark.parametrize("algorithm", [*sc.algorithms(), "auto"])
-def test_nothing_is_lost_and_all_ranks_get_the_same_bits(P: int, algorithm: str) -> None:
-    @CHECK
-    @given(data.seeds, st.booleans(), st.fixed_dictionaries(OPTIONS))
-    def check(seed: int, mixed: bool, options: dict[str, Any]) -> None:
-        wire = options["wire"]
-        wire = "packed" if mixed and wire.startswith("packed_") else wire  # float64 is never narrow
-        options |= {"wire": wire, "chunk": 100, "algorithm": algorithm}
-        if algorithm == "double" and options["scope"] == "chunk":
-            options["scope"] = "bucket"  # the other is refused
-        shapes, dtypes = (MIXED_SHAPES, MIXED) if mixed else (SHAPES, None)
-        results = run(P, lambda r: train(r, options, seed=seed, shapes=shapes, dtypes=dtypes, shuffle=True))
-        kept = total(result[2] for result in results)
-        ended, began = total([kept, results[0][1]]), total(result[0] for result in results)
-        if wire in FEW_BITS:
-            for name in began:
-                np.testing.assert_allclose(ended[name], began[name], rtol=0, atol=1e-5 * P, err_msg=name)
-        else:
-            same(ended, began)
-        assert all(result[3] == results[0][3] for result in results)
-        for result in results:
-            for name, residual in result[2].items():
-                assert residual.shape == shapes[name]
-                assert residual.dtype == (np.float64 if mixed and MIXED[name] == "float64" else np.float32)
-
-    check()
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ssar_split_allgather"])
@@ -195,45 +268,6 @@ def test_a_difference_is_pushed_as_the_array_would_be(options: dict[str, Any], n
         run(2, program)
 
 
-@every_size
-@every_scope
-def test_the_order_of_pushes_changes_nothing_within_a_step(P: int, scope: str) -> None:
-    options = {"density": 0.05, "scope": scope, "bucket_bytes": 1500}
-    shuffled = run(P, lambda transport: train(transport, options, shuffle=True))
-    straight = run(P, lambda transport: train(transport, options))
-    for ours, theirs in zip(shuffled, straight, strict=True):
-        assert ours[3] == theirs[3]
-        assert bits(ours[2]) == bits(theirs[2])
-
-
-@pytest.mark.parametrize("P", [1, 2, 5])
-@pytest.mark.parametrize("algorithm", ["split", "allgather", "tree", "butterfly"])
-def test_each_selection_is_of_its_scope(P: int, algorithm: str) -> None:
-    """Against the oracle of the whole call: the first step has no residual yet."""
-    each = [gradients(rank, max_=1000) for rank in range(P)]
-    names = [name for name in reversed(SHAPES) if np.prod(SHAPES[name])]
-
-    def flat(arrays: Arrays, bucket: list[str]) -> np.ndarray:
-        return np.concatenate([arrays[name].reshape(-1) for name in bucket])
-
-    for scope, groups in (("tensor", [[name] for name in names]), ("model", [names])):
-
-        def program(transport: simulated.SimulatedTransport, scope: str = scope) -> Any:
-            mine = copies(each[transport.rank])
-            reducer = sc.Reducer(mine, 0.02, comm=transport, scope=scope, algorithm=algorithm, op="sum", dense_below=0)
-            reducer.reduce(mine)
-            return mine, reducer.groups
-
-        for mine, made in run(P, program):
-            assert made == groups
-            for bucket in groups:
-                xs = [flat(arrays, bucket) for arrays in each]
-                n = len(xs[0])
-                k = max(1, round(0.02 * n))
-                expected = reference.allreduce(algorithm, xs, k, [rank // 3 for rank in range(P)])
-                np.testing.assert_array_equal(flat(mine, bucket), reference.dense(expected, n))
-
-
 def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine, whole = gradients(transport.rank), total(gradients(rank) for rank in range(3))
@@ -247,7 +281,7 @@ def test_small_tensors_are_summed_whole_in_one_call_at_the_end() -> None:
 
 def test_types_and_tensors_without_elements_share_no_call() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        mine = gradients(0, MIXED_SHAPES, MIXED)
+        mine = gradients(0, ALL, MIXED)
         reducer = sc.Reducer(mine, 0.1, comm=transport, scope="model", dense_below=0)
         assert sorted(map(sorted, reducer.groups)) == [["a", "b", "c", "g"], ["e", "f"]]
         assert reducer.residual("e").shape == ()
@@ -259,23 +293,6 @@ def test_types_and_tensors_without_elements_share_no_call() -> None:
         assert nothing.state_dict()["residuals"]["empty"].shape == (0, 3)
 
     run(2, program)
-
-
-@pytest.mark.parametrize("P", [2, 3])
-def test_several_reducers_share_a_communicator(P: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        mine = [gradients(transport.rank + 10 * i) for i in range(2)]
-        both = [sc.Reducer(gradients(0), 1.0, comm=transport, op="sum") for _ in range(2)]
-        for step in range(3):
-            for i, reducer in enumerate(both):
-                mine = gradients(transport.rank + 10 * i + 100 * step)
-                for name, gradient in mine.items():
-                    reducer.push(name, gradient)
-                    sc.sparse_allreduce(np.ones(5, np.float32), 1, comm=transport)  # between its calls
-                reducer.wait()
-                same(mine, total(gradients(rank + 10 * i + 100 * step) for rank in range(P)))
-
-    run(P, program)
 
 
 @pytest.mark.parametrize("algorithm", ["split", "double", "allgather"])
@@ -302,6 +319,7 @@ def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) 
             assert done.usable
             found.append(done.nonfinite)
             assert np.isfinite(x).all() == (step != 1)
+            assert step != 1 or np.isnan(x[0])
             kept = reducer.residual("x")
             assert np.isfinite(kept).all()
             if step == 1:

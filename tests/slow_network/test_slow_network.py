@@ -195,20 +195,20 @@ def test_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         network.entry(2)
 
 
+def fails(tool: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a tool that fails in the place of a real one."""
+    (folder / tool).write_text(f"#!/bin/sh\necho {said!r} >&2; exit 1\n")
+    (folder / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 @linux_only
-def test_without_ip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tools_or_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network, "_which", lambda tool: None if tool == "ip" else tool)
     with pytest.raises(network.CannotError, match="install iproute2"):
         network.entry(2)
-
-
-@linux_only
-def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "unshare"
-    tool.write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
-    tool.chmod(0o755)
     monkeypatch.setattr(network, "_which", lambda tool: tool)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    fails("unshare", "unshare failed: Operation not permitted", tmp_path, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(network.CannotError, match="Operation not permitted; run as root"):
         network.entry(2)
@@ -216,9 +216,6 @@ def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch, t
 
 @linux_only
 def test_a_kernel_without_tbf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "tc"
-    tool.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2; exit 1\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    fails("tc", "Error: Specified qdisc kind is unknown.", tmp_path, monkeypatch)
     with pytest.raises(network.CannotError, match="the kernel needs bridge, veth and tbf"):
         network._batch("tc", [], ["qdisc add dev v0 root tbf"])

@@ -8,12 +8,12 @@ TCP, and `test_simulated.py` those that need no real time.
 
 from __future__ import annotations
 
-import os
+import re
 import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - began < SOON
 
 
-def noise(size: int, seed: int) -> np.ndarray:
+def noise(size: int, seed: int = 0) -> np.ndarray:
     """Return bytes of a rank."""
     return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
 
@@ -309,32 +309,19 @@ def ranks_that_wait_in_a_cycle(comm: Ranks) -> None:
 
 @case(ranks=2)
 def a_rank_that_never_calls_is_named(comm: Ranks) -> None:
+    """What the others have sent it in this call is not taken for the next one's."""
     transport = comm.new()
     number = transport.number + 1
     if comm.rank != ODD:
         named = pytest.raises(TransportError, match=rf"waited \S+ s for rank {ODD} in call {number}")
         with comm.timeout(0.3), soon(), named, call(transport):
+            transport.isend(noise(9, 9), ODD)
             transport.receive(ODD)
     comm.barrier()
     if comm.rank == ODD:  # its call comes when the others have given up
         with soon(), pytest.raises(TransportError, match=rf"rank \d+ left call {number}"), call(transport):
-            transport.receive(0)
-    ring(transport)
-
-
-@case(ranks=2)
-def a_rank_behind_by_one_call_catches_up(comm: Ranks) -> None:
-    """What the others have sent of the call before is not taken for the next one's."""
-    transport = comm.new()
-    if comm.rank:
-        with comm.timeout(0.3), pytest.raises(TransportError), call(transport):
-            transport.isend(noise(9, 9), 0)
-            transport.receive(0)
-    comm.barrier()
-    if comm.rank == 0:
-        with soon(), pytest.raises(TransportError, match="left call"), call(transport):
             while True:
-                transport.receive(1)
+                transport.receive(0)
     ring(transport)
 
 
@@ -355,37 +342,24 @@ def large_sends_that_nobody_takes(comm: Ranks) -> None:
         assert transport.reap() == 0
 
 
-@case(real=True)
-def ctrl_c_in_a_wait(comm: Ranks) -> None:
-    """On one rank it ends the wait, and with that the others'."""
-    transport = comm.new()
-    ring(transport)
-    with soon(), pytest.raises((KeyboardInterrupt, TransportError)) as caught, call(transport):
-        if comm.rank == 0:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        transport.receive(neighbours(transport)[0])
-    if comm.rank == 0:
-        assert caught.type is KeyboardInterrupt
-    else:
-        assert "rank 0 left call 2" in str(caught.value)
-        assert "KeyboardInterrupt" in str(caught.value)
-    ring(transport)
-
-
 @case(ranks=2, real=True)
-def ctrl_c_divides_no_message(comm: Ranks) -> None:
-    """Wherever it comes in a call, the next one works."""
+def ctrl_c_anywhere(comm: Ranks) -> None:
+    """On one rank it ends the call, in a long wait or in the middle of a message, and with that the others'."""
     with setting("SPARSECOMM_MAX_MESSAGE_BYTES", 64):
         transport = comm.new()
     after, before = neighbours(transport)
     mine, theirs = noise(2000, comm.rank), noise(2000, before)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    for i in range(25):
-        with soon(), pytest.raises((KeyboardInterrupt, TransportError)), call(transport):
+    for seconds in [0.2, *(5e-4 * (i + 1) for i in range(25))]:
+        with soon(), pytest.raises((KeyboardInterrupt, TransportError)) as caught, call(transport):
             if comm.rank == ODD:
-                signal.setitimer(signal.ITIMER_REAL, 5e-4 * (i + 1))
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+            if seconds == 0.2:
+                transport.receive(after)
             while True:
                 assert np.array_equal(transport.exchange(mine, after, before), theirs)
+        if comm.rank != ODD:
+            assert re.search(rf"rank {ODD} left call .*KeyboardInterrupt", str(caught.value))
         ring(transport, 2000)
     signal.signal(signal.SIGALRM, handler)
 
@@ -415,49 +389,20 @@ def parts_of_the_world(transport: Ranks) -> None:
     for size in (10, 300_000):
         ring(half, size)
         ring(world, size)
-    if world.threaded:
-        made = []
-        thread = threading.Thread(target=lambda: made.append(ring(half)))  # two at once
-        thread.start()
-        ring(world)
-        thread.join()
-        assert made == [None]
-
-
-@case(ranks=2, real=True)
-def threads_that_come_first_in_any_order(ranks: Ranks) -> None:
-    """On some ranks the thread of one communicator comes first, on the others that of another: neither waits for it."""
-    comms = [ranks.comm(), ranks.comm()]
-    made: list[Transport] = []
-
-    def first_use(comm: Any) -> None:
-        transport = transport_of(comm)
-        ring(transport)
-        made.extend([transport, transport_of(comm)])
-
-    if not ranks.new().threaded:
-        return
-    order = comms if ranks.rank % 2 else comms[::-1]
-    with ranks.timeout(SOON / 2):
-        threads = [threading.Thread(target=first_use, args=(comm,)) for comm in order]
-        threads += [threading.Thread(target=transport_of, args=(comm,)) for comm in order]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.3)
-        for thread in threads:
-            thread.join()
-    assert len(made) == 4
-    assert {id(transport_of(comm)) for comm in comms} == set(map(id, made))
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 @case(real=True)
-def threads_on_communicators_of_their_own(transport: Ranks) -> None:
-    """From the first call on, which makes the transport."""
-    comms = [transport.comm() for _ in range(3)]
-    if transport.new().threaded:
-        works = [partial(threads.calls, comm, transport.rank, seed) for seed, comm in enumerate(comms)]
-        together = threads.at_once(works)
-        assert together == [work() for work in works]
+def threads_on_communicators_of_their_own(ranks: Ranks) -> None:
+    """The thread of one communicator comes first on some ranks, and that of another on others: neither waits for it."""
+    comms = [ranks.comm() for _ in range(3)]
+    if not ranks.new().threaded:
+        return
+    works = [partial(threads.calls, comm, ranks.rank, seed) for seed, comm in enumerate(comms)]
+    together = {}
+    with ranks.timeout(SOON / 2), ThreadPoolExecutor(2 * len(comms)) as pool:
+        for i in range(len(comms))[:: (-1) ** ranks.rank]:
+            together[i] = pool.submit(works[i]), pool.submit(transport_of, comms[i])
+            time.sleep(0.3)
+    for i, work in enumerate(works):
+        assert together[i][0].result() == work()
+        assert together[i][1].result() is transport_of(comms[i])

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,32 +14,22 @@ import pytest
 from sparsecomm.transport import scheduling
 
 
-def in_a_thread(nice: int | None = None) -> tuple[bool, str, int]:
-    found: list[tuple[bool, str, int]] = []
-
-    def run() -> None:
-        if nice is not None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        done = scheduling.be_prompt()
-        said = Path(f"/proc/self/task/{threading.get_native_id()}/sched").read_text() if sys.platform == "linux" else ""
-        found.append((done, said, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 @pytest.mark.skipif(not Path("/proc/self/sched").exists(), reason="the kernel does not say how it schedules")
 @pytest.mark.parametrize("nicer", [0, 3])
 def test_the_slice_is_short_and_the_priority_as_it_was(nicer: int) -> None:
-    before = min(19, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + nicer)
-    done, said, nice = in_a_thread(before)
-    assert nice == before
-    fields = dict(line.replace(" ", "").split(":", 1) for line in said.splitlines() if ":" in line)
-    assert fields["policy"] == "0"
-    if done and "se.slice" in fields:
-        assert int(fields["se.slice"]) == 100_000
+    def check() -> None:
+        thread = threading.get_native_id()
+        nice = min(19, os.getpriority(os.PRIO_PROCESS, thread) + nicer)
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+        done = scheduling.be_prompt()
+        assert os.getpriority(os.PRIO_PROCESS, thread) == nice
+        said = Path(f"/proc/self/task/{thread}/sched").read_text().splitlines()
+        fields = dict(line.replace(" ", "").split(":", 1) for line in said if ":" in line)
+        assert fields["policy"] == "0"
+        assert not done or int(fields.get("se.slice", 100_000)) == 100_000
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(check).result()
 
 
 @pytest.mark.parametrize(("machine", "system"), [("unknown", "linux"), ("x86_64", "darwin")])

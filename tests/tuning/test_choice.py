@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,16 +149,6 @@ def test_printing_of_one_candidate_and_where_nothing_costs_anything() -> None:
     assert "would take 1.00 times as long" in str(found)
 
 
-def test_source_and_costs_are_those_of_the_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mine = Costs(Link(1e-6, 1e-10), None, select=1e-9, merge=1e-9, codec=1e-9, add=1e-9)
-    file = tmp_path / "mine.json"
-    file.write_text(profile.Profile("simulated", 4, 4, mine).as_json())
-    monkeypatch.setenv("SPARSECOMM_PROFILE", str(file))
-    found = explained(1000, 1)
-    assert (found.costs, found.source) == (mine, f"profile {file}")
-    assert f"costs: profile {file}" in str(found)
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -167,17 +156,11 @@ def test_source_and_costs_are_those_of_the_profile(monkeypatch: pytest.MonkeyPat
     ("change", "says"),
     [
         ({"n": 0}, "n=0: expected the number of elements"),
-        ({"n": -5}, "n=-5"),
         ({"n": 10.5}, "n=10.5"),
         ({"n": "many"}, "n='many'"),
-        ({"n": None}, "n=None"),
-        ({"k": 0}, "k=0"),
         ({"k": 1001}, "k=1001"),
-        ({"k": 1.5}, "k=1.5"),
         ({"dtype": "int32"}, "dtype='int32': expected one of float16"),
-        ({"algorithm": "best"}, "algorithm='best'"),
         ({"algorithm": "hierarchical:dense"}, "algorithm='hierarchical:dense'"),
-        ({"algorithm": None}, "algorithm=None"),
         ({"wire": "morse"}, "wire='morse': expected one of auto, plain, packed"),
         ({"wire": "packed_int8", "dtype": "float64"}, "x is float64"),
     ],
@@ -188,10 +171,6 @@ def test_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(sc.InvalidInputError) as error:
         explained(call.pop("n"), call.pop("k"), **call)
     assert says in str(error.value)
-
-
-def test_sizes_may_be_numpys() -> None:
-    assert explained(np.int64(1000), np.float32(0.01)).query.k == 10
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

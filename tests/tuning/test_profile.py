@@ -54,16 +54,13 @@ def test_there_and_back(made: Profile) -> None:
 
 UNUSABLE = {
     "no JSON": ("{", "JSONDecodeError"),
-    "nothing": ("", "JSONDecodeError"),
     "a list": ("[1]", "cannot be read"),
-    "a number": ("1", "cannot be read"),
     "no schema": ("{}", "KeyError: 'schema'"),
     "another schema": (changed(schema=2), "by another version"),
     "no costs": (changed(costs=None), "cannot be read"),
     "a cost too many": (with_costs(sort=1e-9), "cannot be read"),
     "a cost that is text": (with_costs(merge="fast"), "not a number of seconds"),
     "a negative cost": (with_costs(merge=-1e-9), "not a number of seconds"),
-    "a negative beta": (with_costs(link={"alpha": 1e-6, "beta": -1e-9}), "not a number of seconds"),
     "a negative alpha inside": (with_costs(node={"alpha": -1e-6, "beta": 1e-9}), "not a number of seconds"),
     "NaN": (with_costs(add=math.nan), "not a number of seconds"),
     "infinity": (with_costs(select=math.inf), "not a number of seconds"),
@@ -132,12 +129,18 @@ def used_with_warnings() -> tuple[profile.KnownCosts | None, list[str]]:
     return used, [str(warning.message) for warning in said]
 
 
-def test_used(put: Put) -> None:
+def test_used(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert used_with_warnings() == (None, [])
     file = put(MADE.as_json())
+    profile._costs_for.cache_clear()
     used, said = used_with_warnings()
     assert used is not None
     assert (used.costs, used.source, said) == (COSTS, f"profile {file}", [])
     assert used.checksum not in (0, profile._with_checksum(DEFAULT, "").checksum)
+    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
+    used, said = used_with_warnings()
+    assert used is not None
+    assert (used.costs, used.source, said) == (DEFAULT, "SPARSECOMM_PROFILE=none, 1 Gb/s assumed", [])
 
 
 STALE = {
@@ -158,15 +161,6 @@ def test_what_cannot_be_used_is_warned_of_once(put: Put, text: str, says: str) -
     assert "sparsecomm tune" in warning
 
 
-def test_a_named_file_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "none.json"))
-    used, said = used_with_warnings()
-    assert used is None
-    (warning,) = said
-    assert "none.json" in warning
-    assert "No such file" in warning
-
-
 @pytest.mark.parametrize("stat", [PermissionError("closed"), None])
 def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
@@ -178,18 +172,6 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert profile.costs_for("An MPI 1.2", 4, 2) is None
-
-
-def test_no_file_is_no_news() -> None:
-    assert used_with_warnings() == (None, [])
-
-
-def test_nothing_is_asked_for(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(MADE.as_json())
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
-    used, said = used_with_warnings()
-    assert used is not None
-    assert (used.costs, used.source, said) == (DEFAULT, "SPARSECOMM_PROFILE=none, 1 Gb/s assumed", [])
 
 
 def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -226,11 +208,9 @@ def on_ranks_with_profiles(
 BETWEEN = replace(COSTS, node=None)
 
 
-@pytest.mark.parametrize("P", [2, 3, 5, 8])
+@pytest.mark.parametrize("P", [2, 5])
 @pytest.mark.parametrize("other", [replace(BETWEEN, merge=2.1e-9), None], ids=["another", "none"])
-@pytest.mark.parametrize(
-    "options", [{}, {"algorithm": "tree"}, {"wire": "plain"}, {"algorithm": "allgather", "wire": "packed"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"algorithm": "allgather", "wire": "packed"}], ids=str)
 def test_different_profiles_are_a_mismatch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, P: int, other: Costs | None, options: dict[str, Any]
 ) -> None:
@@ -244,8 +224,3 @@ def test_on_one_node_profiles_do_not_matter_to_what_is_named(monkeypatch: pytest
     results = on_ranks_with_profiles(monkeypatch, tmp_path, costs, [0, 0, 0], algorithm="tree", wire="packed")
     assert [result.error for result in results] == [None] * 3
     assert all(result.value is not None and result.value.nnz == 10 for result in results)
-
-
-def test_equal_profiles_in_different_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    results = on_ranks_with_profiles(monkeypatch, tmp_path, [BETWEEN] * 3)
-    assert [result.error for result in results] == [None] * 3

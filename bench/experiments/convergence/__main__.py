@@ -1,7 +1,6 @@
 """Does training with sparse gradients reach the accuracy of training with dense ones?
 
-    mpirun -n 4 python -m bench.experiments.convergence                    # each rank a process
-    python -m bench.experiments.convergence --simulated 4 8 --jobs 2       # the same bits, all ranks in one process
+    python -m bench.experiments.convergence --simulated 4 8 --jobs 2
     python -m bench.experiments.convergence --simulated 8 --densities --equal-bytes 0.01 --momentum 0.9 0
     python -m bench.experiments.convergence --report a.json b.json         # only the tables and the plots
 
@@ -26,10 +25,9 @@ are not repeated, so that you can continue an interrupted run, and combine runs 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import product
@@ -37,22 +35,19 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench import report
 from bench.experiments.convergence import training
-from bench.experiments.convergence.equal_bytes import equal_density
 from bench.experiments.convergence.plots import plot_costs, plot_courses
 from bench.experiments.convergence.results import Results, Training, about
 from bench.experiments.convergence.tables import tables
-from bench.experiments.convergence.training import METHODS, Curve, Setting
+from bench.experiments.convergence.training import METHODS, Curve, Setting, equal_density
 from bench.experiments.tasks import TASKS
 from sparsecomm.wire import WIRES
 
 TABLE_WIDTH = 180
 USUAL = ("dense", "allgather", "tree", "butterfly", "split")
 Done = Iterator[tuple[Setting, Curve]]
-Advance = Callable[[int], None]
 
 
 def parse() -> argparse.Namespace:
@@ -74,8 +69,8 @@ def parse() -> argparse.Namespace:
     sparse.add_argument("--wire", nargs="+", choices=WIRES, default=["packed"])
     sparse.add_argument("--warmup", nargs="+", type=float, default=[training.WARMUP], help="share of the steps")
     sparse.add_argument("--decay", nargs="+", type=float, default=[1.0], help="factor on the residuals in each step")
-    parser.add_argument("--simulated", nargs="+", type=int, metavar="P", help="simulate P ranks in one process")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, with --simulated")
+    parser.add_argument("--simulated", nargs="+", type=int, default=[4], metavar="P", help="ranks, in one process (4)")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--out", default="convergence", help="where to write, without .json")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: merge these files")
     options = parser.parse_args()
@@ -96,25 +91,18 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} {' '.join(map(str, values))}: expected {expected}")
     if not options.densities and not options.equal_bytes and set(options.methods) != {"dense"}:
         parser.error("--densities and --equal-bytes are both empty: pass a number to one of them")
-    for P in options.simulated or ():
+    for P in options.simulated:
         if P < 1 or any(TASKS[model].batch % P for model in options.models):
             parser.error(f"--simulated {P}: expected a number of ranks that divides the batches into equal shares")
-    if (options.simulated or options.equal_bytes) and importlib.util.find_spec("greenlet") is None:
-        parser.error("--simulated and --equal-bytes need greenlet: pip install greenlet")
     if not Path(options.out).absolute().parent.is_dir():
         parser.error(f"--out {options.out}: there is no such folder")
     return options
 
 
-def settings(options: argparse.Namespace, ranks: list[int], note: Callable[[str], None]) -> list[Setting]:
-    """Return all trainings, seed by seed, so that an interrupted run has something to compare.
-
-    Args:
-        ranks: the numbers of ranks.
-        note: told of what cannot be.
-    """
+def settings(options: argparse.Namespace, note: Callable[[str], None]) -> list[Setting]:
+    """Return all trainings, seed by seed, so that an interrupted run has something to compare."""
     wanted = []
-    for model, P, times, method in product(options.models, ranks, options.steps_times, options.methods):
+    for model, P, times, method in product(options.models, options.simulated, options.steps_times, options.methods):
         steps = times * (options.steps or TASKS[model].steps)
         if method == "dense":
             wanted.append(Setting(model, P, method, 1.0, 0, steps))
@@ -135,17 +123,15 @@ def settings(options: argparse.Namespace, ranks: list[int], note: Callable[[str]
     return [replace(setting, seed=seed) for seed in range(options.seeds) for setting in dict.fromkeys(wanted)]
 
 
-def in_processes(todo: list[Setting], jobs: int, advance: Advance) -> Done:
+def in_processes(todo: Sequence[Setting], jobs: int) -> Done:
     """Train on simulated ranks, ``jobs`` trainings at a time."""
     if jobs == 1:
-        for setting in todo:
-            yield setting, training.simulate(setting, lambda: advance(1))
+        yield from ((setting, training.simulate(setting)) for setting in todo)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         futures = {pool.submit(training.simulate, setting): setting for setting in todo}
         try:
             for future in as_completed(futures):
-                advance(futures[future].steps)
                 yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -174,58 +160,21 @@ def main() -> None:
     console, out = Console(), Path(f"{options.out}.json")
     console.width = max(console.width, TABLE_WIDTH)
     if options.report:
-        finish(Results.read(*options.report), options.out, console)
+        finish(Results(*options.report), options.out, console)
         return
-    comm = None
-    if not options.simulated:
-        from mpi4py import MPI
-
-        comm = MPI.COMM_WORLD
-        if any(TASKS[model].batch % comm.size for model in options.models):
-            sys.exit(f"{comm.size} ranks: expected a number of ranks that divides the batches into equal shares")
-    rank = 0 if comm is None else comm.rank
-    results = Results.read(out) if rank == 0 and out.exists() else Results()
-    todo: list[Setting] = []
+    results = Results(*([out] if out.exists() else []))
     same: dict[Setting, list[Setting]] = {}  # settings of the same training
-    if rank == 0:
-        for setting in settings(options, options.simulated or [comm.size if comm else 1], console.print):
-            if not results.has(setting):
-                same.setdefault(setting.work, []).append(setting)
-        todo = list(same)
-    if comm is not None:
-        todo = comm.bcast(todo)
-    columns = TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=rank > 0) as progress:
-        bar = progress.add_task("", total=sum(setting.steps for setting in todo))
-
-        def advance(steps: int) -> None:
-            progress.advance(bar, steps)
-
-        done = in_processes(todo, options.jobs, advance) if comm is None else over_mpi(todo, comm, advance)
-        transport = "simulated" if comm is None else MPI.Get_library_version().split(",")[0].strip()
-        for number, (setting, curve) in enumerate(done):
-            if rank == 0:
-                progress.update(bar, description=f"{setting.model}, P = {setting.ranks}: {setting.name}")
-                if number == 0:
-                    launched = [] if comm is None else ["mpirun", "-n", str(comm.size)]
-                    results.runs.append(about([*launched, "python -m bench.experiments.convergence", *sys.argv[1:]]))
-                for each in same[setting]:
-                    results.add(Training(each, training.recipe(each), transport, curve))
-                results.write(out)
-    if rank == 0:
-        finish(results, options.out, console)
-
-
-def over_mpi(todo: list[Setting], comm: object, advance: Advance) -> Done:
-    """Train with a process per rank."""
-    from mpi4py import MPI
-
-    from sparsecomm import transport
-
-    assert isinstance(comm, MPI.Intracomm)
-    for setting in todo:
-        curves = comm.allgather(training.train(setting, transport.transport_of(comm), lambda: advance(1)))
-        yield setting, training.combined(setting, curves)
+    for setting in settings(options, console.print):
+        if not results.has(setting):
+            same.setdefault(setting.work, []).append(setting)
+    if same:
+        results.runs.append(about(["python -m bench.experiments.convergence", *sys.argv[1:]]))
+    for number, (setting, curve) in enumerate(in_processes(list(same), options.jobs)):
+        console.print(f"{number + 1} of {len(same)}: {setting.model}, P = {setting.ranks}: {setting.name}")
+        for each in same[setting]:
+            results.add(Training(each, training.recipe(each), curve))
+        results.write(out)
+    finish(results, options.out, console)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,10 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Training:
-    """A finished training.
-
-    Attributes:
-        setting, recipe: everything that the outcome depends on.
-        transport: name of the MPI library, or "simulated".
-        curve: the outcome.
-    """
+    """A finished training. The outcome depends on nothing but the setting and the recipe."""
 
     setting: Setting
     recipe: dict[str, Any]
-    transport: str
     curve: Curve
 
     @property
@@ -53,15 +46,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The trainings of a setting, and the dense trainings to compare with.
+    """The trainings of a setting, and dense ones of the same model, ranks and steps to compare with, by seed."""
 
-    Attributes:
-        setting: with seed 0.
-        seeds: trainings by seed.
-        dense: dense trainings of the same model, ranks and number of steps, by seed.
-    """
-
-    setting: Setting
+    setting: Setting  # with seed 0
     seeds: dict[int, Training]
     dense: dict[int, Training]
 
@@ -104,37 +91,19 @@ class Outcome:
 
 
 class Results:
-    """Trainings by setting; a newer training replaces an older one.
+    """Trainings by setting, where a newer one replaces an older one, and descriptions of the runs that made them."""
 
-    Attributes:
-        trainings: by setting.
-        runs: the machine, versions and command of each run that added some.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *paths: Path) -> None:
+        """Read the trainings of several files."""
         self.trainings: dict[Setting, Training] = {}
         self.runs: list[dict[str, Any]] = []
-
-    @classmethod
-    def read(cls, *paths: Path) -> Results:
-        """Return the trainings of several files.
-
-        Raises:
-            SystemExit: a file cannot be read or is of another program.
-        """
-        results = cls()
-        for path in paths:
-            results._take(path)
-        return results
-
-    def _take(self, path: Path) -> None:
         try:
-            found = json.loads(path.read_text())
-            for entry in found["trainings"]:
-                self.add(
-                    Training(Setting(**entry["setting"]), entry["recipe"], entry["transport"], Curve(**entry["curve"]))
-                )
-            self.runs += [run for run in found["runs"] if run not in self.runs]
+            for path in paths:
+                found = json.loads(path.read_text())
+                for entry in found["trainings"]:
+                    setting, curve = Setting(**entry["setting"]), Curve(**entry["curve"])
+                    self.add(Training(setting, entry["recipe"], curve))
+                self.runs += [run for run in found["runs"] if run not in self.runs]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not results of this program ({type(error).__name__}: {error})") from error
 
@@ -172,21 +141,9 @@ class Results:
 def sort_key(setting: Setting) -> tuple[Any, ...]:
     """Return the key by which the rows of the table are sorted."""
     methods, models = list(METHODS), list(TASKS)
-    return (
-        models.index(setting.model),
-        setting.steps,
-        setting.ranks,
-        setting.method != "dense",
-        setting.equal_to > 0,
-        -(setting.equal_to or setting.density),
-        methods.index(setting.method),
-        -setting.momentum,
-        setting.rate,
-        setting.wire,
-        setting.warmup,
-        -setting.decay,
-        setting.seed,
-    )
+    s, density = setting, setting.equal_to or setting.density
+    compared = models.index(s.model), s.steps, s.ranks, s.method != "dense", s.equal_to > 0, -density
+    return *compared, methods.index(s.method), -s.momentum, s.rate, s.wire, s.warmup, -s.decay, s.seed
 
 
 def about(command: Iterable[str]) -> dict[str, Any]:

@@ -1,12 +1,18 @@
-"""One training: P ranks, from the same weights, on the same batches, with any of the methods."""
+"""One training on P ranks, from the same weights and batches; and densities at which methods send equal bytes."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
+from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 import sparsecomm as sc
@@ -40,30 +46,20 @@ LARGE = 25_600_000  # weights, as many as ResNet-50 has
 
 @dataclass(frozen=True)
 class Setting:
-    """The parameters of a training. Parameters that dense gradients ignore have their defaults there.
-
-    Attributes:
-        density: after the warm-up; 1.0 for dense gradients.
-        momentum: of sparse trainings; dense ones use `MOMENTUM`.
-        rate: factor on the task's learning rate.
-        wire: the wire format of sparse messages.
-        warmup: share of the steps in which the density falls.
-        decay: factor on the residuals, in each step.
-        equal_to: the density at which Top-k sends as many bytes per step; 0 if the density was given.
-    """
+    """The parameters of a training. Parameters that dense gradients ignore have their defaults there."""
 
     model: str
     ranks: int
     method: str
-    density: float
+    density: float  # after the warm-up; 1.0 for dense gradients
     seed: int
     steps: int
-    momentum: float = MOMENTUM
-    rate: float = 1.0
+    momentum: float = MOMENTUM  # of sparse trainings; dense ones use `MOMENTUM`
+    rate: float = 1.0  # factor on the task's learning rate
     wire: str = "packed"
-    warmup: float = WARMUP
-    decay: float = 1.0
-    equal_to: float = 0.0
+    warmup: float = WARMUP  # share of the steps in which the density falls
+    decay: float = 1.0  # factor on the residuals, in each step
+    equal_to: float = 0.0  # the density at which Top-k sends as many bytes per step; 0 if the density was given
 
     @property
     def unusual(self) -> str:
@@ -102,41 +98,22 @@ def recipe(setting: Setting) -> dict[str, Any]:
 
 @dataclass
 class Curve:
-    """The course of a training, as one rank sees it.
+    """The course of a training, as one rank sees it. Losses and accuracies are on rank 0 only."""
 
-    Attributes:
-        steps: after which the model was evaluated.
-        losses, accuracies: at these steps, on some held-out samples; on rank 0 only.
-        sent: bytes that this rank had sent by then.
-        seconds: virtual time of communication until then, for the large model; empty over MPI.
-        warm, warm_seconds: bytes and seconds at the end of the warm-up.
-        loss, accuracy: at the end, on all held-out samples; on rank 0 only.
-        weights: SHA-256 of the weights at the end.
-    """
-
-    steps: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # after which the model was evaluated
+    losses: list[float] = field(default_factory=list)  # at these steps, on some held-out samples
     accuracies: list[float] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    warm: int = 0
+    sent: list[int] = field(default_factory=list)  # bytes that this rank had sent by then
+    seconds: list[float] = field(default_factory=list)  # virtual time of communication; empty in earlier results
+    warm: int = 0  # bytes and seconds at the end of the warm-up
     warm_seconds: float = 0.0
-    loss: float = 0.0
+    loss: float = 0.0  # at the end, on all held-out samples
     accuracy: float = 0.0
-    weights: str = ""
+    weights: str = ""  # SHA-256 of the weights at the end
 
 
-def train(
-    setting: Setting, transport: Transport, advance: Callable[[], None] = lambda: None, *, factor: int = 1
-) -> Curve:
-    """Train as one rank.
-
-    Args:
-        setting: the same on all ranks.
-        transport: of MPI or of simulated ranks.
-        advance: called after each step.
-        factor: of simulated bytes to sent bytes, except headers.
-    """
+def train(setting: Setting, transport: SimulatedTransport, factor: int) -> Curve:
+    """Train as one rank; simulated bytes are ``factor`` times those sent, except headers."""
     trainer = Trainer(TASKS[setting.model], setting.seed, setting.steps)
     task, model, parameters, held_out = trainer.task, trainer.model, trainer.parameters, trainer.held_out
     some = Samples(held_out.inputs[: task.some], held_out.targets[: task.some])
@@ -172,17 +149,15 @@ def train(
         optimizer.step()
         if step + 1 == setting.warm:
             curve.warm = sent()
-            curve.warm_seconds = transport.seconds if isinstance(transport, SimulatedTransport) else 0.0
+            curve.warm_seconds = transport.seconds
         if (step + 1) % every == 0 or step + 1 in (1, setting.steps):
             curve.steps.append(step + 1)
             curve.sent.append(sent())
-            if isinstance(transport, SimulatedTransport):
-                curve.seconds.append(transport.seconds)
+            curve.seconds.append(transport.seconds)
             if transport.rank == 0:
                 loss, accuracy = evaluate(model, some)
                 curve.losses.append(loss)
                 curve.accuracies.append(accuracy)
-        advance()
 
     if transport.rank == 0:
         curve.loss, curve.accuracy = evaluate(model, held_out)
@@ -194,11 +169,7 @@ def train(
 
 
 def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
-    """Return the curve of rank 0, with the bytes of the rank that sends most.
-
-    Raises:
-        RuntimeError: the ranks' weights differ.
-    """
+    """Return the curve of rank 0, with the bytes of the rank that sends most; raise if the ranks' weights differ."""
     for rank, curve in enumerate(curves):
         if curve.weights != curves[0].weights:
             raise RuntimeError(
@@ -213,21 +184,86 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
     )
 
 
-def simulate(setting: Setting, advance: Callable[[], None] = lambda: None) -> Curve:
-    """Run a training with all ranks in this process; the bits are the same as with MPI.
-
-    Messages take the virtual time of a model with `LARGE` weights and the same densities.
-
-    Args:
-        advance: called after each step.
-    """
+def simulate(setting: Setting) -> Curve:
+    """Run a training with all ranks in this process; messages take the virtual time of a model with `LARGE` weights."""
     factor = max(1, round(LARGE / weights_of(setting.model)))  # a whole number, so that bytes can be counted exactly
 
-    def program(transport: Transport) -> Curve:
-        return train(setting, transport, advance if transport.rank == 0 else lambda: None, factor=factor)
+    def program(transport: SimulatedTransport) -> Curve:
+        return train(setting, transport, factor)
 
     def weigh(message: Bytes) -> int:
         return HEADER_BYTES + factor * (len(message) - HEADER_BYTES)
 
     results = simulated.run(setting.ranks, program, alpha=ALPHA, beta=BETA, weigh=weigh)
     return combined(setting, [result.value for result in results if result.value is not None])
+
+
+# -- equal bytes ------------------------------------------------------------------------------------------------------
+
+NEAR = 0.005  # relative error in bytes that ends the search
+TOLERANCE, MIN_RATIO = 0.02, 0.8  # relative excess, and ratio, that are accepted if bytes jump
+STEPS = 4  # with residuals, on which the bytes of `split` depend
+
+
+def equal_density(model: str, P: int, method: str, wire: str, density: float) -> float | None:
+    """Return the density at which ``method`` sends as many bytes per step as Top-k at ``density``, or ``None``."""
+    if method == "allgather":
+        return density
+    k = _equal_k(weights_of(model), P, method, wire, density)
+    return None if k is None else k / weights_of(model)
+
+
+@cache
+def _equal_k(n: int, P: int, method: str, wire: str, density: float) -> int | None:
+    """Return the nearest k with three significant digits.
+
+    The bytes of some methods jump as k grows. Without a near k, the result sends fewer bytes, not more.
+    """
+    if P == 1:
+        return None
+    k = max(1, round(density * n))
+    wanted = _sent(n, P, "allgather", wire, k)
+    ratios: dict[int, float] = {}  # of the bytes wanted, by k
+    low, high = 0, n
+    while (k := _rounded(k)) not in (low, high):
+        ratios[k] = _sent(n, P, method, wire, k) / wanted
+        if abs(ratios[k] - 1) <= NEAR:
+            return k
+        low, high = (k, high) if ratios[k] < 1 else (low, k)
+        k = round(k / ratios[k])  # bytes are about proportional to k
+        if len(ratios) > 3 or not low < _rounded(k) < high:
+            k = math.isqrt(max(low, 1) * high)  # bisection, of digits
+    near = any(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values())
+    for step in range(-12, 13):  # a jump: search around it, since bytes may also fall as k grows
+        k = _rounded(round(max(low, 1) * 1.15**step))
+        if not near and 0 < k < n:
+            ratios[k] = _sent(n, P, method, wire, k) / wanted
+    fitting = {k: ratio for k, ratio in ratios.items() if MIN_RATIO <= ratio <= 1 + TOLERANCE}
+    return min(fitting, key=lambda k: abs(fitting[k] - 1), default=None)
+
+
+def _rounded(k: int) -> int:
+    """Return ``k`` rounded down to three significant digits."""
+    unit = 10 ** max(0, len(str(k)) - 3)
+    return k // unit * unit
+
+
+@cache
+def _sent(n: int, P: int, method: str, wire: str, k: int) -> int:
+    """Return the bytes of the rank that sends most."""
+    algorithm = (METHODS[method][1] or {}).get("algorithm", "auto")
+
+    def program(transport: Transport) -> None:
+        residual = np.zeros(n, np.float32)
+        for gradient in _gradients(n, P)[transport.rank]:
+            sc.sparse_allreduce(gradient, k, comm=transport, residual=residual, wire=wire, algorithm=algorithm)
+
+    with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # measure no links
+        return max(result.counters.bytes_sent for result in simulated.run(P, program))
+
+
+@lru_cache(1)
+def _gradients(n: int, P: int) -> list[npt.NDArray[Any]]:
+    """Return heavy-tailed gradients of each rank."""
+    random = np.random.default_rng(0)
+    return [random.standard_normal((STEPS, n), dtype=np.float32) ** 3 for _ in range(P)]

@@ -13,50 +13,162 @@ succeeded and, with -c, no element was wrong.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
+import re
 import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from itertools import product
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm import transport
+from sparsecomm.algorithms import find
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.cli import info, options
-from sparsecomm.cli.bench import launch, plot, sweep
+from sparsecomm.cli import devices, info, options
 from sparsecomm.cli.bench.rows import Bench, Row
-from sparsecomm.cli.bench.sweep import add_arguments
 from sparsecomm.cli.bench.timing import CommonStart
-from sparsecomm.cli.devices import DEVICES
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.world import World, agreed, comm_of, world
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
+from sparsecomm.cli.world import World, agreed, launcher, start, transport_of, world
+from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
+from sparsecomm.quantities import number_text, size_text, time_text
+from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.tracing.observers import PARTS
+from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "draw", "parse", "run"]
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
 SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
 
 _ONE_RANK = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
+_DEFAULT_ALGORITHMS = "butterfly,tree,split,dense,allgather"
+_PROCESS = 64 << 20  # bytes of Python, NumPy and MPI, before any vector
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    what = parser.add_argument_group("what")
+    size = "the smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
+    what.add_argument("-b", "--min-bytes", type=options.nbytes, default="64Ki", metavar="SIZE", help=size)
+    size = "the largest (%(default)s)"
+    what.add_argument("-e", "--max-bytes", type=options.nbytes, default="64Mi", metavar="SIZE", help=size)
+    factor, step = options.number(1.01, 2**53, "a number from 1.01 on"), "from one size to the next (%(default)s)"
+    what.add_argument("-f", "--factor", type=factor, default="4", help=step)
+    part, parts = options.listed(options.density), "k/n, one or several (%(default)s)"
+    what.add_argument("--density", dest="densities", type=part, default="0.001,0.01", metavar="LIST", help=parts)
+    names = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
+    what.add_argument("--algorithms", type=options.algorithms, default=_DEFAULT_ALGORITHMS, metavar="LIST", help=names)
+    names = f"some of {', '.join(options.WIRE_NAMES)}; or all (%(default)s)"
+    what.add_argument("--wire", dest="wires", type=options.wires, default="auto", metavar="LIST", help=names)
+    what.add_argument("--dtype", default="float32", choices=DTYPES, help="of the gradient (%(default)s)")
+    devices.add_argument(what)
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "-n", "--iterations", type=options.count, default=20, metavar="N", help="timed calls per row (%(default)s)"
+    )
+    warmup = "calls before them (%(default)s)"
+    how.add_argument("-w", "--warmup", type=options.count_or_0, default=5, metavar="N", help=warmup)
+    how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
+    how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
+    ranks = "start N ranks on this machine, with mpirun; without MPI, with torchrun"
+    how.add_argument("--ranks", type=options.count, metavar="N", help=ranks)
+    options.add_files(parser, "time against size")
+
+
+def parse(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the options of `add_arguments` with ``counts``, the sizes in elements, and ``dtype`` as a `DType`.
+
+    Raises:
+        InvalidInputError: options contradict each other, or need a package that is not installed.
+    """
+    dtype, wires = DTYPES[arguments.dtype], arguments.wires
+    if dtype.name == "bfloat16":
+        try:
+            import ml_dtypes  # noqa: F401 - teaches NumPy the name
+        except ImportError as error:
+            raise InvalidInputError(f"--dtype bfloat16: needs ml_dtypes: {pip_install('bench')}") from error
+    devices.check(arguments.device, dtype.name)
+    if dtype.name == "float64":
+        exact = tuple(name for name in wires if name == "auto" or WIRES[name].kind is EXACT)
+        if wires not in (exact, tuple(WIRES)):
+            raise InvalidInputError("--wire: expected auto, plain or packed with --dtype float64; others round float32")
+        wires = exact
+    b, e = arguments.min_bytes, arguments.max_bytes
+    if not dtype.itemsize <= b <= e:
+        raise InvalidInputError(f"-b {b} -e {e}: expected -b to be at least {dtype.itemsize}, and at most -e")
+    steps = int(math.log(e / b) / math.log(arguments.factor) + 1e-9)
+    sizes = (min(round(b * arguments.factor**step), e) for step in range(steps + 1))
+    counts = tuple(dict.fromkeys(size // dtype.itemsize for size in sizes))
+    return argparse.Namespace(**vars(arguments) | {"dtype": dtype, "wires": wires, "counts": counts})
+
+
+def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: int | None) -> None:
+    """Check that the largest size fits into memory.
+
+    Args:
+        grid: the result of `parse`.
+        ranks, local: number of all ranks, and of ranks on this machine.
+        available: bytes of memory; ``None`` if unknown.
+
+    Raises:
+        InvalidInputError: it does not fit.
+    """
+    n, accumulator = max(grid.counts), grid.dtype.accumulator.itemsize
+    entry, k = accumulator + (4 if n < 2**31 else 8), count_of(max(grid.densities), n)
+    # Gradient, out, residual and a copy of it; entries of one rank.
+    needed = _PROCESS + n * (2 * grid.dtype.itemsize + 2 * accumulator) + 12 * k * entry
+    if not all((algorithm := find(name)) is not None and algorithm.reselects for name in grid.algorithms):
+        # Dense sums and segments in flight, or the selections of all ranks.
+        needed += max(2 * n * accumulator + 3 * (n // ranks) * accumulator, 4 * k * ranks * entry)
+    total = needed * local
+    limits = [(needed, devices.DEVICES[grid.device]().available_bytes(), "its device per rank")]
+    if grid.check:
+        # The expected result, sums of residuals in float64, entries of a dense sum; on rank 0 all gradients and a sort.
+        needed += n * (3 * accumulator + 2 * entry + 5 * 8)
+        total = needed * local + n * (3 * ranks * accumulator + 4 * 8)
+    limits.append((total, available, f"memory, {size_text(needed)} per rank"))
+    for size, limit, where in limits:
+        if limit is not None and size > limit:
+            raise InvalidInputError(
+                f"a gradient of {size_text(n * grid.dtype.itemsize)} on {local} rank(s) of one machine needs about "
+                f"{size_text(size)} of {where}; available are {size_text(limit)}. Take a smaller -e"
+                + (", or leave out -c." if grid.check else ".")
+            )
+
+
+def available_bytes() -> int | None:
+    """Return Linux's estimate of the bytes that are available for new allocations."""
+    try:
+        match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return 1024 * int(match[1]) if match else None
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure all rows, or start the ranks that do; return the exit status."""
-    if (launcher := launch.launcher()) is None:
-        grid, ranks = sweep.parse(arguments), arguments.ranks or 1  # without MPI, so that errors do not need MPI either
-        sweep.check_memory(grid, ranks, ranks, sweep.available_bytes())
+    started_by = launcher()
+    if started_by is None:
+        grid, ranks = parse(arguments), arguments.ranks or 1  # without MPI, so that errors do not need MPI either
+        check_memory(grid, ranks, ranks, available_bytes())
         options.check_writable(grid.json, grid.plot)
         if arguments.ranks:
-            return launch.start(ranks, arguments.line)
+            return start(ranks, arguments.line)
         print(_ONE_RANK, file=sys.stderr, flush=True)
     comm = world()
-    grid = agreed(comm, lambda: _checked(arguments, comm, launcher))
+    grid = agreed(comm, lambda: _checked(arguments, comm, started_by))
     try:
         return _measure(grid, comm)
     except BaseException as error:
@@ -68,17 +180,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise
 
 
-def _checked(arguments: argparse.Namespace, comm: World, launcher: str | None) -> argparse.Namespace:
+def _checked(arguments: argparse.Namespace, comm: World, started_by: str | None) -> argparse.Namespace:
     """Return the parsed options after checking that this rank can run them."""
     if arguments.ranks:
         raise InvalidInputError(
-            f"--ranks {arguments.ranks}: this process is already a rank, started by {launcher}; leave --ranks out"
+            f"--ranks {arguments.ranks}: this process is already a rank, started by {started_by}; leave --ranks out"
         )
-    nodes, rank = transport.transport_of(comm_of(comm)).node_of_rank, comm.Get_rank()
+    nodes, rank = transport_of(comm).node_of_rank, comm.Get_rank()
     is_first_of_node = nodes.index(nodes[rank]) == rank
-    grid = sweep.parse(arguments)
-    available = sweep.available_bytes() if is_first_of_node else None
-    sweep.check_memory(grid, comm.Get_size(), nodes.count(nodes[rank]), available)
+    grid = parse(arguments)
+    available = available_bytes() if is_first_of_node else None
+    check_memory(grid, comm.Get_size(), nodes.count(nodes[rank]), available)
     if rank == 0:
         options.check_writable(grid.json, grid.plot)
     return grid
@@ -90,10 +202,10 @@ def _measure(grid: argparse.Namespace, comm: World) -> int:
     if is_first:
         print(table_head(header, columns), flush=True)
     rows: list[Row] = []
-    start = CommonStart(comm, transport.transport_of(comm_of(comm)))
+    common_start = CommonStart(comm, transport_of(comm))
     for n in grid.counts:
         bench = None  # free the vectors first: two sizes at once may not fit in memory
-        bench = Bench(grid, n, comm, start)
+        bench = Bench(grid, n, comm, common_start)
         for density, algorithm, wire in product(grid.densities, grid.algorithms, grid.wires):
             rows.append(bench.measure(count_of(density, n), density, algorithm, wire))
             if is_first:
@@ -107,7 +219,7 @@ def _measure(grid: argparse.Namespace, comm: World) -> int:
                 grid.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
         if grid.plot is not None:
             with options.writing(grid.plot):
-                plot.write(grid.plot, header, rows)
+                save(draw(header, rows), grid.plot)
     comm.Barrier()
     comm.Free()
     return 1 if wrong else 0
@@ -122,16 +234,17 @@ def _columns(grid: argparse.Namespace) -> list[Column]:
     def part(name: str) -> Any:
         return lambda row: f"{row['breakdown_us'][name]:.1f}"
 
+    def taken(key: str) -> Any:
+        return lambda row: _choice_text(row[key], row[f"{key}_taken"])
+
     algorithm = max(len(_choice_text(name, "butterfly")) for name in grid.algorithms)
     wire = max(len(_choice_text(name, "packed")) for name in grid.wires)
     return [
         Column("size", "B", 12, itemgetter("size_bytes")),
         Column("count", "", 12, itemgetter("count")),
         Column("k", "", 10, itemgetter("k")),
-        Column(
-            "algorithm", "", max(11, algorithm + 2), lambda row: _choice_text(row["algorithm"], row["algorithm_taken"])
-        ),
-        Column("wire", "", wire + 2, lambda row: _choice_text(row["wire"], row["wire_taken"])),
+        Column("algorithm", "", max(11, algorithm + 2), taken("algorithm")),
+        Column("wire", "", wire + 2, taken("wire")),
         *(Column(name, "us", 11, decimals(f"time_{name}_us", 1)) for name in ("min", "median", "p99", "max")),
         Column("bytes", "B/rank", 12, itemgetter("wire_bytes_per_rank")),
         *(Column(name, "GB/s", 9, decimals(f"{name}_gb_per_s", 3)) for name in ("algbw", "busbw")),
@@ -152,14 +265,55 @@ def _header(grid: argparse.Namespace, comm: World) -> dict[str, Any]:
         "command": shlex.join(["sparsecomm", *grid.line]),
         "machine": f"{', '.join(hosts)}; {info.processor()}",
         "platform": platform.platform(),
-        "mpi": transport.transport_of(comm_of(comm)).library,
+        "mpi": transport_of(comm).library,
         "versions": f"Python {platform.python_version()}, NumPy {np.__version__}, mpi4py {info.version_of('mpi4py')}",
         "ranks": comm.Get_size(),
         "machines": len(hosts),
         "kernels": info.kernels() + " per rank",
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("SPARSECOMM_")},
         "dtype": grid.dtype.name,
-        "device": DEVICES[grid.device]().name,
+        "device": devices.DEVICES[grid.device]().name,
         "iterations": grid.iterations,
         "warmup": grid.warmup,
     }
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+_LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)), (0, (3, 1)))
+
+
+def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
+    """Return a figure of time against size: a panel for each density, a line for each algorithm and wire format.
+
+    Colours and markers stand for algorithms, line styles for wire formats. Dense sums have no wire format.
+    """
+    from matplotlib.lines import Line2D
+
+    keys = "algorithm", "density", "wire"
+    names, densities, wires = (list(dict.fromkeys(row[key] for row in rows)) for key in keys)
+    sizes = sorted({float(row["size_bytes"]) for row in rows})
+    figure, all_axes = panels(len(densities), 4.2, 3.9, sharey=True)
+    for axes, density in zip(all_axes, densities, strict=True):
+        for name in names:
+            for wire in wires[:1] if name.startswith("dense") else wires:
+                line = [r for r in rows if (r["algorithm"], r["density"], r["wire"]) == (name, density, wire)]
+                line.sort(key=lambda row: row["size_bytes"])
+                look = {**style(name), "linestyle": _LINES[wires.index(wire) % len(_LINES)]}
+                axes.plot([r["size_bytes"] for r in line], [1e-6 * r["time_median_us"] for r in line], **look)
+        size_axis(axes, sizes, size_text)
+        axes.set_title(f"density {number_text(density)}", fontsize="medium")
+        axes.set_xlabel(f"dense gradient, {header['dtype']}")
+    log_axis(all_axes[0].yaxis, time_text)
+    all_axes[0].set_ylabel("median time of a call, slowest rank")
+    handles = [Line2D([], [], **style(name), label=name) for name in names]
+    handles += [
+        Line2D([], [], color="black", linestyle=_LINES[i % len(_LINES)], label=f"wire format {wire}")
+        for i, wire in enumerate(wires)
+        if len(wires) > 1
+    ]
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
+    ranks, nodes = header["ranks"], header["machines"]
+    where = f"{ranks} rank{'s' * (ranks > 1)}, {nodes} node{'s' * (nodes > 1)}"
+    figure.suptitle(f"sparse_allreduce on {where}; {header['mpi']}", fontsize="medium")
+    return figure

@@ -1,7 +1,4 @@
-"""Measures one row: time, bytes and correctness. Collective; the row is the same on all ranks.
-
-Results are compared with the oracle. If values are rounded, the check is that no gradient was lost.
-"""
+"""Measures one row: time, bytes and correctness, by the oracle or, if values are rounded, by what was lost."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.cli.bench.runners import Ours, Vectors, inputs
-from sparsecomm.cli.bench.timing import CommonStart, Timer, Timing, uninterrupted
+from sparsecomm.cli.bench.timing import CommonStart, Ours, Timer, Timing, Vectors, inputs, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.cli.world import World
 from sparsecomm.tracing.observers import PARTS
@@ -32,11 +28,10 @@ class Bench:
         self._vectors = Vectors(comm, gradient, residual, grid.device)
 
     def measure(self, k: int, density: float, algorithm: str, wire: str) -> Row:
-        """Make the calls of a row, and check them with ``--check``. Collective.
+        """Make the calls of a row, and check them with ``--check``. Collective; the row is the same on all ranks.
 
-        The time of a call is the time of its slowest rank. Bytes are per call, of the rank with the most; wire bytes
-        are the larger of sent and received bytes. As in nccl-tests, algbw is dense bytes / median time, and busbw the
-        rate at which a dense ring of the same duration would use each link.
+        Bytes are per call, of the rank with the most. As in nccl-tests, algbw is dense bytes / median time, and busbw
+        the rate at which a dense ring of the same duration would use each link.
         """
         grid, comm, vectors, P = self._grid, self._comm, self._vectors, self._comm.Get_size()
         runner = Ours(algorithm, vectors, k, wire, grid.dtype.name, grid.breakdown)
@@ -115,19 +110,12 @@ class Check:
     at = slice(None)  # elements whose sums over all ranks are compared
 
     def __init__(self, comm: World, accumulated: Vector, expected: Vector | None) -> None:
-        """
-        Args:
-            accumulated: this rank's residual + x.
-            expected: the dense result; ``None`` if it is unknown, and only has to be the same on all ranks.
-        """
+        """``accumulated`` is this rank's residual + x, ``expected`` the dense result or, if unknown, ``None``."""
         self.comm, self.accumulated, self.expected, self._known = comm, accumulated, expected, expected is not None
         self._first_residual: Vector | None = None  # the residual after the first call
 
     def wrong(self, indices: Vector | None, values: Vector | None, out: Vector, residual: Vector | None) -> int:
-        """Count the wrong elements of a call on this rank: of its entries, of ``out`` and of its residual.
-
-        Pass ``None`` for ``indices`` and ``values`` if the call has no entries, and for ``residual`` if it has none.
-        """
+        """Count the wrong elements of a call on this rank: of its entries, of ``out`` and of its residual."""
         if not self._known:
             self.expected = self._first_residual = None
         wrong = self.different(indices, values, out)

@@ -1,4 +1,4 @@
-"""The measuring core of all benchmarks: calls that all ranks begin together, timed on every rank."""
+"""The measuring core of all benchmarks: vectors, runners, and calls that all ranks begin together."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
+import sparsecomm as sc
 from sparsecomm.calls.measurement import measured_links
-from sparsecomm.cli.world import ProcessGroupWorld, World
+from sparsecomm.calls.queue import queue_of
+from sparsecomm.cli.devices import DEVICES
+from sparsecomm.cli.world import ProcessGroupWorld, World, transport_of
 from sparsecomm.primitives.costs import log2_ceil
-from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tracing.observers import PARTS
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import clocks
-
-__all__ = ["CommonStart", "Runner", "Timer", "Timing", "quiet_barrier", "uninterrupted"]
 
 _SECONDS = 0.2  # budget of the measurement of links
 _LONG, _MARGIN = 1e-3, 0.01  # seconds: trips of a long link; margin of a common start, besides trips
@@ -53,7 +56,6 @@ class CommonStart:
     """
 
     def __init__(self, comm: World, transport: Transport) -> None:
-        """Measure the links and the clock offsets of the ranks."""
         self._comm, self._clock, links = comm, transport.clock, measured_links(transport, _SECONDS)
         self._offset = clocks.offsets(range(transport.size), links.fastest)[transport.rank].seconds
         alpha = links.slowest.alpha
@@ -66,15 +68,98 @@ class CommonStart:
             time.sleep(max(0.0, moment - self._clock()))
 
 
+# -- runners ----------------------------------------------------------------------------------------------------------
+
+
+def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tuple[Array, Array]:
+    """Return a rank's normally distributed gradient and residual, the same on every machine."""
+    rng = np.random.default_rng([n, rank])
+    real = np.dtype(np.float64) if accumulator.itemsize == 8 else np.dtype(np.float32)
+    x, residual = (rng.standard_normal(n, dtype=real.type) for _ in range(2))
+    return x.astype(dtype, copy=False), residual
+
+
+class Vectors:
+    """Gradient, residual and output of this rank, shared by all contenders.
+
+    Attributes:
+        gradient, initial: in host memory, the gradient and the residual before each call.
+        x, before, residual, out: in the device's memory; ``before`` is a copy of ``initial``.
+    """
+
+    def __init__(self, comm: World, gradient: Array, residual: Array | None = None, device: str = "cpu") -> None:
+        """Use a flat gradient. Without ``residual`` it is zero before each call, and x may alias ``gradient``."""
+        self.comm, self.memory, self.gradient, self.initial = comm, DEVICES[device](), gradient, residual
+        self.n: int = gradient.size
+        if residual is None:
+            self.x, self.before = gradient, None
+            self.residual, self.out = np.zeros_like(gradient), np.zeros_like(gradient)
+        else:
+            self.x, self.before, self.residual, self.out = map(
+                self.memory.put, (gradient, residual, residual, np.zeros_like(gradient))
+            )
+
+    def accumulated(self, accumulator: ArrayDType) -> Array:
+        """Return residual + gradient, in host memory."""
+        gradient = self.gradient.astype(accumulator)
+        return gradient if self.initial is None else gradient + self.initial
+
+    def reset(self) -> None:
+        """Restore the initial residual."""
+        if self.before is None:
+            self.residual.fill(0)
+        else:
+            self.memory.assign(self.residual, self.before)
+            self.memory.wait()
+
+
+class Clock:
+    """Observes calls and counts the seconds of each part since the last `reset`.
+
+    Args:
+        wait: returns when the work that a part started on a CUDA device is done; the wait counts in that part.
+    """
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._wait = wait
+        self.reset()
+
+    @classmethod
+    def of(cls, transport: Transport, wait: Callable[[], None]) -> Clock:
+        """Return the clock of the calls on a transport, which all runners share."""
+        queue = queue_of(transport)
+        clock = next((observer for observer in queue.observers if isinstance(observer, Clock)), None)
+        if clock is None:
+            clock = cls(wait)
+            queue.observe(transport, clock)
+        return clock
+
+    def reset(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def around(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with its time counted in ``part``."""
+
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._wait()
+                self.seconds[part] += time.perf_counter() - start
+
+        return timed
+
+
 class Runner:
     """A contender. Its actions are methods without arguments that all ranks call: `step`, and others."""
 
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step
+
     def before(self, action: str) -> None:
         """Prepare a call, outside its time."""
-
-    def step(self) -> Any:
-        """Compute the dense sum in ``out`` from gradient and residual."""
-        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait for the work of a device."""
@@ -91,19 +176,53 @@ class Runner:
         """Release resources."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times of the calls of one action, the same on all ranks.
+class Ours(Runner):
+    """An algorithm of sparsecomm: a step is a call of `sparse_allreduce` with a residual and a dense result.
 
     Attributes:
-        seconds: of a call, by rank and round; NaN in rounds without a call.
-        parts: the same for each part of a call, if they were timed.
-        traffic: bytes per call by rank, in the columns of `Runner.traffic`.
+        taken: algorithm and wire format of the calls, also if "auto" was asked for.
     """
 
-    seconds: Array
-    parts: dict[str, Array]
-    traffic: Array
+    def __init__(
+        self, name: str, vectors: Vectors, k: int, wire: str = "auto", dtype: str = "float32", breakdown: bool = False
+    ) -> None:
+        self.vectors, self.k = vectors, k
+        self._options: dict[str, Any] = {"algorithm": name, "wire": wire}
+        self.transport = transport_of(vectors.comm)
+        options: dict[str, Any] = {"dtype": dtype, **self._options}
+        self.explained = sc.explain(vectors.n, k, comm=self.transport, **options)
+        self.taken = self.explained.candidates[0]
+        self.clock = Clock.of(self.transport, vectors.memory.wait) if breakdown else None
+
+    def before(self, action: str) -> None:
+        self.vectors.reset()
+        if self.clock is not None:
+            self.clock.reset()
+
+    def step(self) -> sc.SparseVector:
+        v = self.vectors
+        return sc.sparse_allreduce(v.x, self.k, comm=self.transport, residual=v.residual, out=v.out, **self._options)
+
+    def wait(self) -> None:
+        self.vectors.memory.wait()
+
+    def traffic(self) -> Sequence[float]:
+        return self.transport.counters.bytes_sent, self.transport.counters.bytes_received
+
+    def parts(self) -> dict[str, float]:
+        return {} if self.clock is None else dict(self.clock.seconds)
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of the calls of one action, the same on all ranks."""
+
+    seconds: Array  # of a call, by rank and round; NaN in rounds without a call
+    parts: dict[str, Array]  # the same for each part of a call, if they were timed
+    traffic: Array  # bytes per call by rank, in the columns of `Runner.traffic`
 
     @property
     def slowest(self) -> Array:

@@ -28,19 +28,34 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import sparsecomm as sc
-from sparsecomm import transport
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
-from sparsecomm.cli.plan import advice, plot
+from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, table_head, table_line
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.cli.plan.methods import OPTIMIZERS, best, ways
-from sparsecomm.cli.world import World, agreed, comm_of, world
+from sparsecomm.cli.plan.methods import (
+    ADAMW,
+    DELAYED,
+    DENSE,
+    DENSE_LOCAL,
+    LOCAL,
+    OPTIMIZERS,
+    SGD,
+    Way,
+    advice,
+    best,
+    described,
+    ways,
+)
+from sparsecomm.cli.world import World, agreed, transport_of, world
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.quantities import number_text, percent_text, time_text
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.quantities import number_text, percent_text, rate_text, time_text
+from sparsecomm.transport import Transport
 from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -98,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     agreed(comm, lambda: options.check_writable(*files))
     versions = measurement.versions(comm)
     agreed(comm, lambda: measurement.check_alike(versions))
-    mine = transport.transport_of(comm_of(comm))
+    mine = transport_of(comm)
     agreed(comm, lambda: measurement.check_several(mine))
     _measure(mine, comm, arguments)
     agreed(comm, lambda: _plan(arguments) if mine.rank == 0 else None)
@@ -121,29 +136,28 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
     options.costs(arguments.profile)
 
 
-def _measure(transport: transport.Transport, comm: World, arguments: argparse.Namespace) -> None:
+def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -> None:
     """Measure the links, print the results, and fill in the options that were not passed. Collective."""
 
-    def say(label: str, text: str) -> None:
-        if transport.rank == 0:
-            print(f"{label:<14} {text}", flush=True)
-
-    say("ranks", measurement.placement(transport, comm.allgather(socket.gethostname())))
+    placement = measurement.placement(transport, comm.allgather(socket.gethostname()))
+    if transport.rank == 0:
+        print(f"{'ranks':<14} {placement}", flush=True)
     measured, P = measurement.measure(transport, comm, arguments.seconds), transport.size
     assert measured.links.farthest is not None
     first, second = measured.links.farthest
-    say("library", transport.library)
-    say("interfaces", ", ".join(measured.interfaces) or measured.streams.problem)
-    say("round trip", f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}")
-    say("rates", measured.rates_text)
-    say(
-        "losses",
-        "unknown" if measured.streams.loss is None else f"{percent_text(measured.streams.loss)} of the packets",
-    )
-    say("TCP", measured.streams.control or "congestion control unknown")
-    for warning in [*measured.warnings, *measurement.warnings(transport)]:
-        say("! warning", warning)
-    say("", "")
+    longest = f"{time_text(measured.links.round_trip)}, the longest, between rank {first} and rank {second}"
+    lines = [
+        ("library", transport.library),
+        ("interfaces", ", ".join(measured.interfaces) or measured.problem),
+        ("round trip", longest),
+        ("rates", measured.rates_text),
+        ("losses", "unknown" if measured.loss is None else f"{percent_text(measured.loss)} of the packets"),
+        ("TCP", measured.control or "congestion control unknown"),
+        *(("! warning", warning) for warning in [*measured.warnings, *measurement.warnings(transport)]),
+        ("", ""),
+    ]
+    if transport.rank == 0:
+        print(*(f"{label:<14} {text}" for label, text in lines), sep="\n", flush=True)
     arguments.ranks = arguments.ranks or P
     if arguments.ranks_per_site is None and P % transport.num_nodes == 0 and transport.num_nodes > 1:
         arguments.ranks_per_site = P // transport.num_nodes
@@ -166,10 +180,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     every = sorted(arguments.sync_every)
     table = list(ways(training, network, every, costs))
     taken, min_seconds = best(table, arguments.optimizer), min(way.seconds for way in table)
-    print(table_head({"sparsecomm": sc.__version__, **advice.described(training, network)}, _COLUMNS))
+    print(table_head({"sparsecomm": sc.__version__, **described(training, network)}, _COLUMNS))
     for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
-    lines = advice.advice(taken, table, training, network)
+    lines = advice(taken, table, training, network)
     print("", *lines, sep="\n", flush=True)
     if arguments.json is not None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
@@ -179,7 +193,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
         with options.writing(arguments.plot):
-            plot.write(arguments.plot, training, network, every, costs, taken)
+            save(draw(training, network, every, costs, taken), arguments.plot)
 
 
 def _percent(fraction: float) -> str:
@@ -200,3 +214,64 @@ _COLUMNS = [
     Column("loss", "nats", 13, lambda row: "not trained" if row[0].loss is None else f"{row[0].loss:+.3f}"),
     Column("equal loss", "x", 12, lambda row: "-" if row[0].loss is None else number_text(row[0].seconds / row[1])),
 ]
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+_STYLES: dict[str, dict[str, Any]] = {
+    DENSE: {"color": "#4d4d4d", "marker": "o"},
+    DENSE_LOCAL: {"color": "#0072b2", "marker": "s"},
+    ADAMW: {"color": "#e69f00", "marker": "^"},
+    SGD: {"color": "#cc79a7", "marker": "P"},
+    LOCAL: {"color": "#009e73", "marker": "v"},
+    DELAYED: {"color": "#d55e00", "marker": "D"},
+}
+_FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
+
+
+def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, taken: Way) -> Any:
+    """Return the figure: against the rate with the H of ``taken`` on the left, and against H on the right."""
+    H = taken.H if taken.H > 1 else max(every)
+    networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
+    by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs)]
+    by_length = [(way.H, way) for way in ways(training, network, every, costs)]
+    figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    for method, look in _STYLES.items():
+        first = next((way for _, way in by_rate if way.method == method), None)  # of several settings
+        at_rate, at_length = (
+            [(x, 100 * w.predicted.utilisation) for x, w in points if first and _line_of(w) == _line_of(first)]
+            for points in (by_rate, by_length)
+        )
+        if first and at_rate:
+            rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
+        if method in (DENSE, ADAMW, SGD):
+            lengths.axhline(at_length[0][1], color=look["color"])
+        elif at_length:
+            lengths.plot(*zip(*at_length, strict=True), **look)
+    ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
+    rates.plot([network.rate], [100 * taken.predicted.utilisation], **ring, label="the plan")
+    lengths.plot([taken.H], [100 * taken.predicted.utilisation], **ring)
+    rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
+    log_axis(rates.xaxis, rate_text)
+    rates.set_xlabel("rate of a site's link")
+    rates.set_ylabel("utilisation: time of computation / time that passes, %")
+    lengths.set_xscale("log", base=2)
+    lengths.set_xticks(every, [number_text(each) for each in every])
+    lengths.minorticks_off()
+    lengths.set_xlabel(f"H, local steps of a round, at {rate_text(network.rate)}")
+    for axes in (rates, lengths):
+        axes.set_ylim(-2, 102)
+        axes.grid(True, alpha=0.35)
+    figure.legend(*rates.get_legend_handles_labels(), frameon=False, loc="outside right upper")
+    figure.suptitle("\n".join(described(training, network).values()), fontsize="medium")
+    return figure
+
+
+def _line_of(way: Way) -> tuple[str, str]:
+    return way.method, way.arguments
+
+
+def _label(way: Way, H: int) -> str:
+    if way.method in (ADAMW, SGD):
+        return f"{way.method}, density {number_text(way.exchange.density)}"
+    return way.method if way.method == DENSE else f"{way.method}, H = {H}"

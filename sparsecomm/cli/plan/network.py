@@ -1,4 +1,9 @@
-"""Measures the network between ranks for `sparsecomm plan --measure`, after checking that the ranks belong together."""
+"""Measures the network between ranks for `sparsecomm plan --measure`, after checking that the ranks belong together.
+
+Besides the library's messages, it measures TCP streams: separate connections between the addresses that ranks already
+use. Each member sends to the next one, half of the members at a time. The loss is the share of segments that the kernel
+sent again, on connections that are paced below the rate of the link, so that queues do not drop packets.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,26 @@ import fcntl
 import os
 import platform
 import re
+import selectors
 import socket
 import struct
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sparsecomm as sc
-from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.world import World
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import rate_text
-from sparsecomm.tuning import streams
+from sparsecomm.transport import Transport
 from sparsecomm.tuning.links import Links
-from sparsecomm.tuning.streams import STREAMS, Streams
 from sparsecomm.tuning.utilisation import PACKET, SEGMENT
 
 __all__ = ["Measured", "addresses", "check_alike", "check_several", "measure", "placement", "versions", "warnings"]
@@ -48,11 +54,7 @@ def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
 
 
 def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
-    """Check that all ranks have the same `versions`.
-
-    Raises:
-        InvalidInputError: they differ.
-    """
+    """Raise `InvalidInputError` unless all ranks have the same `versions`."""
     first_host, first = versions[0]
     for rank, (host, own) in enumerate(versions):
         for name in dict.fromkeys((*first, *own)):
@@ -64,12 +66,8 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
                 )
 
 
-def check_several(transport: transport.Transport) -> None:
-    """Check that there is a link to measure.
-
-    Raises:
-        InvalidInputError: there is one rank.
-    """
+def check_several(transport: Transport) -> None:
+    """Raise `InvalidInputError` if there is one rank, and so no link to measure."""
     if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun on the "
@@ -77,14 +75,14 @@ def check_several(transport: transport.Transport) -> None:
         )
 
 
-def placement(transport: transport.Transport, hosts: Sequence[str]) -> str:
+def placement(transport: Transport, hosts: Sequence[str]) -> str:
     """Describe which ranks run on which machines. ``hosts`` are the host names by rank."""
     nodes = list(transport.node_of_rank)
     names = ", ".join(f"{hosts[nodes.index(node)]} ({nodes.count(node)})" for node in range(transport.num_nodes))
     return f"{transport.size} on {transport.num_nodes} machine{'s' * (transport.num_nodes > 1)}: {names}"
 
 
-def warnings(transport: transport.Transport) -> list[str]:
+def warnings(transport: Transport) -> list[str]:
     """Return warnings about the placement of the ranks."""
     if transport.num_nodes == 1:
         return ["all ranks are on one machine: these are not measurements of a network"]
@@ -99,40 +97,38 @@ def warnings(transport: transport.Transport) -> list[str]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The network between ranks, the same on all of them.
+    """The network between ranks, the same on all of them."""
 
-    Attributes:
-        links: measured with messages of the library.
-        streams: measured with TCP connections.
-        interfaces, warnings: the network interfaces that ranks use, and problems with them, in words.
-    """
-
-    links: Links
-    streams: Streams
-    interfaces: Sequence[str] = ()
-    warnings: Sequence[str] = ()
+    links: Links  # measured with messages of the library
+    interfaces: Sequence[str] = ()  # network interfaces that ranks use
+    warnings: Sequence[str] = ()  # problems with these interfaces
+    one: float | None = None  # bits per second of one TCP stream, and of `STREAMS` together; None: there were none
+    several: float | None = None
+    loss: float | None = None  # share of segments that were sent again; None also if the kernel does not count them
+    control: str = ""  # the congestion control of TCP, such as "cubic"
+    problem: str = ""  # why there were no streams
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `sparsecomm plan` that describe the network, by name; ``None``: unknown."""
-        rates = 8 / self.links.slowest.beta, self.streams.one or 0.0, self.streams.several or 0.0
+        rates = 8 / self.links.slowest.beta, self.one or 0.0, self.several or 0.0
         return {
             "rate": max(rates) * PACKET / SEGMENT,  # including packet headers
             "rtt": self.links.round_trip,
-            "loss": self.streams.loss,
-            "congestion": "bbr" if self.streams.control.startswith("bbr") else "cubic",
+            "loss": self.loss,
+            "congestion": "bbr" if self.control.startswith("bbr") else "cubic",
         }
 
     @property
     def rates_text(self) -> str:
         """All rates, in words."""
         texts = [f"{rate_text(8 / self.links.slowest.beta)} in messages of the library"]
-        for name, rate in (("one TCP stream", self.streams.one), (f"{STREAMS} TCP streams", self.streams.several)):
+        for name, rate in (("one TCP stream", self.one), (f"{STREAMS} TCP streams", self.several)):
             texts += [] if rate is None else [f"{rate_text(rate)} in {name}"]
         return ", ".join(texts)
 
 
-def measure(transport: transport.Transport, comm: World, seconds: float) -> Measured:
+def measure(transport: Transport, comm: World, seconds: float) -> Measured:
     """Measure the links between nodes, or between ranks if there is one node. Collective.
 
     Args:
@@ -142,7 +138,10 @@ def measure(transport: transport.Transport, comm: World, seconds: float) -> Meas
     members = list(dict.fromkeys(nodes.index(node) for node in nodes)) if transport.num_nodes > 1 else range(len(nodes))
     links = measured_links(transport, seconds)
     own_addresses, interfaces, problems = addresses(comm, members)
-    return Measured(links, streams.measure(comm, members, own_addresses, seconds), interfaces, problems)
+    return Measured(links, interfaces, problems, **_measured_streams(comm, members, own_addresses, seconds))
+
+
+# -- addresses --------------------------------------------------------------------------------------------------------
 
 
 def addresses(comm: World, members: Sequence[int]) -> tuple[list[str | None], list[str], list[str]]:
@@ -205,3 +204,157 @@ def _interfaces() -> dict[str, str]:
                 answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 by_name[name] = socket.inet_ntoa(answer[20:24])
     return by_name
+
+
+# -- streams of TCP ---------------------------------------------------------------------------------------------------
+
+STREAMS = 8
+_PACED = 0.5  # share of the rate, so that the link does not fill
+_CONNECT = 5.0  # seconds until a connection attempt fails
+_SO_MAX_PACING_RATE = 47  # of Linux: bytes per second
+_TCP_INFO = 192  # bytes of struct tcp_info
+_RETRANSMITTED, _SENT = 100, 156  # offsets of tcpi_total_retrans and tcpi_data_segs_out in it, since Linux 4.6
+
+
+class Report(NamedTuple):
+    """The streams of one rank: bits per second received, ``None`` for a sender; segments sent again, and sent in all;
+    the congestion control of the sender; and why there were no streams."""
+
+    rate: float | None = None
+    retransmitted: int = 0
+    sent: int = 0
+    control: str = ""
+    problem: str = ""
+
+
+def _measured_streams(
+    comm: World, members: Sequence[int], addresses: Sequence[str | None], seconds: float
+) -> dict[str, Any]:
+    """Return the fields of `Measured` for streams between ``members``. Collective over all ranks."""
+    if any(addresses[member] is None for member in members):
+        return {"problem": "no TCP connections between the ranks are seen"}
+    groups: list[list[Report]] = []
+    for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
+        pace = _PACED * _min_rate(groups[1]) / count if paced else 0.0
+        groups.append([])
+        for pairs in _one_way(members):
+            groups[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
+        if problem := next((report.problem for report in groups[-1] if report.problem), ""):
+            return {"problem": problem}
+    retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
+    control = next(report.control for report in groups[0] if report.control)
+    loss = retransmitted / sent if sent else None
+    return {"one": _min_rate(groups[0]), "several": _min_rate(groups[1]), "loss": loss, "control": control}
+
+
+def _min_rate(reports: Sequence[Report]) -> float:
+    return min(report.rate for report in reports if report.rate is not None)
+
+
+def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
+    """Return turns in which some members send to the next one, and no member both sends and receives.
+
+    On a link that is full in one direction, the acknowledgements of the other direction would wait behind the data.
+    """
+    count = len(members)
+    turns: list[dict[int, int]] = [{} for _ in range(2 + count % 2)]
+    for i, member in enumerate(members):
+        turns[2 if count % 2 and i == count - 1 else i % 2][member] = members[(i + 1) % count]
+    return turns
+
+
+def _streams(
+    comm: Any, pairs: Mapping[int, int], addresses: Sequence[str | None], count: int, seconds: float, pace: float = 0.0
+) -> Report:
+    """Send over ``count`` connections from each key of ``pairs`` to its value, all at once. Collective over all ranks.
+
+    ``pace`` limits the bits per second of each connection.
+    """
+    rank, problem, port = comm.Get_rank(), "", 0
+    with ExitStack() as sockets:
+        server = None
+        if rank in pairs.values():
+            try:
+                server = sockets.enter_context(_listening(str(addresses[rank]), count))
+                port = server.getsockname()[1]
+            except OSError as error:
+                problem = f"rank {rank} cannot listen on {addresses[rank]}: {error}"
+        ports = comm.allgather((port, problem))
+        connections: list[socket.socket] = []
+        if not any(text for _, text in ports):
+            try:
+                for _ in range(count if rank in pairs else 0):
+                    to = addresses[pairs[rank]], ports[pairs[rank]][0]
+                    connections.append(sockets.enter_context(socket.create_connection(to, _CONNECT)))
+                    if pace:
+                        rate = min(2**32 - 1, int(pace / 8))
+                        connections[-1].setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+                if server is not None:
+                    connections += [sockets.enter_context(server.accept()[0]) for _ in range(count)]
+            except OSError as error:
+                problem = f"rank {rank} cannot connect to others: {error}; is there a firewall?"
+        if problem := next(filter(None, comm.allgather(problem)), ""):
+            return Report(problem=problem)
+        end = time.monotonic() + seconds
+        if rank in pairs:
+            return _send_until(connections, end)
+        return Report(_receive_until(connections, end - seconds / 2, end)) if connections else Report()
+
+
+def _listening(address: str, count: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, 0), family=family, backlog=count)
+    server.settimeout(2 * _CONNECT)
+    return server
+
+
+def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
+    """Receive until ``end``; return the bits per second from ``begin`` on, when windows have opened."""
+    buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ, connection)
+        while (now := time.monotonic()) < end:
+            for key, _ in selector.select(end - now):
+                try:
+                    size, now = key.data.recv_into(buffer), time.monotonic()
+                except OSError:  # the sender has left
+                    selector.unregister(key.fileobj)
+                    continue
+                if now < begin:
+                    first = now
+                else:
+                    nbytes, last = nbytes + size, now
+    return 8 * nbytes / max(last - first, 1e-6)
+
+
+def _send_until(connections: Sequence[socket.socket], end: float) -> Report:
+    """Send until ``end``; return the number of segments."""
+    senders = [threading.Thread(target=_send, args=(connection, end), daemon=True) for connection in connections]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    counts = [_segments(connection) for connection in connections]
+    control = connections[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # discard unsent data
+    return Report(None, sum(again for again, _ in counts), sum(sent for _, sent in counts), control)
+
+
+def _send(connection: socket.socket, end: float) -> None:
+    data = bytes(1 << 18)
+    with suppress(OSError):  # the buffer is full at the end
+        while (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            connection.send(data)
+
+
+def _segments(connection: socket.socket) -> tuple[int, int]:
+    """Return the number of segments that a connection sent again, and in all; 0 if the kernel does not count them."""
+    with suppress(OSError, struct.error):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
+        (again,), (sent,) = (struct.unpack_from("=I", info, offset) for offset in (_RETRANSMITTED, _SENT))
+        return again, sent
+    return 0, 0

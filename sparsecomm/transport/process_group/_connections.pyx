@@ -9,11 +9,9 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
+from posix.unistd cimport getpid
 
 np.import_array()
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
     enum: DATA_ "sparsecomm::DATA"
@@ -29,18 +27,14 @@ cdef extern from "connections.hpp" namespace "sparsecomm" nogil:
         uint64_t total
 
     cdef cppclass CCompletion "sparsecomm::Completion":
-        int kind
-        int rank
+        int kind, rank
         CMessage message
         uint64_t request
         string text
 
     cdef cppclass CTraffic "sparsecomm::Traffic":
-        uint64_t sent
-        uint64_t received
-        double seconds
-        double round_trip
-        uint64_t retransmits
+        uint64_t sent, received, retransmits
+        double seconds, round_trip
         int connections
 
     enum CSent "sparsecomm::Sent":
@@ -79,18 +73,8 @@ cdef class Received:
         free(self.memory)
 
 
-cdef check_token(bytes token):
-    if len(token) != TOKEN_BYTES:
-        raise ValueError(f"token has {len(token)} bytes; expected {TOKEN_BYTES}")
-
-
 cdef class Connections:
-    """The connections of a rank to all others; see `connections.hpp`.
-
-    A completion is a tuple of its kind, the peer's rank, the call number, and its content: the data of a message, the
-    request of a message whose memory may be reused (`SENT`), or a text that describes how the connection broke
-    (`DISCONNECTED`) or what came that is not a message (`UNREADABLE`).
-    """
+    """The connections of a rank to all others; see `connections.hpp`, where the methods are explained."""
 
     cdef CConnections *own
     cdef int rank, process
@@ -110,44 +94,33 @@ cdef class Connections:
                 del self.own
 
     def listen(self, str address, bytes token):
-        """Listen on an address of this machine and start the thread; return the port.
-
-        Args:
-            token: `TOKEN_BYTES` random bytes, new in every rendezvous and known only to the ranks of the group.
-        """
-        check_token(token)
+        """Listen on an address. ``token``: random bytes, new in every rendezvous and known to the group alone."""
+        if len(token) != TOKEN_BYTES:
+            raise ValueError(f"token has {len(token)} bytes; expected {TOKEN_BYTES}")
         self.token = token
         return self.own.listen(address.encode())
 
     def set_peer(self, int rank, str address, int port, bytes token):
-        """Set the address at which ``rank`` listens, and its token. `listen` must be called before."""
-        check_token(token)
-        check_token(self.token)
         both = self.token + token if self.rank < rank else token + self.token
         self.own.set_peer(rank, address.encode(), port, shake_128(both).digest(TICKETS_BYTES_))
 
     def start(self, double seconds):
-        """Connect the ranks. A host that does not answer for ``seconds`` is dead."""
         self.own.start(seconds)
 
     def join(self, double seconds):
-        """Wait up to ``seconds`` until all ranks are connected or one cannot be; return whether all are."""
         cdef cpp_bool connected
         with nogil:
             connected = self.own.join(seconds)
         return connected
 
     def is_connected(self, int rank):
-        """Return whether a rank was ever connected."""
         return self.own.is_connected(rank)
 
     def failure(self, int rank):
-        """Return why a rank cannot be connected; empty if it is connected or the reason is unknown."""
         return self.own.failure(rank).decode(errors="replace")
 
     @property
     def thread_id(self):
-        """The system's id of the thread."""
         return self.own.thread_id()
 
     def send(self, int to, int64_t number, np.ndarray data, request):
@@ -175,14 +148,17 @@ cdef class Connections:
         return True if sent == DONE else None
 
     def send_control(self, int to, int kind, int64_t number, bytes text):
-        """Send a control message, unless the peer is gone."""
         cdef const char *memory = text
         cdef size_t nbytes = len(text)
         with nogil:
             self.own.send(to, kind, number, memory, nbytes, 0)
 
     def next(self, double seconds):
-        """Return the next completion, or None if there is none within ``seconds`` or a signal arrives."""
+        """Return the next completion, or None if there is none within ``seconds`` or a signal arrives.
+
+        A completion is a tuple of its kind, the peer's rank, the call number, and its content: the data of a message,
+        the request of a message whose memory may be reused (`SENT`), or a text (`DISCONNECTED`, `UNREADABLE`).
+        """
         cdef CCompletion completion
         cdef cpp_bool found
         cdef Received keeper
@@ -207,7 +183,6 @@ cdef class Connections:
 
     @property
     def pending(self):
-        """Number of completions in the queue."""
         return self.own.pending()
 
     def traffic(self, int rank):
@@ -216,7 +191,6 @@ cdef class Connections:
         return found.sent, found.received, found.seconds, found.round_trip, found.retransmits, found.connections
 
     def close(self, double seconds):
-        """Say goodbye and end the thread. Wait until peers have received everything, or nothing for ``seconds``."""
         with nogil:
             self.own.close(seconds)
         self.in_flight.clear()

@@ -229,7 +229,7 @@ void Connections::read_from(Stream *s) {
     }
 }
 
-// Handle received bytes; return false if the stream was closed.
+// Return false if the stream was closed.
 bool Connections::take_bytes(Stream *s, const char *data, size_t nbytes) {
     while (nbytes) {
         size_t take;
@@ -294,15 +294,11 @@ void Connections::stream_ended(Stream *s, int error) {
         return connect_failed(s, error);
     if (s->heard_goodbye) { // nothing is lost, and other streams may still bring messages
         drop(s);
-        if (has_streams(rank))
+        if (std::any_of(streams_.begin(), streams_.end(),
+                        [&](auto &other) { return other->peer == rank && other->fd >= 0 && !other->connecting; }))
             return;
     }
     lose_peer(rank, DISCONNECTED, error ? error_text(error) : "connection closed by the other end");
-}
-
-bool Connections::has_streams(int rank) {
-    return std::any_of(streams_.begin(), streams_.end(),
-                       [&](auto &s) { return s->peer == rank && s->fd >= 0 && !s->connecting; });
 }
 
 void Connections::drop(Stream *s) {

@@ -1,27 +1,22 @@
 // TCP connections between the ranks of a group, and the messages on them. Linux only.
 //
-// frames.hpp describes the frames. Of two ranks, the higher one connects. Each connection carries frames both ways. If
-// the round trip is long, the higher rank opens several connections in the background: each has its own congestion
-// window, and a loss on one does not halve the others'. The sender chooses the connection of each piece.
+// Of two ranks, the higher one connects. Each connection carries frames both ways (frames.hpp). If the round trip is
+// long, the higher rank opens several connections: a loss on one does not halve the others' congestion windows. The
+// sender chooses the connection of each piece.
 //
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
-// with a valid ticket. Both ranks derive their tickets from secrets of the rendezvous, and the listener accepts each
-// ticket once, so a hello that was overheard is useless. At most MAX_STRANGERS accepted connections have not said hello;
+// with a valid ticket, which the listener accepts once. At most MAX_STRANGERS accepted connections have not said hello:
 // one more closes the oldest. Before the tickets are known, connections wait in the system's accept queue. The thread
-// closes the oldest ones before the queue is full, because TCP retries a full queue only after a second. This may also
-// close the connection of a rank. The rank then connects again and repeats what it has written, until the listener has
-// answered its hello. The listener closes when all connections are made.
+// closes the oldest ones before the queue is full. A rank whose connection is closed this way connects again and sends
+// again what it has written, until the listener has answered its hello. The listener closes when all are connected.
 //
-// Threads: one thread of this module reads from all connections and waits for all of them. It never runs Python. A
-// caller that sends writes as much as the system accepts at once; the thread writes the rest. One caller at a time may
-// wait in `next`. Ownership:
+// Threads: one thread of this module reads from all connections. It never runs Python. A caller that sends writes as
+// much as the system accepts at once; the thread writes the rest. One caller at a time may wait in `next`. Ownership:
 //   - the thread, without a lock: received data, the assemblies of messages, the list of streams;
 //   - the holder of a peer's `lock`: the peer's send queue, and its streams for writing;
 //   - the holder of `inbox_lock_`: completions, until a caller takes them. Locks are acquired in this order.
 // A received message belongs to the caller that takes its completion, and that frees it. The memory of a long message
 // in flight is used until its completion SENT, or until `close` has returned.
-//
-// A forked process closes its copies of the sockets. Otherwise the peers of a dead rank would not notice its death.
 #pragma once
 
 #include "frames.hpp"
@@ -156,7 +151,6 @@ class Connections {
     int poll_timeout() const;
     int accept_connection();
     void accept();
-    void drop_oldest_stranger();
     void close_listener_if_done();
     void close_listener();
     void connect_to(int rank, uint32_t index);
@@ -176,7 +170,6 @@ class Connections {
     void stream_ended(Stream *s, int error);
     void drop(Stream *s);
     void close_stream(Stream *s);
-    bool has_streams(int rank);
     void say_goodbye();
     bool borrows_memory();
     void await_acknowledgements(double seconds, double limit);

@@ -1,10 +1,10 @@
 // The frames on a connection, and the assembly of a peer's messages from them. No input or output happens here.
 //
-// Both ends of a connection first send a hello: 32 bytes, with a ticket that is valid for one connection in one
-// direction. Frames follow: a header of 48 bytes and a piece of a message. A message consists of one piece, or of several
-// pieces of equal length except for the last one, which may travel on different connections in any order. Messages to a
-// peer are numbered and delivered in the order of their numbers. All numbers have the sender's byte order; a receiver
-// with another byte order finds no magic number.
+// Both ends of a connection first send a hello, with a ticket that is valid for one connection in one direction. Then
+// follow frames: a header and a piece of a message. A message consists of one piece, or of several pieces, which have
+// equal lengths except for the last one. They may travel on different connections in any order. Messages to a peer are
+// numbered and delivered in this order. All numbers have the sender's byte order: a receiver with another byte order
+// finds no magic number.
 #pragma once
 
 #include <cstdint>
@@ -62,8 +62,8 @@ inline bool is_valid(const Frame &f) {
 
 inline std::string describe(const Frame &f) {
     return "a message of kind " + std::to_string(f.kind) + " for call " + std::to_string(f.number) + " with " +
-           std::to_string(f.total) + " bytes (number " + std::to_string(f.sequence) + "), of which " +
-           std::to_string(f.length) + " follow from byte " + std::to_string(f.offset) + " on";
+           std::to_string(f.total) + " bytes (number " + std::to_string(f.sequence) + ": " + std::to_string(f.length) +
+           " bytes from byte " + std::to_string(f.offset) + " on)";
 }
 
 // A received message, in memory from malloc.
@@ -88,8 +88,7 @@ class Assembly {
         partial_.clear();
     }
 
-    // Begin a piece and set `to`, its destination. Return a description of an invalid piece, otherwise "". The system
-    // provides memory only as bytes arrive, so an announced length or number of pieces alone uses none.
+    // Begin a piece and set `to`, its destination. Return a description of an invalid piece, otherwise "".
     std::string begin(const Frame &f, char **to) {
         *to = nullptr;
         if (!is_valid(f))
@@ -103,6 +102,7 @@ class Assembly {
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
         if (is_new) {
+            // The system provides memory as bytes arrive: an announced length alone uses none.
             p.message = {f.kind, f.number, static_cast<char *>(std::malloc(f.total ? f.total : 1)), f.total};
             p.piece = f.piece;
             if (p.message.memory == nullptr) {

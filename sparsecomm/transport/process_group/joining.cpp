@@ -279,8 +279,12 @@ void Connections::accept() {
             listen_again_at_ = now() + NO_FILES;
             return;
         }
-        if (no_files || (fd >= 0 && strangers_.size() == MAX_STRANGERS))
-            drop_oldest_stranger();
+        if (no_files || (fd >= 0 && strangers_.size() == MAX_STRANGERS)) {
+            Stream *oldest = strangers_.front();
+            read_from(oldest); // its hello may have just arrived
+            if (!oldest->greeted)
+                drop(oldest);
+        }
         if (no_files)
             continue;
         if (fd < 0)
@@ -298,12 +302,6 @@ void Connections::accept() {
     }
 }
 
-void Connections::drop_oldest_stranger() {
-    Stream *oldest = strangers_.front();
-    read_from(oldest); // its hello may have just arrived
-    if (!oldest->greeted)
-        drop(oldest);
-}
 
 // Close the listener when all higher ranks have made all their connections, or HELLO_TIME after they have made their
 // first ones, because a rank may fail to make the others.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import fcntl
 import os
+import socket
+import struct
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
+from ipaddress import IPv6Address
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,18 +26,19 @@ from sparsecomm.signals import acquire
 from sparsecomm.transport import job
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.transport.process_group import _connections
-from sparsecomm.transport.process_group.addresses import own_address
 from sparsecomm.transport.process_group.rendezvous import rendezvous
 from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered
 from sparsecomm.transport.scheduling import be_prompt
 
-__all__ = ["existing", "of"]
+__all__ = ["existing", "of", "own_address"]
 
 _MIN_SILENCE = 120.0  # minimum seconds without an answer after which a host is dead; at least the timeout
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
 _POLL = 0.05  # seconds between checks of signals and of the interpreter's exit
 _EXIT_WAIT = 5.0  # seconds for which an exiting interpreter waits for answers of the store
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_IPV6 = Path("/proc/net/if_inet6")
 _ADVICE = (
     "Check that these addresses belong to the network between the machines; GLOO_SOCKET_IFNAME selects its interface. "
     "Check that the firewall allows TCP to any port. See docs/how-to/two-machines.md"
@@ -61,13 +68,10 @@ def existing(group: dist.ProcessGroup) -> ProcessGroupTransport | None:
 
 
 def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
-    """Return the transport of a process group; see `sparsecomm.transport.transport_of`.
+    """Return the transport of a process group with any backend; see `sparsecomm.transport.transport_of`.
 
     The first call connects the ranks over the same network interface as gloo (``GLOO_SOCKET_IFNAME``). The connections
     end with the group or with the process.
-
-    Args:
-        group: a process group with any backend, or the value that torch gives to processes outside of a group.
 
     Raises:
         InvalidInputError: this process is not a member of the group, or the group was destroyed.
@@ -107,18 +111,13 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
 class _Joining:
     """The first call on a group: a thread connects the ranks, without relying on all of them to come.
 
-    No signal handler runs in a thread, so an interrupt on one rank cannot stop half-way what the ranks do together. It
-    only ends the wait: the next call finds the transport, or continues to wait.
-
-    Attributes:
-        transport: ``None`` until the ranks are connected.
-        error: why they could not be connected.
+    An interrupt on one rank only ends its wait: the next call finds the transport, or continues to wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         """Prepare to connect the ranks within ``timeout`` seconds."""
         self.transport: ProcessGroupTransport | None = None
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # why the ranks could not be connected
         self._group: dist.ProcessGroup | None = group  # until the thread has taken it
         self._timeout = timeout
         self._started = False
@@ -132,7 +131,6 @@ class _Joining:
             self._started = True
 
     def wait(self) -> None:
-        """Wait for the end of the thread."""
         acquire(self._running)
         self._running.release()
 
@@ -153,7 +151,6 @@ class _Joining:
 
 
 def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
-    """Return the transport of a group after connecting all its ranks."""
     rank, size = group.rank(), group.size()
     connections = Connections(rank, size, config.max_message_bytes(), config.connections())
     node_ids = [job.node_id()]
@@ -185,9 +182,7 @@ def _find_members(group: dist.ProcessGroup, connections: Connections, node_id: b
     token, address = os.urandom(_connections.TOKEN_BYTES), own_address()
     port = connections.listen(address, token)
     store = dist.distributed_c10d._get_process_group_store(group)
-    clone = None
-    if hasattr(store, "clone"):  # newer versions of torch can open a connection for this thread alone
-        clone = partial(_clone, store)
+    clone = partial(_clone, store) if hasattr(store, "clone") else None  # older versions of torch cannot
     record = f"{_VERSION} {address} {port} {token.hex()} {node_id.hex()}"
     records = rendezvous(
         PrefixStore(_PREFIX, store), group.rank(), group.size(), timeout, token.hex(), record, _exiting.is_set, clone
@@ -229,4 +224,42 @@ def _join(connections: Connections, members: list[_Member], rank: int, timeout: 
     raise TimeoutError(
         f"rank {rank} at {members[rank].address} waited {timeout:g} s for connections with {format_ranks(missing)}, at "
         f"{', '.join(members[other].address for other in missing[:8])}. {_ADVICE}"
+    )
+
+
+def own_address() -> str:
+    """Return the address at which other ranks reach this machine, chosen as gloo does.
+
+    It is that of the interface ``GLOO_SOCKET_IFNAME``; by default, that of this host's name. If the host name does not
+    resolve to an address of this host, return 127.0.0.1, which serves a single machine.
+
+    Raises:
+        TransportError: there is no such interface, or it has no address.
+    """
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip():
+        return _address_of_interface(name)
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, _, _, _, address in found:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((str(address[0]), 0))
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def _address_of_interface(name: str) -> str:
+    """Return the first address of an interface, preferably IPv4."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:
+        address, _, _, scope, _, interface = line.split()
+        if interface == name:
+            return str(IPv6Address(bytes.fromhex(address))) + (f"%{name}" if scope == "20" else "")
+    known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+    raise TransportError(
+        f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']!r}: there is no network interface {name!r} with an "
+        f"address on {socket.gethostname()}; expected one of {known}"
     )

@@ -1,13 +1,12 @@
 """The rendezvous of the ranks of a process group, over the group's store.
 
 The store contains a log, to which each rank appends a line when it comes and another when it gives up. All ranks read
-the same lines in the same order, so they agree on the line with which the rendezvous is complete. Either all ranks find
-that all are there, or none does and all may try again. Otherwise a rank could wait for connections that a rank that has
-given up never makes. Appending needs no answer, and reading one round trip. A repeated line counts once.
+the same lines in the same order, so they agree on the line with which the rendezvous is complete: all ranks find that
+all are there, or none does and all may try again. Appending needs no answer, and reading one round trip. A repeated
+line counts once.
 
-The process has one connection to the store, which other threads may occupy for any time. A thread therefore first asks
-over this connection. If it finds nothing within half a second, the rendezvous opens its own connection, which takes two
-more round trips.
+The process has one connection to the store, which other threads may occupy for any time. A rank therefore first asks
+over this connection in a thread. If this finds nothing soon, the rank opens its own connection, in two more trips.
 """
 
 from __future__ import annotations
@@ -55,25 +54,46 @@ def rendezvous(
         TimeoutError: a rank did not come within ``timeout`` seconds.
         ValueError: the store contains data of another version.
     """
-    deadline, nap = time.monotonic() + timeout, 1e-3
-    line = f"+ {rank} {token} {record}\n"
-    if clone is not None:
-        if found := _over_shared_connection(store, rank, size, token, line, min(timeout, _SHARED_TIME)):
-            return found
+    deadline = time.monotonic() + timeout
+    line, gone = f"+ {rank} {token} {record}\n", f"- {rank} {token} \n"
+
+    def look(store: Store, must_stop: Callable[[], bool]) -> dict[int, str]:
+        """Append the line, and return the records of the ranks that come before ``must_stop()`` is true."""
+        nap = 1e-3
+        store.append(_KEY, line)
+        time.sleep(_PAUSE)  # a read just before the last rank's line would cost one more round trip
+        while len(present := _read(store, rank, size, token)) < size and not must_stop():
+            time.sleep(nap)
+            nap = min(1.5 * nap, 0.05)
+        return present
+
+    def look_beside(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
         try:
-            store = clone()
-        except BaseException:  # the others must not count on this rank; the shared connection may block
-            _thread.start_new_thread(store.append, (_KEY, f"- {rank} {token} \n"))
-            raise
-    store.append(_KEY, line)
-    time.sleep(_PAUSE)  # a read just before the last rank's line would cost one more round trip
-    present = _read(store, rank, size, token)
-    while len(present) < size and time.monotonic() < deadline and not must_stop():
-        time.sleep(nap)
-        nap = min(1.5 * nap, 0.05)
-        present = _read(store, rank, size, token)
+            found.put(look(store, stop.is_set))
+        except (RuntimeError, ValueError):  # the other connection raises it again
+            found.put({})
+
+    present: dict[int, str] = {}
+    if clone is not None:
+        found: SimpleQueue[dict[int, str]] = SimpleQueue()
+        stop = Event()
+        _thread.start_new_thread(look_beside, (found, stop))
+        try:
+            present = found.get(timeout=min(timeout, _SHARED_TIME))
+        except Empty:
+            pass
+        finally:
+            stop.set()
     if len(present) < size:
-        store.append(_KEY, f"- {rank} {token} \n")
+        if clone is not None:
+            try:
+                store = clone()
+            except BaseException:  # the others must not count on this rank; the shared connection may block
+                _thread.start_new_thread(store.append, (_KEY, gone))
+                raise
+        present = look(store, lambda: time.monotonic() >= deadline or must_stop())
+    if len(present) < size:
+        store.append(_KEY, gone)
         present = _read(store, rank, size, token)
     if len(present) == size:
         return [present[other] for other in range(size)]
@@ -82,46 +102,18 @@ def rendezvous(
     raise missing_ranks_error(rank, timeout, "process group", f"{format_ranks(missing)} {have}")
 
 
-def _over_shared_connection(store: Store, rank: int, size: int, token: str, line: str, seconds: float) -> list[str]:
-    """Return the records of all ranks if all are found within ``seconds``, else an empty list."""
-    result: SimpleQueue[list[str]] = SimpleQueue()
-    stop = Event()
-
-    def look() -> None:
-        nap = 1e-3
-        try:
-            store.append(_KEY, line)
-            time.sleep(_PAUSE)
-            while len(present := _read(store, rank, size, token)) < size and not stop.wait(nap):
-                nap = min(1.5 * nap, 0.05)
-        except (RuntimeError, ValueError):  # the other connection raises it again
-            present = {}
-        result.put([present[other] for other in range(size)] if len(present) == size else [])
-
-    _thread.start_new_thread(look, ())
-    try:
-        return result.get(timeout=seconds)
-    except Empty:
-        return []
-    finally:
-        stop.set()
-
-
 def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
     """Return the records of the ranks that are present; of all ranks as soon as the log has been complete."""
     present: dict[int, tuple[str, str]] = {}
     known: set[str] = set()  # tokens
     for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
         sign, sender, its_token, record = line.split(" ", 3)
-        if sign == "+":
-            if its_token in known:
-                continue
-            known.add(its_token)
-            present[int(sender)] = its_token, record
-        else:
-            known.add(its_token)  # its other line may still come
+        if sign == "-":
             if present.get(int(sender), ("", ""))[0] == its_token:
                 del present[int(sender)]
+        elif its_token not in known:
+            present[int(sender)] = its_token, record
+        known.add(its_token)  # after a "-" line, the other line may still come
         if len(present) == size:
             if present[rank][0] == token:
                 break

@@ -18,8 +18,6 @@ bool waits_for_greeting(const Stream *s) { return s->outgoing && !s->greeted; }
 
 } // namespace
 
-// -- sending ---------------------------------------------------------------------------------------------------------
-
 Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) {
     Peer &p = *peers_.at(to);
     auto message = std::make_shared<Outgoing>();
@@ -50,7 +48,9 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     return Sent::IN_FLIGHT;
 }
 
-// Give the stream the next piece of the queue; return false if there is none. The peer must be locked.
+// -- for a peer that is locked ----------------------------------------------------------------------------------------
+
+// Give the stream the next piece of the queue; return false if there is none.
 bool Connections::next_piece(Peer &p, Stream *s) {
     if (s->said_goodbye)
         return false;
@@ -72,8 +72,7 @@ bool Connections::next_piece(Peer &p, Stream *s) {
 }
 
 // Give the stream an empty frame after its last piece if the path is long and loses segments. With data behind a lost
-// segment, TCP notices the loss after one round trip, otherwise by a timer after two or more (RFC 8985, Section 7). The
-// peer must be locked.
+// segment, TCP notices the loss after one round trip, otherwise by a timer after two or more (RFC 8985, Section 7).
 bool Connections::send_follow_up(Peer &p, Stream *s) {
     if (s->has_follow_up || p.streams.size() == 1)
         return false;
@@ -88,7 +87,7 @@ bool Connections::send_follow_up(Peer &p, Stream *s) {
 }
 
 // Write as much of the stream's piece as the system accepts; return the bytes, or -1 with errno. Before the peer has
-// answered the hello, write at most WINDOW bytes, and store them for another attempt. The peer must be locked.
+// answered the hello, write at most WINDOW bytes, and store them for another attempt.
 ssize_t Connections::write(Peer &p, Stream *s) {
     bool keep = waits_for_greeting(s);
     size_t room = keep ? WINDOW - s->unanswered.size() : std::numeric_limits<size_t>::max();
@@ -122,8 +121,7 @@ ssize_t Connections::write(Peer &p, Stream *s) {
     return written;
 }
 
-// Write as much as the system accepts to all streams in turn, but little more than `budget` bytes. The peer must be
-// locked.
+// Write as much as the system accepts to all streams in turn, but little more than `budget` bytes.
 void Connections::pump(Peer &p, size_t budget) {
     size_t taken = 0, idle = 0, count = p.streams.size();
     while (idle < count && !p.broken) {

@@ -1,13 +1,7 @@
-"""The transport over a process group of `torch.distributed`, for programs that ``torchrun`` starts without MPI.
+"""`ProcessGroupTransport`: the transport over a process group of `torch.distributed`, without MPI.
 
-    torch.distributed.init_process_group("nccl")  # or "gloo"
-    sparsecomm.sparse_allreduce(gradient, 0.01)  # pass comm=group for a group other than the default one
-
-It has its own TCP connections between the ranks of the group, so that its messages never mix with the user's, whatever
-the backend of the group. It uses the group's store for the rendezvous. Entries on a GPU go through pinned host memory.
-
-`connections.hpp` in this folder moves the messages and has a queue of completions, for which calls wait. Besides data
-there are control messages, as over MPI (`sparsecomm.transport.control`), and `GOODBYE`, the last message of a rank that
+It has its own TCP connections between the ranks of the group, whatever the backend of the group. `connections.hpp`
+moves the messages and has a queue of completions, for which calls wait. `GOODBYE` is the last message of a rank that
 closes its connections in order.
 """
 
@@ -93,7 +87,6 @@ class ProcessGroupTransport(FailureDetector):
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _is_usable(self) -> bool:
-        """Return whether the process group still exists."""
         group = self._group()
         return self._open and group is not None and is_registered(group)
 
@@ -159,17 +152,9 @@ class ProcessGroupTransport(FailureDetector):
             request.wait()
 
     def broadcast_tensor(self, data: torch.Tensor, root: int) -> None:
-        """Broadcast a tensor of any dtype and device, in place.
+        """Broadcast a contiguous tensor of any dtype and device, in place. It raises as `broadcast` does.
 
         A tensor on a GPU uses the group's own backend if it has one for this device, else host memory.
-
-        Args:
-            data: contiguous, with the same shape and dtype on all ranks.
-            root: a rank.
-
-        Raises:
-            TimeoutError, RankFailedError: as `broadcast`.
-            TransportError: a rank died, or the group was destroyed.
         """
         group = self._group()
         if group is None:
@@ -236,13 +221,11 @@ class ProcessGroupTransport(FailureDetector):
             self._handle_next(0.0)
 
     def _handle_next(self, seconds: float) -> None:
-        """Handle the next completion if there is one within ``seconds``."""
         completion = self._connections.next(seconds)
         if completion is not None:
             self._handle(completion)
 
     def _handle(self, completion: tuple[int, int, int, Any]) -> None:
-        """Handle a completion, as `Connections.next` returns it."""
         kind, rank, number, content = completion
         if kind == DATA:
             if number >= self.number:  # else the call was aborted
@@ -257,7 +240,6 @@ class ProcessGroupTransport(FailureDetector):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
-        """Return the error for a connection that is lost."""
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         advice += job.advice_for_restart()
         if kind == UNREADABLE:
@@ -273,11 +255,9 @@ class ProcessGroupTransport(FailureDetector):
         )
 
     def _close(self) -> None:
-        """Say goodbye and close the connections, when the group is gone or the interpreter exits.
-
-        A rank that left its latest call because of another rank forwards the reason, because its goodbye may be read
-        before the other rank's report.
-        """
+        """Say goodbye and close the connections, when the group is gone or the interpreter exits."""
+        # If this rank left its latest call because of another rank, it forwards the reason: others may read this rank's
+        # goodbye before the other rank's report.
         if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
             if (reason := self._received_reason) is not None and reason.number == self.number:

@@ -1,30 +1,19 @@
-"""Many ranks in one process, in virtual time: `run` makes them.
-
-Every rank is a greenlet that runs until it waits for a message. Algorithms run unchanged, at any number of ranks and
-without MPI, and the clocks show what they would cost on a given network.
+"""Many ranks in one process, in virtual time: `run` makes them. Each rank is a greenlet, so no MPI is needed.
 
 A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
-Alexandrov et al., "LogGP", SPAA 1995). The delay ``alpha`` is the network's: messages to or from several ranks are in
-flight at once. Each rank sends one message at a time and receives one at a time, and ``gap + beta * B`` seconds lie
-between the beginnings of two:
-
-- The sender begins a message that long after its previous one, and may reuse the bytes that long after.
-- The receiver begins to take a message in ``alpha`` after it began to leave, or ``gap`` after the end of the previous
-  one if that is later. The message has arrived ``beta * B`` later.
-
-A receiver takes messages in in the order in which it asks for them. With ``alpha=1`` and no other costs, the seconds of
-a call are the number of its one-way trips.
+Alexandrov et al., "LogGP", SPAA 1995). Each rank sends one message at a time and receives one at a time, in the order
+in which it asks for them: ``gap + beta * B`` seconds lie between the beginnings of two. The sender may reuse the bytes
+that long after the beginning. With ``alpha=1`` and no other costs, the seconds of a call are the number of its trips.
 
 Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at the costs ``node_alpha``,
 ``node_beta`` and ``node_gap``. Messages between nodes use the node's two links, one out and one in, which all its ranks
-share. A message occupies the link out of the sender's node for ``beta * B`` seconds, and ``alpha`` later the link into
-the receiver's node. Both ends wait until the links are free.
+share: a message occupies the link out of the sender's node for ``beta * B`` seconds, and ``alpha`` later the link into
+the receiver's node.
 
 A link is granted in the order of the virtual times of the requests; at equal times, to the lowest rank that can run.
-The link out is requested when a send starts. The link in is requested when the message has begun to leave and the
-receiver waits for it. The request gets the earliest time from which the link is free for long enough, which may lie
-before the request if the message was in flight by then. To keep this order, the rank with the lowest clock runs. All
-times therefore depend on the programs alone, and every run gives the same ones.
+The link out is requested when a send starts, the link in when the message has begun to leave and the receiver waits for
+it. A request gets the earliest time from which the link is free for long enough, which may lie before the request if
+the message was in flight by then. All times depend on the programs alone, so every run gives the same ones.
 """
 
 from __future__ import annotations
@@ -36,9 +25,7 @@ from typing import Generic, TypeVar
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport.base import TrafficCounters
 from sparsecomm.transport.memory import Bytes
-from sparsecomm.transport.simulated.network import MessageCost, Network
-from sparsecomm.transport.simulated.rank import SimulatedTransport, World
-from sparsecomm.transport.simulated.scheduler import Scheduler
+from sparsecomm.transport.simulated.rank import MessageCost, Network, Scheduler, SimulatedTransport, World
 
 __all__ = ["Result", "SimulatedTransport", "run"]
 

@@ -1,24 +1,124 @@
-"""`SimulatedTransport`: one simulated rank, with its clock and its messages. `World` is the state that ranks share."""
+"""`SimulatedTransport`: a simulated rank. `World` is what ranks share: their network and scheduler."""
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
-from sparsecomm.signals import poll
+from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError, pip_install
+from sparsecomm.signals import poll, swap
 from sparsecomm.transport.base import Request
 from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
 from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
-from sparsecomm.transport.simulated.network import Network
-from sparsecomm.transport.simulated.scheduler import Scheduler
 
-__all__ = ["SimulatedTransport", "World"]
+__all__ = ["MessageCost", "Network", "Scheduler", "SimulatedTransport", "World"]
+
+
+class MessageCost(NamedTuple):
+    """Seconds of delay, seconds per byte, and seconds between two messages of one rank beside their bytes."""
+
+    alpha: float
+    beta: float
+    gap: float
+
+
+class SharedLink:
+    """A node's link in one direction, with the time intervals in which it is busy."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []  # of the intervals, ascending
+        self._ends: list[float] = []
+
+    def take(self, earliest: float, seconds: float) -> float:
+        """Occupy the link for ``seconds``, as early as possible from ``earliest`` on; return the delay."""
+        if not seconds:
+            return 0.0
+        begin, i = earliest, bisect_right(self._ends, earliest)
+        while i < len(self._begins) and self._begins[i] < begin + seconds:
+            begin = self._ends[i]
+            i += 1
+        if i and self._ends[i - 1] == begin:
+            self._ends[i - 1] = begin + seconds
+        else:
+            self._begins.insert(i, begin)
+            self._ends.insert(i, begin + seconds)
+        return begin - earliest
+
+
+class Network:
+    """The nodes, and their links, all idle at first."""
+
+    def __init__(self, node_of_rank: Sequence[int], between: MessageCost, inside: MessageCost) -> None:
+        """``between``, ``inside``: the costs of a message between nodes, and inside a node."""
+        self.node_of_rank, self.between, self.inside = node_of_rank, between, inside
+        shared = [node for node, ranks in Counter(node_of_rank).items() if ranks > 1]  # one rank alone never waits
+        self._out = {node: SharedLink() for node in shared}
+        self._in = {node: SharedLink() for node in shared}
+
+    def path(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None, SharedLink | None]:
+        """Return the cost of a message, and the shared links out of one node and into the other; None: none needed."""
+        source, target = self.node_of_rank[sender], self.node_of_rank[receiver]
+        if source == target:
+            return self.inside, None, None
+        return self.between, self._out.get(source), self._in.get(target)
+
+
+class Scheduler:
+    """Runs one greenlet per rank, each until it sleeps or ends: always the one that can run at the lowest time."""
+
+    def __init__(self) -> None:
+        """Raise `TransportError` if greenlet is not installed."""
+        try:
+            import greenlet
+        except ImportError as error:
+            raise TransportError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
+        self._greenlet = greenlet.greenlet
+        self._hub: greenlet.greenlet = greenlet.getcurrent()
+        self._ready: list[tuple[float, int]] = []  # a heap of (earliest time to run, rank)
+
+    def run(self, task: Callable[[int], None], starts: Sequence[float], break_deadlock: Callable[[], None]) -> None:
+        """Run ``task(rank)``, which must not raise, for every rank until all have returned.
+
+        Args:
+            starts: start time of each rank.
+            break_deadlock: called when all ranks that have not returned sleep; must wake at least one.
+        """
+        greenlets = [self._greenlet(task, parent=self._hub) for _ in starts]
+        self._ready = [(time, rank) for rank, time in enumerate(starts)]
+        heapify(self._ready)
+        while True:
+            while self._ready:
+                rank = heappop(self._ready)[1]
+                greenlets[rank].switch(rank)  # only the first switch passes the argument to the task
+            if all(each.dead for each in greenlets):
+                return
+            break_deadlock()
+
+    def sleep(self) -> None:
+        """Run other ranks until `wake` is called for this one. Must be called on this rank's greenlet."""
+        gate = swap()
+        try:
+            self._hub.switch()
+        finally:
+            swap(gate)
+
+    def wake(self, rank: int, time: float) -> None:
+        """Let a sleeping rank run from ``time`` on."""
+        heappush(self._ready, (time, rank))
+
+    def yield_until(self, rank: int, time: float) -> None:
+        """Run the ranks that can run before ``time`` first. Must be called on the greenlet of ``rank``."""
+        if self._ready and self._ready[0] < (time, rank):
+            self.wake(rank, time)
+            self.sleep()
 
 
 @dataclass
@@ -163,7 +263,7 @@ class SimulatedTransport(FailureDetector):
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
             raise InvalidInputError(f"data has dtype {data.dtype} and shape {data.shape}; expected contiguous bytes")
         world, receiver, nbytes = self._world, self._world.ranks[to], self._world.weigh(data)
-        costs, link = world.network.egress(self.rank, to)
+        costs, link, _ = world.network.path(self.rank, to)
         if link is not None:
             world.scheduler.yield_until(self.rank, self.seconds)
         start, transfer = max(self.seconds, self._next_send), costs.beta * nbytes
@@ -182,7 +282,7 @@ class SimulatedTransport(FailureDetector):
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
         self._check_peer(source)
         world = self._world
-        costs, link = world.network.ingress(source, self.rank)
+        costs, _, link = world.network.path(source, self.rank)
         key = source, self.number
         if key not in self._inbox:
             self._wait(source)

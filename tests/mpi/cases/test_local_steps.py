@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 
-import sparsecomm as sc
-from tests.local_steps.programs import PLAIN, Oracle, bits, comes_late, initial, nothing_is_lost, train
+from tests.local_steps.programs import comes_late, nothing_is_lost
 from tests.mpi.ranks import MPI, RANK, WORLD, P
-
-
-def test_the_whole_algorithm_with_exchanges_in_the_background() -> None:
-    settings = {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 4, "fragment_update_alpha": 0.25}
-    parameters = initial()
-    local = sc.LocalSteps(parameters, 0.1, outer=sc.NesterovSGD(), **settings, **PLAIN)
-    train(local, parameters, RANK, 1, 18)
-    oracle = Oracle(P, local.fragments, 6, 4, 0.25, sgd=(0.7, 0.9, True))
-    oracle.train(18)
-    for name, held in local.global_parameters().items():  # sums of more than two ranks may have another order
-        np.testing.assert_allclose(held, oracle.globals[name].reshape(held.shape), rtol=1e-5, atol=1e-5)
-    assert len({str(b) for b in WORLD.allgather(bits(local.global_parameters()))}) == 1
-    local.finish(parameters)
-
-
-def test_one_rank_takes_other_rounds_and_all_know() -> None:
-    parameters = initial()
-    local = sc.LocalSteps(parameters, 0.1, sync_every=2 + (RANK == 1), fragment_sync_delay=1, **PLAIN)
-    train(local, parameters, RANK, 1, 1 + (RANK == 1))
-    if P == 1:
-        train(local, parameters, RANK, 2, 2)
-        return
-    with pytest.raises(sc.CollectiveMismatchError, match="rank 1 exchanges fragment 0 for round 0 after 2 local steps"):
-        train(local, parameters, RANK, 9, 9)
-    for name, held in local.global_parameters().items():
-        np.testing.assert_array_equal(held, initial()[name])
 
 
 @pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="no thread may make calls")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,6 @@ def test_what_every_transport_promises(case: str) -> None:
     barrier()
     for comm in ranks.made:
         comm.Free()
-
-
-@several
-def test_ranks_whose_limits_differ_take_the_smallest(comm, monkeypatch):
-    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", str(1000 if RANK == 0 else 3000))
-    assert transport_of(comm).limit == 1000
 
 
 @several
@@ -98,16 +93,6 @@ def test_the_gil_is_free_during_a_wait(tmp_path):
         transport.exchange(noise(8, RANK), NEXT, PREVIOUS)
 
 
-def test_a_freed_communicator(comm):
-    transport = transport_of(comm)
-    ring(transport)
-    comm.Free()
-    with pytest.raises(InvalidInputError, match="freed"):
-        transport_of(comm)
-    with pytest.raises(InvalidInputError, match="closed"):
-        ring(transport)
-
-
 @several
 def test_freed_with_sends_under_way(comm):
     transport = transport_of(comm)
@@ -116,13 +101,6 @@ def test_freed_with_sends_under_way(comm):
         raise KeyError("on purpose")
     comm.Free()
     ring(transport_of(WORLD))
-
-
-def test_many_communicators():
-    for _ in range(20):
-        comm = WORLD.Dup()
-        ring(transport_of(comm))
-        comm.Free()
 
 
 class Interrupted(MPI.Intracomm):
@@ -146,22 +124,20 @@ def test_the_first_call_while_another_thread_is_busy_with_mpi(timeout):
     done = threading.Event()
 
     def busy():
-        while not done.is_set():
+        while not done.wait(1e-4):
             MPI.COMM_SELF.Iprobe()
-            time.sleep(1e-4)
 
-    thread = threading.Thread(target=busy)
-    thread.start()
-    try:
-        for _ in range(3):
-            comm = WORLD.Dup()
-            transport = transport_of(Interrupted(comm))
-            ring(transport)
-            assert list(transport.node_of_rank) == list(transport_of(WORLD).node_of_rank)
-            comm.Free()
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(busy)
+        try:
+            for _ in range(3):
+                comm = WORLD.Dup()
+                transport = transport_of(Interrupted(comm))
+                ring(transport)
+                assert list(transport.node_of_rank) == list(transport_of(WORLD).node_of_rank)
+                comm.Free()
+        finally:
+            done.set()
 
 
 class Failing:

@@ -76,7 +76,7 @@ void exchange(Connections &own, int rank, int P, size_t count) {
                 continue;
             size_t size = (i * 7919 * (rank + 1)) % (i % 10 == 0 ? 400000 : 3000);
             kept.emplace_back(size, letter(i));
-            if (own.send(to, DATA, i, kept.back().data(), size, 1 + i) == Sent::UNDER_WAY)
+            if (own.send(to, DATA, i, kept.back().data(), size, 1 + i) == Sent::IN_FLIGHT)
                 out++;
             if (i % 7 == 0)
                 own.traffic(to);

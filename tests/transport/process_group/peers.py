@@ -7,137 +7,27 @@ import os
 import socket
 import stat
 import struct
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from sparsecomm.transport.process_group._connections import DATA, SENT, TOKEN_BYTES, Connections
+from tests.transport.conformance import noise as noise
 from tests.waiting import SOON, until
 
 HOST = "127.0.0.1"
-
-
 HELLO = struct.Struct("<8s16sIHH")  # magic, ticket, rank of the sender, index of the connection, number of them
-
-
 FRAME = struct.Struct("<IiqQQQII")  # magic, kind, call, sequence, total, offset, piece, length
-
-
 MAGIC, NOTHING = 0x53435031, -6
-
-
 SECONDS = float(SOON)
+Tokens = tuple[bytes, bytes]  # of rank 0 and of rank 1
 
 
-def hello(tokens: tuple[bytes, bytes], sender: int, index: int, streams: int = 1) -> bytes:
-    """Return the hello of rank 0 or 1 of two; ``tokens``: theirs."""
+def hello(tokens: Tokens, sender: int, index: int, streams: int = 1) -> bytes:
+    """Return the hello of rank 0 or 1 of two."""
     tickets = hashlib.shake_128(b"".join(tokens)).digest(2 * 64 * 16)
     at = 16 * (index + (0 if sender else 64))  # first those of the rank that connects
     return HELLO.pack(b"sparsec2", tickets[at : at + 16], sender, index, streams)
-
-
-def noise(size: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
-
-
-def following(connections: Connections) -> tuple[int, int, int, Any]:
-    """Return the next completion."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        if (found := connections.next(1.0)) is not None:
-            return found
-    raise AssertionError("nothing happens")
-
-
-@contextmanager
-def ranks(P: int, streams: int = 1, limit: int = 2**22, address: str = HOST) -> Iterator[list[Connections]]:
-    """Ranks that are connected."""
-    made = [Connections(rank, P, limit, streams) for rank in range(P)]
-    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
-    ports = [each.listen(address, token) for each, token in zip(made, tokens, strict=True)]
-    for rank, each in enumerate(made):
-        for other in range(P):
-            if other != rank:
-                each.set_peer(other, address, ports[other], tokens[other])
-        each.start(300.0)
-    assert all(each.join(SECONDS) for each in made)
-    until(lambda: all(a.traffic(b)[-1] == streams for b in range(P) for a in made[:b]))
-    try:
-        yield made
-    finally:
-        for each in made:
-            each.close(1.0)
-
-
-@contextmanager
-def stranger(
-    streams: int = 1, announced: int = 0
-) -> Iterator[tuple[Connections, list[socket.socket], tuple[bytes, bytes]]]:
-    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the tokens of both.
-
-    ``announced``: the number of connections that rank 0 expects, if it is another one.
-    """
-    mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
-    tokens, announced = (theirs, mine), announced or streams
-    rank = Connections(0, 2, 2**22, 1)
-    port = rank.listen(HOST, theirs)
-    rank.set_peer(1, HOST, 1, mine)
-    rank.start(300.0)
-    peers = [socket.create_connection((HOST, port)) for _ in range(streams)]
-    for i, peer in enumerate(peers):
-        peer.settimeout(SECONDS)
-        peer.sendall(hello(tokens, 1, i, announced))
-        assert read(peer, HELLO.size) == hello(tokens, 0, i, announced)
-    assert rank.join(SECONDS)
-    try:
-        yield rank, peers, tokens
-    finally:
-        for peer in peers:
-            peer.close()
-        rank.close(0.1)
-
-
-@contextmanager
-def lower_peer(
-    streams: int, greets: bool = True
-) -> Iterator[tuple[Connections, socket.socket, list[socket.socket], tuple[bytes, bytes]]]:
-    """Rank 1 of 2, the listener of a rank 0 that is this test, its first connection, and the tokens of both.
-
-    ``greets``: rank 0 has answered the hello of the first connection.
-    """
-    mine, theirs = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)
-    tokens = mine, theirs
-    rank = Connections(1, 2, 2**22, streams)
-    rank.listen(HOST, theirs)
-    with socket.create_server((HOST, 0)) as listener:
-        listener.settimeout(SECONDS)
-        rank.set_peer(0, HOST, listener.getsockname()[1], mine)
-        rank.start(300.0)
-        peers = [listener.accept()[0]]
-        peers[0].settimeout(SECONDS)
-        assert read(peers[0], HELLO.size) == hello(tokens, 1, 0, streams)
-        if greets:
-            peers[0].sendall(hello(tokens, 0, 0))
-        assert rank.join(SECONDS)
-        try:
-            yield rank, listener, peers, tokens
-        finally:
-            for peer in peers:
-                peer.close()
-            rank.close(0.1)
-
-
-def collect(connections: Connections, messages: int, requests: int) -> tuple[list[Any], list[Any]]:
-    """Return so many messages, as (peer, call, data), and so many requests that are out."""
-    got, out = [], []
-    while len(got) < messages or len(out) < requests:
-        kind, rank, number, what = following(connections)
-        assert kind in (DATA, SENT), what
-        out.append(what) if kind == SENT else got.append((rank, number, what))
-    return got, out
 
 
 def frame(sequence: int, data: bytes, offset: int = 0, piece: int = 0, kind: int = DATA, number: int = 7) -> bytes:
@@ -157,7 +47,7 @@ def read(peer: socket.socket, nbytes: int) -> bytes:
 
 
 def read_frame(peer: socket.socket, *, nothing: bool = False) -> tuple[tuple[int, ...], bytes]:
-    """Return the words of a header, and the piece that follows; leave out frames of nothing, or count them, too.
+    """Return the words of a header, and the piece that follows; skip frames of nothing unless ``nothing``.
 
     They may follow in any test: on a busy machine the system may take what comes late for lost.
     """
@@ -167,6 +57,116 @@ def read_frame(peer: socket.socket, *, nothing: bool = False) -> tuple[tuple[int
         piece = read(peer, words[-1])
         if nothing or words[1] != NOTHING:
             return words, piece
+
+
+def reset_at_close(peer: socket.socket) -> None:
+    """Let the system reset the connection when it is closed, as it does for a killed process."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def following(connections: Connections) -> tuple[int, int, int, Any]:
+    """Return the next completion."""
+    return until(lambda: connections.next(1.0), "a completion")
+
+
+def collect(connections: Connections, messages: int, requests: int) -> tuple[list[Any], list[Any]]:
+    """Return so many messages, as (peer, call, data), and so many requests that are out."""
+    got, out = [], []
+    while len(got) < messages or len(out) < requests:
+        kind, rank, number, what = following(connections)
+        assert kind in (DATA, SENT), what
+        out.append(what) if kind == SENT else got.append((rank, number, what))
+    return got, out
+
+
+def listen(made: Sequence[Connections], address: str = HOST) -> list[int]:
+    """Let ranks listen, and tell them each other's addresses; return their ports."""
+    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
+    ports = [each.listen(address, token) for each, token in zip(made, tokens, strict=True)]
+    for rank, each in enumerate(made):
+        for other in range(len(made)):
+            if other != rank:
+                each.set_peer(other, address, ports[other], tokens[other])
+    return ports
+
+
+@contextmanager
+def ranks(P: int, streams: int = 1, limit: int = 2**22, address: str = HOST) -> Iterator[list[Connections]]:
+    """Ranks that are connected."""
+    made = [Connections(rank, P, limit, streams) for rank in range(P)]
+    listen(made, address)
+    for each in made:
+        each.start(300.0)
+    assert all(each.join(SECONDS) for each in made)
+    if streams:
+        until(lambda: all(a.traffic(b)[-1] == streams for b in range(P) for a in made[:b]))
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close(1.0)
+
+
+@contextmanager
+def stranger(streams: int = 1, announced: int = 0) -> Iterator[tuple[Connections, list[socket.socket], Tokens]]:
+    """Rank 0 of 2, connections to it of a rank 1 that is this test, and the tokens of both.
+
+    ``announced``: the number of connections that rank 0 expects, if it is another one.
+    """
+    tokens, announced = (os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)), announced or streams
+    rank = Connections(0, 2, 2**22, 1)
+    port = rank.listen(HOST, tokens[0])
+    rank.set_peer(1, HOST, 1, tokens[1])
+    rank.start(300.0)
+    peers = [socket.create_connection((HOST, port), SECONDS) for _ in range(streams)]
+    for i, peer in enumerate(peers):
+        peer.sendall(hello(tokens, 1, i, announced))
+        assert read(peer, HELLO.size) == hello(tokens, 0, i, announced)
+    assert rank.join(SECONDS)
+    until(lambda: rank.traffic(1)[-1] == streams)
+    try:
+        yield rank, peers, tokens
+    finally:
+        for peer in peers:
+            peer.close()
+        rank.close(0.1)
+
+
+class LowerPeer:
+    """A rank 0 that is this test: its listener, and the connections of rank 1 of 2, which is ``rank``."""
+
+    def __init__(self, streams: int = 1, backlog: int | None = None) -> None:
+        self.tokens, self.streams = (os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES)), streams
+        self.listener = socket.create_server((HOST, 0), backlog=backlog)
+        self.listener.settimeout(SECONDS)
+        self.port = int(self.listener.getsockname()[1])
+        self.peers: list[socket.socket] = []
+        self.rank = Connections(1, 2, 2**22, streams)
+        self.rank.listen(HOST, self.tokens[1])
+        self.rank.set_peer(0, HOST, self.port, self.tokens[0])
+        self.rank.start(300.0)
+
+    def __enter__(self) -> LowerPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.listener, *self.peers):
+            each.close()
+        self.rank.close(0.1)
+
+    def accept(self, *indices: int) -> socket.socket:
+        """Accept a connection, which says hello with one of ``indices``."""
+        peer, _ = self.listener.accept()
+        peer.settimeout(SECONDS)
+        self.peers.append(peer)
+        assert read(peer, HELLO.size) in [hello(self.tokens, 1, i, self.streams) for i in indices]
+        return peer
+
+
+# -- this process -----------------------------------------------------------------------------------------------------
 
 
 def resident() -> int:

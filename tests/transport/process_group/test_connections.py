@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +15,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsecomm.transport.process_group._connections import DATA, DISCONNECTED, GOODBYE, SENT, TOKEN_BYTES, Connections
+from sparsecomm.transport.process_group._connections import DATA, DISCONNECTED, GOODBYE, SENT
 from tests.transport.process_group.peers import (
-    HELLO,
     HOST,
     NOTHING,
     SECONDS,
+    LowerPeer,
     collect,
     cpu_seconds,
     following,
     frame,
     hello,
-    lower_peer,
     noise,
     of_this_process,
     ports,
     ranks,
-    read,
     read_frame,
+    reset_at_close,
     resident,
     stranger,
 )
@@ -92,28 +90,21 @@ def test_on_a_local_network_one_connection_serves_a_pair() -> None:
 
 
 def one_connection_serves_a_pair() -> bool:
-    made = [Connections(rank, 2, 2**22, 0) for rank in range(2)]
-    tokens = [os.urandom(TOKEN_BYTES) for _ in made]
-    ports = [each.listen(HOST, token) for each, token in zip(made, tokens, strict=True)]
-    for rank, each in enumerate(made):
-        each.set_peer(1 - rank, HOST, ports[1 - rank], tokens[1 - rank])
-        each.start(300.0)
-    assert all(each.join(SECONDS) for each in made)
-    made[1].send(0, 1, noise(100_000), None)
-    collect(made[0], 1, 0)
-    return [each.traffic(1 - rank)[-1] for rank, each in enumerate(made)] == [1, 1]
+    with ranks(2, streams=0) as made:
+        made[1].send(0, 1, noise(100_000), None)
+        collect(made[0], 1, 0)
+        return [each.traffic(1 - rank)[-1] for rank, each in enumerate(made)] == [1, 1]
 
 
 @pytest.mark.parametrize("size", [100_000, 1_000_000])
 def test_pieces_of_a_message_are_spread_over_connections(size: int) -> None:
     """What four fresh connections carry in one trip goes over all of them, evenly."""
     with stranger(streams=4) as (rank, peers, _):
-        until(lambda: rank.traffic(1)[-1] == 4)
         done = rank.send(1, 9, noise(size), "request")
         found, carried = bytearray(size), dict.fromkeys(peers, 0)
         while sum(carried.values()) < size:
             for peer in select.select(peers, [], [])[0]:
-                (_, kind, number, sequence, total, offset, _, length), part = read_frame(peer)
+                (_, kind, number, sequence, total, offset, _, length), part = read_frame(peer, nothing=True)
                 if kind == NOTHING:  # TCP has repeated a segment, as it does on a busy machine
                     continue
                 assert (kind, number, sequence, total) == (DATA, 9, 0, size)
@@ -129,7 +120,6 @@ def test_a_connection_that_stalls_holds_up_little() -> None:
     """Nobody reads from one of four: the others carry what it has not taken."""
     size = 20_000_000
     with stranger(streams=4) as (rank, peers, _):
-        until(lambda: rank.traffic(1)[-1] == 4)
         data = noise(size)
         assert rank.send(1, 9, data, "request") is False
         with ThreadPoolExecutor(3) as threads:
@@ -156,11 +146,10 @@ def until_goodbye(peer: socket.socket) -> int:
 def test_a_peer_that_dies_within_a_message(streams: int) -> None:
     """What is whole, and all before it, is delivered; then its death is told, once."""
     with stranger(streams) as (rank, peers, _):
-        until(lambda: rank.traffic(1)[-1] == streams)
         peers[0].sendall(frame(0, b"whole") + frame(1, bytes(10_000), 0, 5000)[:3000])
         peers[-1].sendall(frame(2, b"later") if streams > 1 else b"")
         assert following(rank)[3].tobytes() == b"whole"
-        peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as of a killed process
+        reset_at_close(peers[0])
         peers[0].close()
         kind, who, _, why = following(rank)
         assert (kind, who) == (DISCONNECTED, 1)
@@ -184,18 +173,21 @@ def test_a_peer_that_ends_in_order_is_not_dead() -> None:
         assert rank.next(0.1) is None
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("ends", ["closed", "reset", "goodbye"])
 @pytest.mark.parametrize("pieces", [0, 1])
-def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: bool) -> None:
-    """One connection has said goodbye, and another one ends before what the goodbye came after."""
+def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, ends: str) -> None:
+    """Some connections have said goodbye; another one ends before a message is complete, perhaps with a goodbye."""
     with stranger(streams=3) as (rank, peers, _):
+        goodbye = frame(1, b"", kind=GOODBYE)
         peers[0].sendall(frame(0, bytes(100), 0, 64)[: -1 if pieces == 0 else None])
         for peer in peers[1:]:
-            peer.sendall(frame(1, b"", kind=GOODBYE))
+            peer.sendall(goodbye)
             peer.close()
         assert rank.next(0.1) is None
-        if reset:
-            peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if ends == "goodbye" and pieces:
+            peers[0].sendall(goodbye)
+        elif ends == "reset":
+            reset_at_close(peers[0])
         peers[0].close()
         assert following(rank)[:2] == (DISCONNECTED, 1)
         assert rank.send(1, 1, noise(10), None) is None
@@ -204,12 +196,12 @@ def test_a_goodbye_does_not_hide_that_a_message_is_missing(pieces: int, reset: b
 
 def test_all_connections_say_goodbye_also_those_that_nobody_has_answered() -> None:
     """A peer that hears a hello, and then an end without a goodbye, would take the rank for dead."""
-    with lower_peer(streams=3) as (rank, listener, peers, tokens):
+    with LowerPeer(streams=3) as lower:
+        lower.accept(0).sendall(hello(lower.tokens, 0, 0))
         for _ in range(2):
-            peers.append(listener.accept()[0])
-            assert read(peers[-1], HELLO.size) in [hello(tokens, 1, i, 3) for i in (1, 2)]
-        rank.close(SECONDS)
-        for peer in peers:
+            lower.accept(1, 2)
+        lower.rank.close(SECONDS)
+        for peer in lower.peers:
             assert read_frame(peer)[0][1:4] == (GOODBYE, 0, 0)
             assert peer.recv(1) == b""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import threading
@@ -14,22 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparsecomm.transport.process_group._connections import (
-    DATA,
-    DISCONNECTED,
-    GOODBYE,
-    SENT,
-    TOKEN_BYTES,
-    UNREADABLE,
-    Connections,
-)
+from sparsecomm.transport.process_group._connections import DATA, DISCONNECTED, GOODBYE, SENT, UNREADABLE
 from tests.transport.process_group.peers import (
     FRAME,
-    HELLO,
-    HOST,
     MAGIC,
     NOTHING,
     SECONDS,
+    LowerPeer,
     collect,
     following,
     frame,
@@ -38,7 +28,6 @@ from tests.transport.process_group.peers import (
     noise,
     of_this_process,
     ports,
-    read,
     read_frame,
     resident,
     stranger,
@@ -71,39 +60,27 @@ def test_pieces_come_in_any_order_over_any_connection(messages: list[int], seed:
 
 
 word = st.one_of(st.integers(0, 300), st.sampled_from([2**17, 2**17 + 1, 2**62]), st.integers(0, 2**63 - 1))
-
-
 GOOD = FRAME.pack(MAGIC, DATA, 1, 0, 0, 0, 1, 0)
 
 
 @pytest.mark.parametrize("lossy", [False, True])
 def test_a_frame_of_nothing_follows_where_segments_have_been_lost(lossy: bool) -> None:
     """Where the queue of those who wait to be accepted is full, the system drops what asks for a connection."""
-    mine, theirs, data = os.urandom(TOKEN_BYTES), os.urandom(TOKEN_BYTES), noise(20_000)  # two pieces
-    rank = Connections(1, 2, 2**22, 2)
-    rank.listen(HOST, theirs)
+    data = noise(20_000)  # two pieces
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((HOST, 0), backlog=0 if lossy else None))
-        listener.settimeout(SECONDS)
-        port = listener.getsockname()[1]
-        rank.set_peer(0, HOST, port, mine)
-        rank.start(300.0)
-        until(lambda: len(connections_to(port)) == 2)  # before the first is accepted
-        peers = []
+        lower = stack.enter_context(LowerPeer(2, backlog=0 if lossy else None))
+        until(lambda: len(connections_to(lower.port)) == 2)  # before the first is accepted
         for i in range(2):
-            peers.append(stack.enter_context(listener.accept()[0]))
-            peers[i].settimeout(SECONDS)
-            assert read(peers[i], HELLO.size) == hello((mine, theirs), 1, i, 2)
-            peers[i].sendall(hello((mine, theirs), 0, i))
-        until(lambda: rank.traffic(0)[-1] == 2)
-        held = [stack.enter_context(held_too(fd)) for fd in of_this_process() if ports(fd)[1] == port]
+            lower.accept(i).sendall(hello(lower.tokens, 0, i))
+        until(lambda: lower.rank.traffic(0)[-1] == 2)
+        held = [stack.enter_context(held_too(fd)) for fd in of_this_process() if ports(fd)[1] == lower.port]
         assert len(held) == 2
-        assert rank.send(0, 1, data, None)
-        assert rank.send(0, 2, data, None)
-        closing = threading.Thread(target=rank.close, args=(SECONDS,))
+        for number in (1, 2):
+            assert lower.rank.send(0, number, data, None)
+        closing = threading.Thread(target=lower.rank.close, args=(SECONDS,))
         closing.start()
         kinds: list[list[int]] = []
-        for peer in peers:
+        for peer in lower.peers:
             kinds.append([])
             while GOODBYE not in kinds[-1]:
                 kinds[-1].append(read_frame(peer, nothing=True)[0][1])
@@ -132,9 +109,6 @@ def test_frames_of_nothing_are_no_messages() -> None:
         assert following(rank)[:3] == (DATA, 1, 7)
         peers[1].sendall(frame(1, b"", kind=GOODBYE) + nothing)
         assert following(rank)[:2] == (GOODBYE, 1)
-    with stranger() as (rank, peers, _):
-        peers[0].sendall(FRAME.pack(MAGIC, NOTHING, 0, 0, 9, 0, 9, 9) + bytes(9))
-        assert following(rank)[:2] == (UNREADABLE, 1)
 
 
 @settings(max_examples=60)
@@ -178,6 +152,7 @@ def test_random_bytes_are_refused_or_read_in_bounds(raw: bytes) -> None:
     [
         bytes(FRAME.size),
         FRAME.pack(MAGIC, 300, 1, 0, 0, 0, 1, 0),
+        FRAME.pack(MAGIC, NOTHING, 0, 0, 9, 0, 9, 9) + bytes(9),
         FRAME.pack(MAGIC, DATA, 1, 0, 2**47, 0, 2**20, 2**20),
         GOOD + GOOD,
         frame(1, bytes(300), 64, 64) * 2,

@@ -1,8 +1,9 @@
-"""Ranks that meet over a store, as threads."""
+"""Ranks that meet over a store, as threads, and the address that a rank tells the others."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import pytest
 
 dist = pytest.importorskip("torch.distributed")
 
-from sparsecomm.errors import TimeoutError  # noqa: E402
+from sparsecomm.errors import TimeoutError, TransportError  # noqa: E402
+from sparsecomm.transport.process_group import joining  # noqa: E402
+from sparsecomm.transport.process_group.joining import own_address  # noqa: E402
 from sparsecomm.transport.process_group.rendezvous import rendezvous  # noqa: E402
 
 
@@ -106,14 +109,6 @@ def test_a_connection_that_others_hold_delays_nobody_for_long(busy: list[int], m
         assert check(attempts(store, delays, 60, lambda rank: Busy(store, free if rank in busy else at_once)))
 
 
-def test_ranks_that_fail_in_between() -> None:
-    """A rank comes again that was here, and did not go on; the others, who went on, come again as well."""
-    store = dist.HashStore()
-    for _ in range(4):
-        assert check(attempts(store, [0.0, 0.02], 60))
-        assert check(attempts(store, [0.02, 0.0], 60))
-
-
 @pytest.mark.parametrize(("P", "missing", "who"), [(3, [1], "rank 1 has"), (4, [0, 2], "ranks 0, 2 have")])
 def test_those_who_did_not_come_are_named(P: int, missing: list[int], who: str) -> None:
     delays = [float("nan") if rank in missing else 0.0 for rank in range(P)]
@@ -146,3 +141,45 @@ def test_the_last_rank_to_come_waits_for_one_answer_of_the_store() -> None:
         store.append("came", f"+ {rank} {rank} here\n")
     assert rendezvous(store, 3, 4, 60, "3", "here") == ["here"] * 4
     assert store.asked == 1
+
+
+def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in ("lo", " lo , other"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        assert own_address() in ("127.0.0.1", "::1")
+
+
+def test_the_address_of_an_interface_without_ipv4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(joining, "_IPV6", tmp_path / "addresses")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "tun77")
+    for number, scope, address in ("20010db8", "00", "2001:db8::1"), ("fe800000", "20", "fe80::1%tun77"):
+        line = f"{number}{'0' * 23}1 05 40 {scope} 80 tun77\n"
+        joining._IPV6.write_text("0" * 31 + "1 01 80 10 80 lo\n" + line)
+        assert own_address() == address
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(TransportError, match=r"GLOO_SOCKET_IFNAME='eth77': there is no .*'eth77'.* lo"):
+        own_address()
+
+
+@pytest.mark.parametrize("found", [None, [], ["192.0.2.1"], ["192.0.2.1", "127.0.0.3"]])
+def test_the_address_of_the_host_where_it_has_one_of_its_own(
+    found: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getaddrinfo(*_: object, **__: object) -> list[object]:
+        if found is None:
+            raise OSError("no name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in found]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert own_address() == ("127.0.0.3" if found and "127.0.0.3" in found else "127.0.0.1")
+
+
+def test_a_line_that_comes_after_its_rank_has_gone_does_not_count() -> None:
+    store = dist.HashStore()
+    store.append("came", "- 0 old \n+ 0 old here\n")
+    with pytest.raises(TimeoutError, match="rank 0 has not called"):
+        rendezvous(store, 1, 2, 0.05, "new", "here")

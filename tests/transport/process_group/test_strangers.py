@@ -22,16 +22,18 @@ from tests.transport.process_group.peers import (
     HELLO,
     HOST,
     SECONDS,
+    LowerPeer,
     collect,
     cpu_seconds,
     following,
     frame,
     hello,
-    lower_peer,
+    listen,
     noise,
     of_this_process,
     read,
     read_frame,
+    reset_at_close,
     stranger,
 )
 from tests.waiting import until
@@ -84,8 +86,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     pair = [Connections(rank, 2, 2**22, 3) for rank in range(2)]
-    tokens = [os.urandom(TOKEN_BYTES) for _ in pair]
-    ports = [each.listen(HOST, token) for each, token in zip(pair, tokens, strict=True)]
+    ports = listen(pair)
     others: list[socket.socket] = []
     connected = threading.Event()
 
@@ -105,8 +106,6 @@ def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
 
     flood = threading.Thread(target=go_on)
     try:
-        for rank, each in enumerate(pair):
-            each.set_peer(1 - rank, HOST, ports[1 - rank], tokens[1 - rank])
         before = len(of_this_process())
         pair[0].start(300.0)
         for _ in range(1200):
@@ -161,10 +160,7 @@ def nobody_listens(port: int) -> bool:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_nobody_listens_when_all_are_connected(streams: int) -> None:
     made = [Connections(rank, 3, 2**22, streams) for rank in range(3)]
-    ports = [each.listen(HOST, bytes([rank] * 16)) for rank, each in enumerate(made)]
-    for rank, each in enumerate(made):
-        for other in {0, 1, 2} - {rank}:
-            each.set_peer(other, HOST, ports[other], bytes([other] * 16))
+    ports = listen(made)
     made[2].start(300.0)
     until(lambda: nobody_listens(ports[2]))  # nobody connects to the last rank
     made[0].start(300.0)
@@ -182,46 +178,45 @@ def test_nobody_listens_when_all_are_connected(streams: int) -> None:
 @pytest.mark.parametrize("sizes", [[0], [1000, 1000], [12_000, 5000, 7], [1_000_000, 10]])
 def test_who_is_turned_away_comes_again_and_repeats_what_it_has_sent(sizes: list[int], reset: bool) -> None:
     """As a listener does to the oldest of too many connections, although it is that of a rank."""
-    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
+    with LowerPeer() as lower:
+        rank, peer = lower.rank, lower.accept(0)
+        assert rank.join(SECONDS)
         late = [i for i, size in enumerate(sizes) if not rank.send(0, i, noise(size, i), i)]
         for taken in (0, 40, 900):
             if reset:
-                peers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            peers[-1].recv(taken + 1)
-            peers[-1].close()
-            peers.append(listener.accept()[0])
-            peers[-1].settimeout(SECONDS)
-            assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
+                reset_at_close(peer)
+            peer.recv(taken + 1)
+            peer.close()
+            peer = lower.accept(0)
         used = cpu_seconds(rank.thread_id)
         time.sleep(0.2)
         assert cpu_seconds(rank.thread_id) - used < 0.1  # it waits
-        peers[-1].sendall(hello(tokens, 0, 0))
+        peer.sendall(hello(lower.tokens, 0, 0))
         for i, size in enumerate(sizes):
-            found = b""
-            while not found or len(found) < size:
-                words, part = read_frame(peers[-1])
+            found, whole = b"", False
+            while not whole:
+                words, part = read_frame(peer)
                 assert words[1:6] == (DATA, i, i, size, len(found))
                 found += part
-                if not size:
-                    break
+                whole = len(found) == size
             assert found == noise(size, i).tobytes()
         assert collect(rank, 0, len(late))[1] == late
 
 
 def test_an_end_waits_until_the_hello_is_answered() -> None:
     """Otherwise a last message would be lost with a connection that is turned away."""
-    with lower_peer(1, greets=False) as (rank, listener, peers, tokens):
-        assert rank.send(0, 3, noise(10), None)
-        closing = threading.Thread(target=rank.close, args=(SECONDS,))
+    with LowerPeer() as lower:
+        peer = lower.accept(0)
+        assert lower.rank.join(SECONDS)
+        assert lower.rank.send(0, 3, noise(10), None)
+        closing = threading.Thread(target=lower.rank.close, args=(SECONDS,))
         closing.start()
         time.sleep(0.05)
-        peers[0].close()
-        peers.append(listener.accept()[0])
-        peers[-1].settimeout(SECONDS)
-        peers[-1].sendall(hello(tokens, 0, 0))
-        assert read(peers[-1], HELLO.size) == hello(tokens, 1, 0)
-        assert read_frame(peers[-1])[1] == noise(10).tobytes()
-        assert read_frame(peers[-1])[0][1] == GOODBYE
+        peer.close()
+        peer = lower.accept(0)
+        peer.sendall(hello(lower.tokens, 0, 0))
+        assert read_frame(peer)[1] == noise(10).tobytes()
+        assert read_frame(peer)[0][1] == GOODBYE
         closing.join()
 
 

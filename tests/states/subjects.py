@@ -1,0 +1,107 @@
+"""Objects that have a state, each with a function that makes a step: for damaged states and for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import sparsecomm as sc
+from tests.local_steps import programs
+from tests.reducer.programs import gradients, reducer_of
+
+SHAPES = {"weight": (6, 5), "bias": (5,), "scale": (3,)}
+
+
+class Subject(NamedTuple):
+    """An object that has a state, a function that makes a step of a number, and its weights by name."""
+
+    obj: Any
+    step: Callable[[int], object]
+    weights: dict[str, Any]
+
+
+def small(step: int, rank: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def reducer(transport: Any, momentum: float = 0.5) -> Subject:
+    made = reducer_of(transport, momentum=momentum, masking=False)
+    return Subject(made, lambda step: made.reduce(gradients(10 * step + transport.rank)), {})
+
+
+def local_steps(transport: Any) -> Subject:
+    parameters = programs.initial()
+    fragments = [["f", "a"], ["b", "c"], ["d", "e"]]
+    schedule = {"sync_every": 4, "fragments": fragments, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
+    made = programs.made(transport, parameters, outer=sc.NesterovSGD(), **schedule)
+    return Subject(made, lambda step: programs.train(made, parameters, transport.rank, step, step), parameters)
+
+
+def adamw(transport: Any) -> Subject:
+    weights = small(0, 0)
+    made = sc.SparseAdamW(weights, 0.01, density=0.2, comm=transport)
+    return Subject(made, lambda step: made.step(small(step, transport.rank)), weights)
+
+
+def of_torch(make: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Subject]:
+    """Return a function for an object of PyTorch parameters, from (torch, sparsecomm.torch, module, transport)."""
+
+    def build(transport: Any) -> Subject:
+        torch = pytest.importorskip("torch")
+        sct = pytest.importorskip("sparsecomm.torch")
+        module = torch.nn.Module()
+        for name, values in small(0, 0).items():
+            module.register_parameter(name, torch.nn.Parameter(torch.from_numpy(values)))
+        made, optimizer = make(torch, sct, module, transport)
+
+        def step(number: int) -> None:
+            for name, values in small(number, transport.rank).items():
+                module.get_parameter(name).grad = torch.from_numpy(values)
+            optimizer.step()
+
+        return Subject(made, step, dict(module.named_parameters()))
+
+    return build
+
+
+def inner_optimizer(kind: str, torch: Any, module: Any) -> Any:
+    if kind == "SGD":
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, nesterov=True)
+    return torch.optim.Adam(module.parameters(), lr=0.1)
+
+
+def torch_adamw(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+    made = sct.SparseAdamW(module.named_parameters(), 0.01, density=0.2, comm=transport)
+    return made, made
+
+
+def distributed(kind: str) -> Any:
+    def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+        inner = inner_optimizer(kind, torch, module)
+        made = sct.DistributedOptimizer(inner, module.named_parameters(), 0.5, comm=transport, dense_below=0)
+        return made, made
+
+    return of_torch(make)
+
+
+def diloco(kind: str) -> Any:
+    def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        outer = inner_optimizer(kind, torch, module)
+        return sct.DiLoCo(module, inner, outer, 0.5, sync_every=2, comm=transport), inner
+
+    return of_torch(make)
+
+
+def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
+    made = sct.SparseState(module.named_parameters(), comm=transport)
+
+    class Scaler:
+        def step(self) -> None:
+            made._scale = 2.0 * (made._scale or 1.0)
+
+    return made, Scaler()
