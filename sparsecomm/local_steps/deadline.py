@@ -10,8 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
 
-import numpy as np
-
+from sparsecomm.calls.agreement import NO_ENTRIES
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import TransportError
 from sparsecomm.local_steps.exchange import gather_of
@@ -22,7 +21,6 @@ from sparsecomm.transport import Transport
 __all__ = ["Deadline"]
 
 _log = logging.getLogger("sparsecomm")
-_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 _MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two questions whether another rank waits
 _MAX_WAIT = 1e6  # seconds
 
@@ -136,11 +134,9 @@ class Deadline:
 
 
 class _Probe:
-    """A task that notes when its turn in the call queue comes, and whether another rank waits then. It sends nothing.
+    """A task that sends nothing, and notes when its turn in the call queue comes, and whether another rank waits then.
 
-    Attributes:
-        time: when its turn came.
-        awaited: whether another rank waits for this one in an exchange that this one has not begun.
+    Another rank waits if it has begun an exchange, and this one has not.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -150,7 +146,7 @@ class _Probe:
         self.time = self._transport.clock()
         with suppress(TransportError):  # which the next call raises
             self.awaited = self._transport.awaited(gather_of(self._transport).description)
-        return _NOTHING
+        return NO_ENTRIES
 
     def leave(self, error: BaseException) -> None:
         self.time = self._transport.clock()

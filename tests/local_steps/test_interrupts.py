@@ -56,7 +56,7 @@ def trained(
         if local._due:
             with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
                 local.state_dict()
-            local._end(local._perform(parameters), Phase.RESTING)  # as the next step does
+            local._end(local._perform(parameters))  # as the next step does
     local.finish(parameters)
     residuals = {name: reducer.residual(name) for reducer in local.reducers for name in reducer.names}
     return bits(parameters), bits(local.global_parameters()), bits(residuals)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import global_parameters, members
+from sparsecomm.local_steps import global_parameters, rebuild
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
 from tests.reducer.programs import run
@@ -137,7 +137,7 @@ def test_a_new_rank_that_does_not_fit_is_told_to_all(
             local, mine = old[transport.rank]
         else:
             if version := others.pop("version", None):
-                monkeypatch.setattr(members, "version", lambda _: version)
+                monkeypatch.setattr(rebuild, "version", lambda _: version)
             local = made(transport, parameters, **(SETTINGS | {"outer": sc.NesterovSGD()} | others))
             mine = parameters
         with pytest.raises(sc.CollectiveMismatchError, match=message):

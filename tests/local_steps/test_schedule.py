@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.local_steps.fragments import split_by_size
-from sparsecomm.local_steps.schedule import Pace, Pacing, SyncSchedule
+from sparsecomm.local_steps.schedule import Pace, SyncSchedule, split_by_size
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
 from tests.reducer.programs import run
@@ -70,11 +69,6 @@ def test_equal_tensors_are_split_equally() -> None:
     assert [len(part) for part in split_by_size({f"p{i}": 10 for i in range(12)}, 4)] == [3, 3, 3, 3]
 
 
-def pacing(sync_every: int, **options: Any) -> Pacing:
-    chosen = {"by_speed": True, "deadline": None} | options
-    return Pacing.of(SyncSchedule(sync_every, 1, chosen.pop("delay", 0)), **chosen)
-
-
 @CHECK
 @given(st.integers(1, 4), TIMES)
 def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, seconds: list[float]) -> None:
@@ -84,7 +78,7 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
 
     P = len(seconds)
     total = sync_every * P
-    pace = pacing(sync_every).after(Pace(), 1, seconds)
+    pace = SyncSchedule(sync_every, by_speed=True).pace_after(Pace(), 1, seconds)
     within = [int(pace.seconds / t + 1e-6) for t in seconds]
     ends = {n * t for t in seconds for n in range(1, 8 * (total + P))}
     ways = [way for end in ends if abs(sum(way := [int(end / t + 1e-6) for t in seconds]) - total) < P]
@@ -100,12 +94,12 @@ def test_local_steps_are_divided_so_that_ranks_wait_least(sync_every: int, secon
 @given(st.integers(4, 50), st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=1, max_size=8), st.integers(0, 99))
 def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], seed: int) -> None:
     """They may change to ones that noise has shown to be better, but not go to and fro."""
-    rule, random = pacing(sync_every), np.random.default_rng(seed)
-    paces = [rule.after(Pace(), 1, speeds)]
+    rule, random = SyncSchedule(sync_every, by_speed=True), np.random.default_rng(seed)
+    paces = [rule.pace_after(Pace(), 1, speeds)]
     for round_no in range(2, 30):
-        paces.append(rule.after(paces[-1], round_no, list(speeds * random.uniform(0.99, 1.01, len(speeds)))))
+        paces.append(rule.pace_after(paces[-1], round_no, list(speeds * random.uniform(0.99, 1.01, len(speeds)))))
     assert sum(a.steps != b.steps for a, b in pairwise(paces)) <= 2
-    assert rule.after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one could not be measured
+    assert rule.pace_after(paces[-1], 30, [0.0, *speeds[1:]]).steps == paces[-1].steps  # one could not be measured
     if len(set(speeds)) == 1:
         assert paces[-1].steps == (sync_every,) * len(speeds)
 
@@ -114,11 +108,11 @@ def test_noise_hardly_changes_the_numbers(sync_every: int, speeds: list[float], 
 @pytest.mark.parametrize("others", [1, 2, 5])
 def test_a_rank_that_never_comes_does_not_stretch_the_rounds(by_speed: bool, others: int) -> None:
     """Deadlines are counted from the time of a round, and what a late rank tells is how long it was waited for."""
-    rule = pacing(4, by_speed=by_speed, deadline=1.5)
-    pace = rule.after(Pace(), 1, [1.0] + [3.0] * others)
+    rule = SyncSchedule(4, by_speed=by_speed, deadline=1.5)
+    pace = rule.pace_after(Pace(), 1, [1.0] + [3.0] * others)
     for round_no in range(2, 12):
         waited = 1.5 * pace.seconds
-        pace = rule.after(pace, round_no, [waited] + [3.0] * others, late=(0,))
+        pace = rule.pace_after(pace, round_no, [waited] + [3.0] * others, late=(0,))
         assert pace.seconds <= 2 * 4 * 3.0
 
 
@@ -273,7 +267,7 @@ def test_a_rank_that_divides_rounds_differently_is_told() -> None:
         parameters = initial()
         local = made(transport, parameters, sync_every=2, by_speed=True)
         local.step(parameters)
-        local._pacing = replace(local._pacing, min_steps=1 + transport.rank)
+        local._schedule = replace(local._schedule, deadline=2.0 + transport.rank)
         with pytest.raises(sc.CollectiveMismatchError, match=r"divide round 0 differently.*same sync_every"):
             local.step(parameters)
 
