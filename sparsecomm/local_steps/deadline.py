@@ -26,21 +26,23 @@ _MAX_WAIT = 1e6  # seconds
 
 
 class Program(Protocol):
-    """The local steps that a deadline watches. It calls these methods with its lock held."""
+    """The local steps that a deadline watches. It calls these methods with its lock held.
 
-    def expected_seconds(self, step: int) -> float | None:
-        """Return the expected time from ``step`` of the schedule to the next exchange; ``None``: no deadline holds."""
+    ``expected_seconds`` returns the expected time from a step of the schedule to the next exchange, or ``None`` if no
+    deadline holds; ``leave_out`` begins this exchange without the program; after ``rest`` no deadline holds until the
+    next local step.
+    """
 
-    def leave_out(self) -> None:
-        """Begin the next exchange without the program."""
+    def expected_seconds(self, step: int) -> float | None: ...
 
-    def rest(self) -> None:
-        """Let no deadline hold until the next local step."""
+    def leave_out(self) -> None: ...
+
+    def rest(self) -> None: ...
 
 
 @dataclass
 class _Exchange:
-    """The exchange that began last, after ``step`` of the schedule; ``ended``: the time at which its calls ended."""
+    """The exchange that began last, after ``step`` of the schedule, and when its calls ended."""
 
     transport: Transport
     step: int
@@ -134,10 +136,7 @@ class Deadline:
 
 
 class _Probe:
-    """A task that sends nothing, and notes when its turn in the call queue comes, and whether another rank waits then.
-
-    Another rank waits if it has begun an exchange, and this one has not.
-    """
+    """A task that only notes when its turn in the call queue comes, and whether another rank's exchange waits then."""
 
     def __init__(self, transport: Transport) -> None:
         self.time, self.awaited, self._transport = 0.0, False, transport

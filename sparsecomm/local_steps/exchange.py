@@ -16,6 +16,7 @@ from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
 from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
+from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.bucket import Streams
 from sparsecomm.reducer.step import error_of
@@ -24,7 +25,7 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["FragmentExchange", "Outcome", "UpdateRule", "gather_of"]
+__all__ = ["FragmentExchange", "Outcome", "Rules", "gather_of"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
@@ -41,16 +42,17 @@ class Outcome(Enum):
     FAILED = auto()  # a call raised an error
 
 
-class UpdateRule(NamedTuple):
-    """How exchanges change parameters: the outer optimizer, ``fragment_update_alpha``, and the decay of residuals."""
+class Rules(NamedTuple):
+    """When fragments are exchanged, and how this changes parameters: with which ``fragment_update_alpha`` and decay."""
 
+    schedule: SyncSchedule
     outer: OuterOptimizer | None
     alpha: float
     decay: float
 
 
 def gather_of(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> WordsGather:
-    """Return the call in which the ranks of an exchange gather these six words of each rank."""
+    """Return the call in which the ranks of an exchange gather the six words of each rank."""
     return WordsGather(transport, list(words), _LABEL)
 
 
@@ -77,7 +79,7 @@ class FragmentExchange:
     """
 
     def __init__(
-        self, fragment: int, round_no: int, reducer: Reducer, shared: GlobalParameters, rule: UpdateRule, late: bool
+        self, fragment: int, round_no: int, reducer: Reducer, shared: GlobalParameters, rules: Rules, late: bool
     ) -> None:
         self.fragment, self.round, self.late = fragment, round_no, late
         self.names = reducer.names
@@ -86,7 +88,7 @@ class FragmentExchange:
         self.without_gradient: frozenset[str] = frozenset()
         self.nanoseconds: tuple[int, ...] = ()
         self.left_out: tuple[int, ...] = ()
-        self._reducer, self._shared, self._rule = reducer, shared, rule
+        self._reducer, self._shared, self._rules = reducer, shared, rules
         self._comparison: Handle | None = None
         self._raised: BaseException | None = None  # by the reducer
         self._sums: Mapping[str, SparseVector] = {}  # without those that are zero
@@ -119,26 +121,27 @@ class FragmentExchange:
 
     # -- pseudo-gradients go in ---------------------------------------------------------------------------------------
 
-    def begin(
-        self, transport: Transport, division: int, checksum: int, nanoseconds: int, *, by_speed: bool, words_first: bool
-    ) -> None:
-        """Begin. `push` comes next.
+    def begin(self, transport: Transport, steps: Sequence[int], nanoseconds: int) -> None:
+        """Begin; `push` comes next.
 
         Args:
             transport: makes the call that gathers the words.
-            division: local steps since the fragment's previous exchange; ``by_speed``: a checksum of the pace.
-            checksum: of the global parameters; 0: not compared. If only some ranks compare, the exchange fails.
-            nanoseconds: duration of a local step; 0: unknown.
-            by_speed: whether ranks take different numbers of local steps.
-            words_first: whether the words are gathered before the sums, since all ranks need them.
+            steps: local steps of each rank in the round, if ranks take them by speed.
+            nanoseconds: duration of a local step of this rank; 0: unknown.
         """
-        self._step, self._transport = self._reducer.step, transport
-        self._by_speed, self._words_first = by_speed, words_first
+        self._step, self._transport, schedule = self._reducer.step, transport, self._rules.schedule
+        division = schedule.steps_between(self.fragment, self.round)
+        if schedule.by_speed:
+            division = zlib.crc32(repr((schedule, steps)).encode())
+        compared = self._shared.compared  # if only some ranks compare, the exchange fails
+        checksum = 0 if self.fragment in compared else self._shared.checksum(self.names)
         words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
         self._gather = gather_of(transport, words)
         self._reducer.label = " ".join(map(str, words[:_COMPARED]))
-        if words_first:
+        self._words_first = bool(schedule.by_speed or schedule.deadline)  # all ranks need them
+        if self._words_first:
             self._comparison = queue_of(transport).submit(self._gather)
+        compared.add(self.fragment)
 
     def push(self, parameters: Mapping[str, object]) -> None:
         """Push the pseudo-gradients, and begin the calls."""
@@ -180,7 +183,7 @@ class FragmentExchange:
         if self.outcome is not Outcome.PENDING:
             return
         if self._reducer.step == self._step:
-            known = self._rule.outer is None or type(self._rule.outer) is NesterovSGD
+            known = self._rules.outer is None or type(self._rules.outer) is NesterovSGD
             try:
                 self._reducer.wait(self._fits if known else None)
             except BaseException as error:
@@ -204,7 +207,7 @@ class FragmentExchange:
 
     def _fits(self, sums: Mapping[str, SparseVector], largest: float) -> bool:
         """Return whether the outer step leaves all values finite: see `Reducer.wait`."""
-        shared, outer = self._shared, self._rule.outer
+        shared, outer = self._shared, self._rules.outer
         nesterov = outer if isinstance(outer, NesterovSGD) else None
         names = shared.on_streams([name for name in self.names if name in sums])
         found = {name: shared.overflows(name, sums[name], largest, nesterov) for name in names}
@@ -240,14 +243,15 @@ class FragmentExchange:
 
     def _uneven(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
         """Return the error for ranks that are at different positions in the schedule."""
+        by_speed = self._rules.schedule.by_speed
         positions = " and ".join(
             f"rank {who} exchanges fragment {fragment} for round {round_no}"
-            + ("" if self._by_speed else f" after {steps} local steps")
+            + ("" if by_speed else f" after {steps} local steps")
             for who, (round_no, fragment, steps, *_) in ((rank, mine), (other, theirs))
         )
-        if self._by_speed and mine[:2] == theirs[:2]:
+        if by_speed and mine[:2] == theirs[:2]:
             positions = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
-        counts = "" if self._by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
+        counts = "" if by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
         return CollectiveMismatchError(
             f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
             f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
@@ -281,7 +285,7 @@ class FragmentExchange:
                 self.fragment,
             )
             names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]
-        alpha = self._rule.alpha if usable and not self.late else 0.0
+        alpha = self._rules.alpha if usable and not self.late else 0.0
         for name in names:
             if name not in self._written:
                 with shared.on_stream(name, parameters[name], writable=True) as local:
@@ -302,7 +306,7 @@ class FragmentExchange:
                 if trained:
                     residual = self._reducer.residual(name).reshape(-1)
                     with np.errstate(over="ignore", invalid="ignore"):
-                        unsent = shared.difference(name, local) / residual.dtype.type(self._rule.decay)
+                        unsent = shared.difference(name, local) / residual.dtype.type(self._rules.decay)
                     if np.isfinite(unsent).all():  # the next exchange lets the residual decay before it is sent
                         residual += unsent
                         shared.unsent.add(name)
@@ -310,7 +314,7 @@ class FragmentExchange:
 
     def _step_outer(self, names: list[str], parameters: Mapping[str, object]) -> None:
         """Update global parameters by the means."""
-        outer, shared = self._rule.outer, self._shared
+        outer, shared = self._rules.outer, self._shared
         together = getattr(outer, "step_together", None)
         try:
             with Streams(shared.on_stream(name, parameters[name]) for name in names):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
-from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, UpdateRule
+from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, Rules
 from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
 from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members
@@ -65,29 +65,27 @@ class LocalSteps:
         model = local.global_parameters()
 
     What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
-    docs/reports/local-steps.md compares the defaults with alternatives.
 
     **Schedule.** Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round. With a delay of
     d, its exchange begins d local steps earlier.
 
-    **Speed.** With ``by_speed``, faster ranks take more local steps in a round, P * ``sync_every`` in all, divided so
-    that ranks wait as little as possible, by the times from the end of `step` to its next call. Schedule and delays
-    scale with a rank's number of local steps; the mean is not weighted. Train until `round` reaches a limit.
+    **Speed.** With ``by_speed``, faster ranks take more local steps in a round, P * ``sync_every`` in all, so that
+    ranks wait as little as possible. Measured are the times from the end of `step` to its next call. Schedule and
+    delays scale with a rank's number of local steps; the mean is not weighted. Train until `round` reaches a limit.
 
     **Deadline.** With ``deadline``, a thread takes part in an exchange for a rank that comes too late, and contributes
     only from its residual; `left_out` and a warning tell. The rank's pseudo-gradient is added to its residual for the
-    next exchange, and it continues from the global parameters, where the others are: `round` may rise by several. Do
-    what all ranks must do together, such as saving states, right after `step` and only if `left_out` is empty. A rank
-    that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or whose process is stopped or dead, is waited for until the
-    others raise `TimeoutError`.
+    next exchange, and it continues from the global parameters: `round` may rise by several. Do what all ranks must do
+    together, such as saving states, right after `step` and only if `left_out` is empty. A rank that does not come for
+    ``SPARSECOMM_TIMEOUT`` seconds, or whose process is dead, is waited for until the others raise `TimeoutError`.
 
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
     last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
 
-    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. Nothing is
-    applied, the fragment's local parameters are set to the global ones, and the pseudo-gradient stays in the residual.
-    The local step has been counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some
-    ranks already had the result (docs/footguns.md), `rebuild` makes the global parameters equal.
+    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. The fragment's
+    local parameters are set to the global ones, and the pseudo-gradient stays in the residual. The local step has been
+    counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks already had the result
+    (docs/footguns.md), `rebuild` makes the global parameters equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
     it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer
@@ -101,25 +99,23 @@ class LocalSteps:
 
     Args:
         parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. The
-            global parameters begin as copies of them. They must be the same on all ranks; the first exchange compares.
+            global parameters begin as copies. They must be the same on all ranks; the first exchange compares them.
         density: share of the entries that each rank selects, or a function from the number of a fragment's exchange to
-            it: as in `Reducer`. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
+            it. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
         sync_every: local steps of a round; with ``by_speed`` on average over the ranks.
         by_speed: whether faster ranks take more local steps in a round.
-        deadline: a rank is left out of an exchange that it reaches later than this multiple of the expected time; above
-            1. The constructor is then collective. ``None``: every rank is waited for.
+        deadline: a rank is left out of an exchange that it reaches later than this multiple, above 1, of the expected
+            time. The constructor is then collective. ``None``: every rank is waited for.
         fragments: the number of fragments, of neighbouring tensors and about equal size; or the names of each.
-        fragment_sync_delay: local steps from the beginning of an exchange to its application, for a rank that takes
-            ``sync_every`` in a round.
-        fragment_update_alpha: how an exchange is applied: local = alpha * local + (1 - alpha) * global. With a delay, 0
-            discards the local steps taken since the exchange began.
+        fragment_sync_delay: local steps from the beginning of an exchange to its application.
+        fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
+            the local steps taken since the exchange began.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"`` where the
             algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` unless a parameter is float64.
-            ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time. One call
-            sends all tensors of a fragment, except small ones.
+            ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time.
 
     Attributes:
         left_out: the ranks that were late for the exchange applied last; the same on all ranks.
@@ -171,17 +167,14 @@ class LocalSteps:
             Reducer({name: specs[name] for name in names}, density, comm=comm, skip_nonfinite=skip_nonfinite, **options)
             for names in self.fragments
         )
-        self._rule = UpdateRule(outer, alpha, float(options["decay"]))
+        self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
         compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
         self._settings: dict[str, object] = {  # `rebuild` compares them
             "model (names, shapes or types of parameters)": [
                 (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
             ],
             "division into fragments": self.fragments,
-            "sync_every": self._schedule.sync_every,
-            "by_speed": self._schedule.by_speed,
-            "deadline": self._schedule.deadline,
-            "fragment_sync_delay": self._schedule.delay,
+            **asdict(self._schedule),
             "fragment_update_alpha": alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
@@ -229,8 +222,7 @@ class LocalSteps:
         """Count a local step; begin and apply the exchanges that are due after it.
 
         Args:
-            parameters: the local parameters after the local step, with the names, shapes, types and devices of the
-                constructor's.
+            parameters: the local parameters, with the names, shapes, types and devices of the constructor's.
 
         Returns:
             The names of the parameters that were replaced, in place; usually none.
@@ -326,26 +318,12 @@ class LocalSteps:
 
     def _new_exchange(self, event: Event, *, late: bool = False) -> FragmentExchange:
         """Return an exchange that has begun, to which nothing has been pushed."""
-        (fragment, round_no, _), schedule, compared = event, self._schedule, self._globals.compared
-        division = schedule.steps_between(fragment, round_no)
-        if schedule.by_speed:
-            begun_in = (schedule.begun_at(fragment, round_no) - 1) // schedule.sync_every
-            division = zlib.crc32(repr((schedule, self._pace(begun_in).steps)).encode())
-        exchange = self._exchange(fragment, round_no, late)
-        exchange.begin(
-            self._connect(),
-            division,
-            0 if fragment in compared else self._globals.checksum(self.fragments[fragment]),
-            self._timer.nanoseconds(),
-            by_speed=schedule.by_speed,
-            words_first=bool(schedule.by_speed or schedule.deadline),
-        )
+        fragment, round_no, _ = event
+        exchange = FragmentExchange(fragment, round_no, self.reducers[fragment], self._globals, self._rules, late)
+        begun_in = (self._schedule.begun_at(fragment, round_no) - 1) // self._schedule.sync_every
+        exchange.begin(self._connect(), self._pace(begun_in).steps, self._timer.nanoseconds())
         self._exchanges[fragment, round_no] = exchange
-        compared.add(fragment)
         return exchange
-
-    def _exchange(self, fragment: int, round_no: int, late: bool) -> FragmentExchange:
-        return FragmentExchange(fragment, round_no, self.reducers[fragment], self._globals, self._rule, late)
 
     # -- the pace of the ranks, and the deadline ----------------------------------------------------------------------
 
@@ -375,10 +353,7 @@ class LocalSteps:
             self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
 
     def expected_seconds(self, step: int) -> float | None:
-        """Return the expected time from ``step`` of the schedule to the next exchange; ``None``: no deadline holds.
-
-        The deadline's thread calls this and `leave_out`.
-        """
+        """See `Program`."""
         started, schedule = self._timer.started, self._schedule
         if started is None or self._timer.clock() - started > config.timeout():
             return None
@@ -391,10 +366,7 @@ class LocalSteps:
         return part * self._pace(self.round).seconds or None
 
     def leave_out(self) -> None:
-        """Begin the next exchange without the program, and move on to its place in the schedule.
-
-        Only parameters whose residual holds what the program trained when it was late before have a gradient, of zeros.
-        """
+        """Begin the next exchange without the program, and move on to its place in the schedule: see `Program`."""
         schedule, passed = self._schedule, self._passed()
         step = schedule.next_beginning(passed)
         due = schedule.events(passed, step)
@@ -503,33 +475,23 @@ class LocalSteps:
         self.load_with(lambda undo: self.prepare_state(state, undo))
 
     def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
-        """Load a state on all ranks, or on none, with an adapter's own state: see `sparsecomm.states.loading.load`.
-
-        ``prepare`` calls `prepare_state`. Collective.
-        """
+        """Call `sparsecomm.states.loading.load` with a function that calls `prepare_state`. Collective."""
         inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
         with self._deadline.lock:
             load(self._connect(), "LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
 
     def prepare_state(self, state: State, undo: Undo) -> Prepared:
-        """Convert and check a state for `load_with`. Nothing is sent, and only the outer optimizer changes.
-
-        Args:
-            state: as of `load_state_dict`.
-            undo: a function that restores the outer optimizer's state is appended to it.
-
-        Raises:
-            InvalidInputError: the state does not fit.
-        """
+        """Convert and check a state for `load_with`. Only the outer optimizer changes, which ``undo`` restores."""
         ranks, shared, outer = self._check_idle("load_state_dict", ended=True), self._globals, self._outer
         found = LOCAL_STEPS.read_own(state, ranks)
         found = fit(found, shared.specs, self.fragments, self._schedule, outer is not None)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
         exchanges = {}
-        for each in found["exchanges"]:
-            key = each["fragment"], each["round"]
-            exchanges[key] = self._exchange(*key, late=[*key] in found["late"])
-            exchanges[key].load(each)
+        for saved in found["exchanges"]:
+            fragment, round_no = key = saved["fragment"], saved["round"]
+            late = [fragment, round_no] in found["late"]
+            exchanges[key] = FragmentExchange(*key, self.reducers[fragment], shared, self._rules, late)
+            exchanges[key].load(saved)
         parameters = shared.from_host(found["global_parameters"])
         found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
         common = {key: found[key] for key in LOCAL_STEPS.keys}
@@ -556,12 +518,11 @@ class LocalSteps:
 
         Exchanges in flight are ended: complete ones are applied, failed ones stay in the residuals. Then all ranks get
         the global parameters and the outer optimizer's state of the lowest rank that is not new, and the most advanced
-        place in the schedule. Other ranks keep their residuals and local parameters. If it fails because another rank
-        died, shrink and call it again.
+        place in the schedule. If it fails because another rank died, shrink and call it again.
 
         Args:
             comm: as of the constructor.
-            parameters: the local parameters. Those of a new rank are set to the global ones.
+            parameters: the local parameters. Those of a new rank are set to the global ones, others stay.
             joining: whether this rank is new. At least one rank must not be.
 
         Returns:
@@ -611,11 +572,7 @@ class LocalSteps:
         return self._comm
 
     def _check_idle(self, doing: str, *, ended: bool = False) -> transport.Transport:
-        """Stop the timer, and return the transport.
-
-        Raises:
-            InvalidInputError: a step was interrupted, the rank is late, or with ``ended`` an exchange is in flight.
-        """
+        """Rest, and return the transport. Refuse after an interrupt, if late, and if ``ended`` during an exchange."""
         ranks = self._connect()
         self.rest()
         if self._phase is Phase.LEFT_OUT:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from sparsecomm.checks import quote
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
 from sparsecomm.reducer.bucket import TensorSpec
@@ -25,7 +25,7 @@ _LABEL = zlib.crc32(b"members of local steps") or 1
 def compared_members(
     transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], word: int
 ) -> Members:
-    """Gather the members of a new communicator, and check that they have the same settings. Collective.
+    """Gather the `Members` of a new communicator, and check that they have the same settings. Collective.
 
     Args:
         transport, before, joining, step: as of `Members`.
@@ -33,9 +33,7 @@ def compared_members(
         word: one more word, the last of `Member.words`.
 
     Raises:
-        InvalidInputError: all ranks join.
         CollectiveMismatchError: a setting differs from that of the lowest rank that does not join. All ranks raise.
-        TransportError: a rank did not answer, or died.
     """
     try:
         library = version("sparsecomm")
@@ -43,7 +41,14 @@ def compared_members(
         library = "0"
     settings = {"version of sparsecomm": library, **settings}
     try:
-        members = Members(transport, before, joining, step, [*map(_word, settings.values()), word], _LABEL)
+        members = Members(
+            transport,
+            before,
+            joining,
+            step,
+            [*(zlib.crc32(repr(value).encode()) for value in settings.values()), word],
+            _LABEL,
+        )
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"rank {transport.rank}: LocalSteps.rebuild: another rank makes another call, or has another version of "
@@ -52,24 +57,12 @@ def compared_members(
     for rank, member in enumerate(members.all):
         for (name, value), expected, got in zip(settings.items(), members.stay[0].words, member.words, strict=False):
             if got != expected:
-                numbers = f": {_text(got, value)} instead of {_text(expected, value)}"
                 raise CollectiveMismatchError(
-                    f"rank {transport.rank}: rank {rank} has another {name} than rank {members.lead}"
-                    f"{numbers if isinstance(value, (int, float)) else ''}. Create LocalSteps with the same model and "
-                    "settings on all ranks, and call rebuild again"
+                    f"rank {transport.rank}: rank {rank} has another {name} than rank {members.lead}; this rank has "
+                    f"{quote(value)}. Create LocalSteps with the same model and settings on all ranks, and call "
+                    "rebuild again"
                 )
     return members
-
-
-def _word(value: object) -> int:
-    """Return 64 bits for a setting: a number itself, otherwise a checksum."""
-    if isinstance(value, float):
-        return int.from_bytes(struct.pack("<d", value), "little")
-    return int(value) if isinstance(value, int) else zlib.crc32(repr(value).encode())
-
-
-def _text(word: int, like: object) -> str:
-    return f"{struct.unpack('<d', word.to_bytes(8, 'little'))[0]:g}" if isinstance(like, float) else str(word)
 
 
 def broadcast_outer(

@@ -111,11 +111,11 @@ def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"density": 0.5}, "rank 2 has another density than rank 0: 0.5 instead of 0.1"),
-        ({"sync_every": 5}, "sync_every than rank 0: 5 instead of 4"),
-        ({"by_speed": True}, "by_speed than rank 0: 1 instead of 0"),
-        ({"fragment_sync_delay": 0}, "fragment_sync_delay than rank 0: 0 instead of 1"),
-        ({"fragment_update_alpha": 0.5}, "fragment_update_alpha than rank 0: 0.5 instead of 0"),
+        ({"density": 0.5}, r"rank 2 has another density than rank 0; this rank has 0\.[15]\."),
+        ({"sync_every": 5}, "another sync_every"),
+        ({"by_speed": True}, "another by_speed"),
+        ({"fragment_sync_delay": 0}, "another delay"),
+        ({"fragment_update_alpha": 0.5}, "another fragment_update_alpha"),
         ({"fragments": 3}, "another division into fragments"),
         ({"outer": None}, "another type of outer optimizer"),
         ({"decay": 0.5}, "another option of the Reducer"),

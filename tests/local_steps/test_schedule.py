@@ -267,7 +267,7 @@ def test_a_rank_that_divides_rounds_differently_is_told() -> None:
         parameters = initial()
         local = made(transport, parameters, sync_every=2, by_speed=True)
         local.step(parameters)
-        local._schedule = replace(local._schedule, deadline=2.0 + transport.rank)
+        local._rules = local._rules._replace(schedule=replace(local._schedule, deadline=2.0 + transport.rank))
         with pytest.raises(sc.CollectiveMismatchError, match=r"divide round 0 differently.*same sync_every"):
             local.step(parameters)
 

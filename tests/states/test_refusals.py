@@ -255,7 +255,7 @@ LOCAL_STEPS = {
     "outer type": Damage(with_(outer={"velocities": {"a": np.full(600, "x")}}), "outer state"),
     "reducer": Damage(nested("reducers", lambda r: [r[0], r[1], {}]), r"Reducer\.state_dict"),
     "world size of reducers": Damage(reducers(world_size=9), r"world_size'. is 9, .*reshard"),
-    "world size": Damage(with_(world_size=5, rank=4), r"world_size'. is 5, .*reshard"),
+    "world size": Damage(with_(world_size=5, rank=4, exchanges=[]), r"world_size'. is 5, .*reshard"),
     "means": Damage(exchanges(means={}), "means.. lacks"),
     "not under way": Damage(exchanges(round=77), "'exchanges'. is "),
     "exchange": Damage(with_(exchanges=[{"fragment": 7, "round": 0, "means": None}]), "'exchanges'. is "),
