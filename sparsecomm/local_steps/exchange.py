@@ -63,9 +63,7 @@ class FragmentExchange:
     the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and
     whether the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks
     raise, the pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and
-    nobody waits for them unless the sums have failed.
-
-    Each method may be called again after an interrupt.
+    nobody waits for them unless the sums have failed. Each method may be called again after an interrupt.
 
     Attributes:
         fragment, round: the fragment, and the round in which it is applied.
@@ -124,10 +122,7 @@ class FragmentExchange:
     def begin(self, transport: Transport, steps: Sequence[int], nanoseconds: int) -> None:
         """Begin; `push` comes next.
 
-        Args:
-            transport: makes the call that gathers the words.
-            steps: local steps of each rank in the round, if ranks take them by speed.
-            nanoseconds: duration of a local step of this rank; 0: unknown.
+        ``steps``: of each rank in the round, by speed; ``nanoseconds``: of a local step of this rank, 0 if unknown.
         """
         self._step, self._transport, schedule = self._reducer.step, transport, self._rules.schedule
         division = schedule.steps_between(self.fragment, self.round)
@@ -234,8 +229,7 @@ class FragmentExchange:
                 return WeightMismatchError(
                     f"rank {rank}: the global parameters of rank {other} in fragment {self.fragment} are not those of "
                     "rank 0. Create LocalSteps with the same parameters on all ranks: load one checkpoint, or "
-                    "broadcast them (PyTorch: sparsecomm.torch.broadcast_parameters). If an interrupt came during a "
-                    "step of an outer optimizer, call LocalSteps.rebuild on all ranks"
+                    "broadcast them. If an interrupt ended an outer step, call LocalSteps.rebuild on all ranks"
                 )
         self.nanoseconds = tuple(theirs[4] for theirs in by_rank)
         self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
@@ -255,7 +249,7 @@ class FragmentExchange:
         return CollectiveMismatchError(
             f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
             f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
-            "that were saved together; LocalSteps.rebuild brings all ranks to one place"
+            "saved together; LocalSteps.rebuild brings all ranks to one place"
         )
 
     # -- means are applied --------------------------------------------------------------------------------------------
@@ -277,13 +271,8 @@ class FragmentExchange:
         if self.outcome is Outcome.NOT_FINITE:
             for name, indices in self._overflows.items():  # of the residuals, so that they do not overflow again
                 self._reducer.residual(name).reshape(-1)[indices] = 0
-            _log.warning(
-                "rank %s: round %s, fragment %s was not applied, since a pseudo-gradient was not finite on some rank, "
-                "or parameters would not be",
-                rank,
-                self.round,
-                self.fragment,
-            )
+            text = "rank %s: round %s, fragment %s was not applied: a pseudo-gradient, or the outer step, is not finite"
+            _log.warning(text, rank, self.round, self.fragment)
             names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]
         alpha = self._rules.alpha if usable and not self.late else 0.0
         for name in names:

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
-from sparsecomm.checks import quote
-from sparsecomm.errors import InvalidInputError, did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.local_steps.outer import NesterovSGD
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.layout import NamedTensors, specs_of
@@ -47,11 +46,7 @@ class GlobalParameters:
     """
 
     def __init__(self, parameters: NamedTensors) -> None:
-        """Copy the local parameters.
-
-        Raises:
-            InvalidInputError: a parameter has an unsupported type, or is read-only (except `ImmutableParameters`).
-        """
+        """Copy the local parameters, which must be writable unless they are `ImmutableParameters`."""
         pairs = interop.named(parameters, "parameters")
         self.specs: dict[str, TensorSpec] = specs_of(pairs)
         self.compared: set[int] = set()
@@ -92,48 +87,24 @@ class GlobalParameters:
                 yield name
 
     def check(self, parameters: object, names: Iterable[str] = ()) -> None:
-        """Check the names and shapes of local parameters, and the types and devices of ``names``.
-
-        Raises:
-            InvalidInputError: they differ from the constructor's, or one of ``names`` is read-only.
-        """
+        """Check the names and shapes of local parameters, and that exchanges of ``names`` can read and write them."""
         if not isinstance(parameters, Mapping):
             raise InvalidInputError(f"parameters: got {type(parameters).__name__}; expected a dictionary of tensors")
         if parameters.keys() != self.specs.keys():
             missing = [name for name in self.specs if name not in parameters]
             unknown = [name for name in parameters if name not in self.specs]
             raise InvalidInputError(
-                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; expected the {len(self.specs)} "
-                "names that LocalSteps was created with"
+                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; pass those of the constructor"
             )
         for name, parameter in parameters.items():
             shape = getattr(parameter, "shape", None)
             if shape is not None and tuple(shape) != self.specs[name].shape:
                 raise InvalidInputError(
-                    f"parameters: {name!r} has shape {tuple(shape)}; expected {self.specs[name].shape}, as when "
-                    "LocalSteps was created; create a new one if the model has changed"
+                    f"parameters: {name!r} has shape {tuple(shape)}; expected {self.specs[name].shape}; create a new "
+                    "LocalSteps if the model has changed"
                 )
         for name in names:
             self.specs[name].tensor(parameters[name], name, writable=self._in_place)
-
-    def known(self, names: object = None) -> set[str]:
-        """Return names of parameters as a set; ``None``: all names.
-
-        Raises:
-            InvalidInputError: a name is unknown.
-        """
-        listing = self.specs if names is None else [names] if isinstance(names, str) else names
-        if not isinstance(listing, Iterable):
-            raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
-        found = set()
-        for name in listing:
-            if not isinstance(name, str) or name not in self.specs:
-                raise InvalidInputError(
-                    f"names: {quote(name)} is not one of the {len(self.specs)} parameters, {listed(self.specs)}"
-                    f"{did_you_mean(name, self.specs)}"
-                )
-            found.add(name)
-        return found
 
     # -- local parameters ---------------------------------------------------------------------------------------------
 
@@ -196,11 +167,7 @@ class GlobalParameters:
     def overflows(self, name: str, mean: SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
         """Return the indices at which an outer step would make a parameter or its velocity infinite. Nothing changes.
 
-        Args:
-            name: of the parameter.
-            mean: the mean pseudo-gradient.
-            largest: the largest magnitude in ``mean``.
-            outer: the outer optimizer; ``None``: the mean is subtracted.
+        ``largest`` is at least the largest magnitude in ``mean``. Without ``outer`` the mean is subtracted.
         """
         parameter, indices, limit = self._arrays[name], None, self._limits[name]
         with np.errstate(over="ignore", invalid="ignore"):

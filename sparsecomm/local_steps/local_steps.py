@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsecomm import config, transport
 from sparsecomm.checks import quote, to_bool, to_float, with_options
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.errors import InvalidInputError, SparseCommError, did_you_mean, listed
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
 from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, Rules
@@ -151,9 +151,7 @@ class LocalSteps:
         if not 0 <= alpha <= 1:
             raise InvalidInputError(f"fragment_update_alpha={quote(fragment_update_alpha)}: must be from 0 to 1")
         if outer is not None and not callable(getattr(outer, "step", None)):
-            raise InvalidInputError(
-                f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
-            )
+            raise InvalidInputError(f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD, or None")
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
         self._comm: transport.Comm = comm  # replaced by its transport on first use
@@ -419,11 +417,20 @@ class LocalSteps:
                 changed.
         """
         with self._deadline.lock:
-            wanted = self._globals.known(names)
+            known = self._globals.specs
+            listing: Any = known if names is None else [names] if isinstance(names, str) else names
+            if not isinstance(listing, Iterable):
+                raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
+            wanted = list(listing)
+            if unknown := [name for name in wanted if not isinstance(name, str) or name not in known]:
+                raise InvalidInputError(
+                    f"names: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
+                    f"{did_you_mean(unknown[0], known)}"
+                )
             self._check_idle("discard", ended=True)
             for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
-                reducer.discard([name for name in fragment if name in wanted])
-            self._globals.unsent -= wanted
+                reducer.discard(set(fragment).intersection(wanted))
+            self._globals.unsent.difference_update(wanted)
 
     # -- states and other ranks ---------------------------------------------------------------------------------------
 
@@ -578,13 +585,10 @@ class LocalSteps:
         if self._phase is Phase.LEFT_OUT:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} by a rank that was left out of an exchange since its last local step; "
-                "call step or finish first, with the local parameters. Save states right after a step, and call rest "
-                "before anything that takes long"
+                "call step or finish first, and call rest before anything that takes long"
             )
         if self._phase is Phase.EXCHANGING:
-            raise InvalidInputError(
-                f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
-            )
+            raise InvalidInputError(f"rank {ranks.rank}: {doing} after an interrupted step; call finish first")
         pending = any(exchange.outcome is Outcome.PENDING for exchange in self._exchanges.values())
         if ended and pending:
             raise InvalidInputError(f"rank {ranks.rank}: {doing} with an exchange in flight; call finish first")

@@ -31,23 +31,17 @@ class OuterOptimizer(Protocol):
     """
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
-        """Update a parameter in place, once per usable exchange, with the same bits on all ranks.
+        """Update a global parameter in place, once per usable exchange, with the same bits on all ranks.
 
-        Args:
-            name: the parameter's name.
-            parameter: the global parameter: flat, float32 (float64 for float64), of NumPy, or of CuPy on a GPU.
-            gradient: the mean pseudo-gradient, of the same shape and type. It may be overwritten.
+        Both arrays are flat, float32 (float64 for float64), of NumPy, or of CuPy on a GPU. ``gradient``, the mean
+        pseudo-gradient, may be overwritten.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return a copy of the state: NumPy arrays, numbers, strings, lists and dictionaries."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            InvalidInputError: the state does not fit. Nothing has changed.
-        """
+        """Load what `state_dict` returned; or raise `InvalidInputError`, and change nothing."""
 
 
 class NesterovSGD:
@@ -60,9 +54,6 @@ class NesterovSGD:
         learning_rate: must be positive.
         momentum: from 0 to below 1; 0 keeps no velocities.
         nesterov: look ahead by one step.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
@@ -124,16 +115,7 @@ class NesterovSGD:
 
 
 def load_outer(outer: OuterOptimizer, state: Any, specs: Mapping[str, TensorSpec], undo: Undo) -> object:
-    """Load a state into an outer optimizer, and return the state that it then has.
-
-    Args:
-        outer, state: the optimizer and its new state.
-        specs: of the parameters.
-        undo: a function that restores the present state is appended to it.
-
-    Raises:
-        InvalidInputError: the optimizer refuses the state.
-    """
+    """Load a state into an outer optimizer, which ``undo`` restores. Return the state that it then has."""
     with reading("outer", f"what {type(outer).__name__}.state_dict() returned"):
         if hasattr(outer, "snapshot"):
             undo.append(outer.snapshot())

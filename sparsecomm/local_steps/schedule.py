@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparsecomm.checks import is_real, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError, did_you_mean, listed
@@ -17,38 +18,33 @@ _GAIN = 1.03  # the pace changes only if rounds get shorter by this factor: meas
 _ROUNDING = 1 + 1e-9
 
 
-def split_names(sizes: Mapping[str, int], fragments: object) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each fragment.
+def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each fragment, from the number of fragments, or from the names of each.
 
     Args:
         sizes: number of elements of each tensor, by name.
-        fragments: the number of fragments, or the names of each.
-
-    Raises:
-        InvalidInputError: the number exceeds that of the tensors, or the names do not list each tensor exactly once.
+        fragments: as of `sparsecomm.LocalSteps`.
     """
     if is_real(fragments):
-        if (count := to_int(fragments, 1, len(sizes))) is None:
+        if (number := to_int(fragments, 1, len(sizes))) is None:
             raise InvalidInputError(f"fragments={quote(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
-        return split_by_size(sizes, count)
-    if not isinstance(fragments, Sequence) or isinstance(fragments, str) or not fragments:
-        raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or lists of names")
-    seen: set[str] = set()
-    for number, names in enumerate(fragments):
-        if not isinstance(names, Sequence) or isinstance(names, str) or not names:
-            raise InvalidInputError(f"fragments[{number}]={quote(names)}: expected a list of at least one name")
-        for name in names:
-            if not isinstance(name, str) or name not in sizes:
-                raise InvalidInputError(
-                    f"fragments[{number}]: {quote(name)} is not one of the {len(sizes)} tensors, {listed(sizes)}"
-                    f"{did_you_mean(name, sizes)}"
-                )
-            if name in seen:
-                raise InvalidInputError(f"fragments[{number}]: {name!r} appears twice; list each tensor exactly once")
-            seen.add(name)
-    if missing := [name for name in sizes if name not in seen]:
-        raise InvalidInputError(f"fragments: {listed(missing)} missing; list each tensor exactly once")
-    return tuple(tuple(names) for names in fragments)
+        return split_by_size(sizes, number)
+    is_lists = isinstance(fragments, Sequence) and not isinstance(fragments, str)
+    if not is_lists or not all(isinstance(part, Sequence) and part and not isinstance(part, str) for part in fragments):
+        raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or lists of at least one name")
+    names = [name for part in fragments for name in part]
+    if unknown := [name for name in names if not isinstance(name, str) or name not in sizes]:
+        raise InvalidInputError(
+            f"fragments: {quote(unknown[0])} is not one of the {len(sizes)} tensors, {listed(sizes)}"
+            f"{did_you_mean(unknown[0], sizes)}"
+        )
+    count = Counter(names)
+    missing, twice = [name for name in sizes if name not in count], [name for name in names if count[name] > 1]
+    if missing or twice:
+        raise InvalidInputError(
+            f"fragments: {listed(missing)} missing, {listed(twice)} repeated; list each tensor exactly once"
+        )
+    return tuple(map(tuple, fragments))
 
 
 def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
@@ -76,17 +72,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The numbers of local steps in rounds: the same on all ranks.
+    """The numbers of local steps in rounds: the same on all ranks."""
 
-    Attributes:
-        round: the first round to which it applies.
-        steps: by rank; empty: ``sync_every`` each.
-        seconds: the expected duration of a round without its exchanges; 0: unknown.
-    """
-
-    round: int = 0
-    steps: tuple[int, ...] = ()
-    seconds: float = 0.0
+    round: int = 0  # the first round to which it applies
+    steps: tuple[int, ...] = ()  # by rank; empty: ``sync_every`` each
+    seconds: float = 0.0  # the expected duration of a round without its exchanges; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -99,10 +89,7 @@ class SyncSchedule:
     Steps are counted over all rounds, in local steps of a rank that takes ``sync_every`` in a round. `passed` converts
     the local steps of other ranks. So all ranks begin and apply the same exchanges in the same order.
 
-    Attributes: as the arguments of `sparsecomm.LocalSteps`; ``fragments`` is their number, and ``deadline`` 0 for none.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
+    The attributes are arguments of `sparsecomm.LocalSteps`; ``fragments`` is a number, and ``deadline`` 0 for none.
     """
 
     sync_every: int
@@ -171,13 +158,9 @@ class SyncSchedule:
         return self.begun_at(fragment, round_no) - before
 
     def pace_after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
-        """Return the pace from a round on.
+        """Return the pace from a round on, after ``pace``.
 
-        Args:
-            pace: the pace until then.
-            round_no: the round.
-            seconds: duration of a local step, by rank; 0: not measured.
-            late: ranks that were left out: ``seconds`` is a lower bound for them.
+        ``seconds`` is the duration of a local step of each rank, 0 if it is unknown; for ``late`` ranks a lower bound.
         """
         if min(seconds) <= 0 or len(late) == len(seconds):
             return Pace(round_no, pace.steps, pace.seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -168,37 +167,18 @@ def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any]) -> No
                 np.testing.assert_allclose(mine, theirs.reshape(values.shape), rtol=2e-6, atol=2e-6, err_msg=name)
 
 
-@FEW
-@given(schedules(), st.integers(1, 3))
-def test_equally_fast_ranks_do_what_they_do_without(schedule: dict[str, Any], P: int) -> None:
-    def program(transport: simulated.SimulatedTransport, *, by_speed: bool) -> Any:
-        local, parameters, divisions = trained(transport, [1.5] * P, 4, by_speed=by_speed, **schedule)
-        return divisions, bits(parameters), bits(local.global_parameters())
-
-    with_it, without = (run(P, lambda transport, b=b: program(transport, by_speed=b)) for b in (True, False))
-    assert with_it == without
-
-
-@pytest.mark.parametrize(("options", "waits"), [({}, 0.62), ({"by_speed": True}, 0.95)])
-def test_nobody_waits_for_the_slowest(options: dict[str, Any], waits: float) -> None:
-    """By equal numbers the mean worker computes for 0.625 of the time."""
+def test_nobody_waits_for_the_slowest() -> None:
+    """By equal numbers the mean worker would compute for 0.625 of the time."""
     P, rounds = len(SPEEDS), 20
 
     def program(transport: simulated.SimulatedTransport) -> Any:
-        local, _, divisions = trained(transport, SPEEDS, rounds, sync_every=10, **options)
-        seconds = [
-            SPEEDS[transport.rank] * sum(steps[transport.rank] for steps in some) for some in (divisions, divisions[:1])
-        ]
-        return seconds, divisions[1:], local.round
+        divisions = trained(transport, SPEEDS, rounds, sync_every=10, by_speed=True)[2]
+        return SPEEDS[transport.rank] * sum(steps[transport.rank] for steps in divisions[1:]), divisions[1:]
 
     results = simulated.run(P, program, alpha=0.01)
-    computed = np.mean([result.value[0][0] - result.value[0][1] for result in results])
     wall = max(result.seconds for result in results) - max(SPEEDS) * 10
-    assert computed / wall > waits
-    if not options:
-        assert computed / wall < 0.63
-    elif "by_speed" in options:
-        assert results[0].value[1] == [(20, 20, 10, 10, 10, 5, 5, 5)] * (rounds - 1)
+    assert np.mean([result.value[0] for result in results]) / wall > 0.95
+    assert results[0].value[1] == [(20, 20, 10, 10, 10, 5, 5, 5)] * (rounds - 1)
 
 
 def test_a_rank_whose_speed_changes_is_followed() -> None:
@@ -216,33 +196,6 @@ def test_a_rank_whose_speed_changes_is_followed() -> None:
         assert divisions[:3] == [(8, 8)] * 3
         assert divisions[3:6] == [(14, 1)] * 3
         assert divisions[7][1] > 5
-
-
-@pytest.mark.parametrize("stop", [4, 6, 10, 12])  # when an exchange is under way, and between rounds
-def test_going_on_from_the_middle_of_a_round(stop: int) -> None:
-    times = [1.0, 2.0]
-    options = {"sync_every": 6, "fragment_sync_delay": 2, "by_speed": True, "outer": None}
-
-    def program(transport: simulated.SimulatedTransport, *, stops: bool) -> Any:
-        parameters, step = initial(), 0
-        local, stopped = made(transport, parameters, **options), not stops
-        while local.round < 4:
-            if not stopped and local._passed() >= stop:
-                state = pickle.loads(pickle.dumps(local.state_dict()))
-                local.finish({name: values.copy() for name, values in parameters.items()})
-                transport.queue.users = 0  # as in a new process
-                local, stopped = made(transport, initial(), **options), True
-                local.load_state_dict(state)
-                assert local.state_dict()["steps"] == state["steps"]
-            transport.compute(times[transport.rank])
-            step += 1
-            move(parameters, transport.rank, step)
-            local.step(parameters)
-        return local.steps, bits(parameters), bits(local.global_parameters())
-
-    assert run(2, lambda transport: program(transport, stops=True)) == run(
-        2, lambda transport: program(transport, stops=False)
-    )
 
 
 def test_states_for_another_number_of_ranks_and_rules() -> None:
