@@ -46,9 +46,6 @@ class LocalSteps(Adapter):
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, applied to
             one leaf at a time; a `sparsecomm.OuterOptimizer`; or ``None``: global = global - mean.
         options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former.
-
-    Raises:
-        InvalidInputError: an argument is invalid.
     """
 
     @with_options(LocalStepsOptions, core.LocalSteps.__init__, **DEFAULTS)
@@ -70,8 +67,7 @@ class LocalSteps(Adapter):
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.
 
-        It raises what `sparsecomm.LocalSteps.step` raises. The leaves that it then set to the global ones replace
-        leaves that are passed to the next call.
+        After an error, the leaves that were set to the global ones replace leaves that are passed to the next call.
         """
         self._core.step(self._leaves.of(params))
         return self._leaves.tree(params)

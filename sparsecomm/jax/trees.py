@@ -55,10 +55,7 @@ def sparse_allreduce(
         new_residual)``.
 
     Raises:
-        InvalidInputError: an argument is invalid, or sharded over devices. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparsecomm.sparse_allreduce`, but
-            the gradient is not in the residual. Under jit JAX raises `jax.errors.JaxRuntimeError`, whose text ends with
-            the type and the text of the error.
+        SparseCommError: as `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
     """
     leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
@@ -92,17 +89,12 @@ def allreduce_tree(
             their own.
         chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
             ``density * chunk`` entries are selected, at least one.
-        dense_below: leaves of fewer elements are sent whole, in one dense call. 0: none. With
-            ``op="mean_of_contributors"`` they are divided by the number of ranks.
+        dense_below: leaves of fewer elements are sent whole, in one dense call.
         comm: as in `sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        A tree like ``grads``; with residuals ``(tree, new_residuals)``.
-
-    Raises:
-        InvalidInputError: an argument is invalid; the message names the leaf. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+        A tree like ``grads``; with residuals ``(tree, new_residuals)``. It raises as `sparse_allreduce`.
     """
     options.setdefault("op", "mean")
     result, kept = tree_step(

@@ -54,11 +54,8 @@ class Deadline:
 
     The time runs from the end of the last exchange on this rank, so clocks need not agree. It is over after ``factor``
     times the expected time of the local steps since then. If another rank waits by then, a thread begins the exchange
-    in place of the program. A rank says that it waits after a quarter of a second, and then less and less often.
-
-    Attributes:
-        factor: see above; 0: no deadline, and then only the lock is used.
-        lock: the program and the thread hold it while they use the local steps.
+    in place of the program. With a ``factor`` of 0 only the lock is used, which the program and the thread hold while
+    they use the local steps.
     """
 
     def __init__(self, factor: float) -> None:
@@ -104,10 +101,8 @@ class Deadline:
             del watched
 
     def check(self, program: Program) -> float | None:
-        """Leave the program out if it is late. Return the seconds until the next check; ``None``: when woken.
-
-        The lock is not held while this waits for calls in the queue, so that the program's local steps go on.
-        """
+        """Leave the program out if it is late. Return the seconds until the next check; ``None``: when woken."""
+        # The lock is not held while this waits for calls in the queue, so that the program's local steps continue.
         if (last := self._last) is None:
             return None
         if last.ended is None:

@@ -53,9 +53,6 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
     """Return options of a `Reducer`, with the defaults that trained best and fit the other options.
 
     Not every algorithm counts contributors, a dense sum leaves no residual to decay, and float64 sums are sent exactly.
-
-    Raises:
-        InvalidInputError: the algorithm is unknown.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto(sync_every) if isinstance(name, str) and name == "auto" else name

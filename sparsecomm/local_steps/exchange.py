@@ -29,7 +29,7 @@ __all__ = ["FragmentExchange", "Outcome", "Rules", "gather_of"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
-_WORDS = 6  # round, fragment, division, checksum, nanoseconds, late
+_WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
 _COMPARED = 4  # the first of them
 
 
@@ -59,33 +59,23 @@ def gather_of(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> Wor
 class FragmentExchange:
     """An exchange that has begun, or ended, and is not applied yet.
 
-    The reducer's calls sum the pseudo-gradients. One more call gathers six words per rank: the round, the fragment, how
-    the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and
-    whether the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks
-    raise, the pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and
-    nobody waits for them unless the sums have failed. Each method may be called again after an interrupt.
-
-    Attributes:
-        fragment, round: the fragment, and the round in which it is applied.
-        late: whether the deadline's thread has begun the exchange, without the program's parameters.
-        names: of the fragment's parameters.
-        outcome: see `Outcome`.
-        error: why it has failed.
-        without_gradient: names of parameters that no rank has trained. They are not changed.
-        nanoseconds: duration of a local step, by rank; empty: unknown.
-        left_out: the ranks that were late.
+    The reducer's calls sum the pseudo-gradients. One more call gathers six words of each rank. The first four are also
+    in the label of the reducer's calls. If they differ, all ranks raise, the pseudo-gradients stay in the residuals,
+    and the words tell what differs. So the words may come last, and nobody waits for them unless the sums have failed.
+    Each method may be called again after an interrupt.
     """
 
     def __init__(
         self, fragment: int, round_no: int, reducer: Reducer, shared: GlobalParameters, rules: Rules, late: bool
     ) -> None:
-        self.fragment, self.round, self.late = fragment, round_no, late
+        self.fragment, self.round = fragment, round_no  # in which it is applied
+        self.late = late  # whether the deadline's thread has begun it, without the program's parameters
         self.names = reducer.names
         self.outcome = Outcome.PENDING
         self.error: BaseException | None = None
-        self.without_gradient: frozenset[str] = frozenset()
-        self.nanoseconds: tuple[int, ...] = ()
-        self.left_out: tuple[int, ...] = ()
+        self.without_gradient: frozenset[str] = frozenset()  # names that no rank has trained, and that do not change
+        self.nanoseconds: tuple[int, ...] = ()  # of a local step, by rank; empty: unknown
+        self.left_out: tuple[int, ...] = ()  # the ranks that were late
         self._reducer, self._shared, self._rules = reducer, shared, rules
         self._comparison: Handle | None = None
         self._raised: BaseException | None = None  # by the reducer

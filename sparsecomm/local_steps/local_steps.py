@@ -65,19 +65,8 @@ class LocalSteps:
         model = local.global_parameters()
 
     What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
-
-    **Schedule.** Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round. With a delay of
-    d, its exchange begins d local steps earlier.
-
-    **Speed.** With ``by_speed``, faster ranks take more local steps in a round, P * ``sync_every`` in all, so that
-    ranks wait as little as possible. Measured are the times from the end of `step` to its next call. Schedule and
-    delays scale with a rank's number of local steps; the mean is not weighted. Train until `round` reaches a limit.
-
-    **Deadline.** With ``deadline``, a thread takes part in an exchange for a rank that comes too late, and contributes
-    only from its residual; `left_out` and a warning tell. The rank's pseudo-gradient is added to its residual for the
-    next exchange, and it continues from the global parameters: `round` may rise by several. Do what all ranks must do
-    together, such as saving states, right after `step` and only if `left_out` is empty. A rank that does not come for
-    ``SPARSECOMM_TIMEOUT`` seconds, or whose process is dead, is waited for until the others raise `TimeoutError`.
+    Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round; with a delay of d, its
+    exchange begins d local steps earlier. docs/start/local-steps.md describes ``by_speed`` and ``deadline``.
 
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
     last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
@@ -98,14 +87,14 @@ class LocalSteps:
     to the global ones. Reset the inner optimizer's state where it holds NaN.
 
     Args:
-        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. The
-            global parameters begin as copies. They must be the same on all ranks; the first exchange compares them.
+        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place, the
+            same on all ranks. The first exchange compares them.
         density: share of the entries that each rank selects, or a function from the number of a fragment's exchange to
             it. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
         sync_every: local steps of a round; with ``by_speed`` on average over the ranks.
-        by_speed: whether faster ranks take more local steps in a round.
-        deadline: a rank is left out of an exchange that it reaches later than this multiple, above 1, of the expected
-            time. The constructor is then collective. ``None``: every rank is waited for.
+        by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
+        deadline: a rank that reaches an exchange later than this multiple, above 1, of the expected time is left out,
+            and its `round` may rise by several. The constructor is then collective. ``None``: every rank is waited for.
         fragments: the number of fragments, of neighbouring tensors and about equal size; or the names of each.
         fragment_sync_delay: local steps from the beginning of an exchange to its application.
         fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
@@ -407,14 +396,10 @@ class LocalSteps:
         return "\n".join([total.table("round"), *first.report_lines(others)])
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Set residuals to zero, which drops pseudo-gradients that have not been sent. Call it on all ranks.
-
-        Args:
-            names: names of parameters; ``None``: all of them.
+        """Drop pseudo-gradients that have not been sent, of these parameters or of all. Call it on all ranks.
 
         Raises:
-            InvalidInputError: a name is unknown, an exchange is in flight, or a step was interrupted. Nothing has
-                changed.
+            InvalidInputError: a name is unknown, an exchange is in flight, or a step was interrupted.
         """
         with self._deadline.lock:
             known = self._globals.specs
@@ -472,12 +457,8 @@ class LocalSteps:
     def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned on this rank, or `reshard` made, and continue bit for bit. Collective.
 
-        All ranks load, or none. Load the local parameters and the inner optimizer's state, too.
-
-        Raises:
-            InvalidInputError: the state of this or another rank does not fit; the message names the rank, the key, the
-                value and the expected value. Nothing has changed on any rank.
-            CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
+        All ranks load, or none. Load the local parameters and the inner optimizer's state, too. It raises what
+        `Reducer.load_state_dict` raises.
         """
         self.load_with(lambda undo: self.prepare_state(state, undo))
 
@@ -533,12 +514,11 @@ class LocalSteps:
             joining: whether this rank is new. At least one rank must not be.
 
         Returns:
-            The ranks lost and joined, and what was lost with them: see `Reducer.rebuild`. ``step`` is the round, and
-            ``steps_apart`` counts local steps of a rank that takes ``sync_every`` in a round.
+            As `Reducer.rebuild`. ``step`` is the round, and ``steps_apart`` counts local steps of a rank that takes
+            ``sync_every`` in a round.
 
         Raises:
-            InvalidInputError: all ranks join, an argument is invalid, or the outer optimizer's state cannot be sent or
-                loaded. All ranks raise it before anything changes.
+            InvalidInputError: all ranks join, or the outer optimizer's state cannot be sent or loaded. All ranks raise.
             CollectiveMismatchError: a rank has another model, other settings or another version of the library.
             TransportError: a rank did not answer, or died.
         """

@@ -25,12 +25,9 @@ _LABEL = zlib.crc32(b"members of local steps") or 1
 def compared_members(
     transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], word: int
 ) -> Members:
-    """Gather the `Members` of a new communicator, and check that they have the same settings. Collective.
+    """Gather the `Members` of a new communicator, and compare their settings, by name. Collective.
 
-    Args:
-        transport, before, joining, step: as of `Members`.
-        settings: values by name, with the same names in the same order on all ranks.
-        word: one more word, the last of `Member.words`.
+    ``word`` becomes the last of `Member.words`.
 
     Raises:
         CollectiveMismatchError: a setting differs from that of the lowest rank that does not join. All ranks raise.

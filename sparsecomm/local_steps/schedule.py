@@ -19,12 +19,7 @@ _ROUNDING = 1 + 1e-9
 
 
 def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each fragment, from the number of fragments, or from the names of each.
-
-    Args:
-        sizes: number of elements of each tensor, by name.
-        fragments: as of `sparsecomm.LocalSteps`.
-    """
+    """Return the names of each fragment, from their number or their names, and from the size of each tensor."""
     if is_real(fragments):
         if (number := to_int(fragments, 1, len(sizes))) is None:
             raise InvalidInputError(f"fragments={quote(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
@@ -206,16 +201,11 @@ def _least_idle(total: int, seconds: Sequence[float]) -> float:
 
 
 class StepTimer:
-    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call.
-
-    Attributes:
-        started: when the current local step began; ``None``: it is not measured.
-        estimate: seconds of a local step, as measured so far.
-    """
+    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call."""
 
     def __init__(self, clock: Callable[[], float], estimate: float = 0.0) -> None:
-        self.clock, self.estimate = clock, estimate
-        self.started: float | None = None
+        self.clock, self.estimate = clock, estimate  # seconds of a local step, as measured so far
+        self.started: float | None = None  # when the current local step began; ``None``: it is not measured
         self._spent, self._steps = 0.0, 0
 
     def stop(self) -> None:

@@ -137,19 +137,10 @@ def fit(
     schedule: SyncSchedule,
     outer: bool,
 ) -> StateDict:
-    """Check the fields of a state against the settings of local steps, and return them with new, flat arrays.
+    """Check fields that `LOCAL_STEPS` has read against the settings of local steps. Return them with new, flat arrays.
 
-    The states of the outer optimizer and of the reducers are neither checked nor changed.
-
-    Args:
-        found: the fields, as `LOCAL_STEPS` read them.
-        specs: the parameters, by name.
-        fragments: the names of the parameters of each fragment.
-        schedule: the schedule of the exchanges.
-        outer: whether there is an outer optimizer.
-
-    Raises:
-        InvalidInputError: the state is damaged, or belongs to other parameters or settings.
+    The states of the outer optimizer and of the reducers are neither checked nor changed. ``outer``: whether there is
+    an outer optimizer.
     """
     names = [list(each) for each in found["fragments"]]
     if names != [list(each) for each in fragments]:

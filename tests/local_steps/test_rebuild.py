@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import global_parameters, rebuild
+from sparsecomm.local_steps import rebuild
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
 from tests.reducer.programs import run
@@ -151,66 +151,40 @@ class Evil:
         return setattr, (Evil, "ran", True)
 
 
-def rebuilt_with(change: Any) -> list[tuple[str, bool]]:
-    """What the ranks raise in `rebuild`, and whether anything has changed."""
+def fails() -> None:
+    raise OSError("no disk")
+
+
+@pytest.mark.parametrize(
+    ("sends", "loads", "message"),
+    [
+        (Evil(), None, "the state of rank 0's outer optimizer cannot be sent"),
+        ({"a": np.array([Evil()])}, None, "the state of rank 0's outer optimizer cannot be sent"),
+        (None, fails, "no disk"),
+        ({"velocities": {"a": np.zeros(3, np.float32)}}, None, "the velocity of 'a' has shape (3,); expected (600,)"),
+    ],
+)
+def test_an_outer_state_that_cannot_be_sent_or_loaded_is_an_error_on_all_ranks(
+    sends: Any, loads: Any, message: str
+) -> None:
     old = trained(2, 6, Outer)
+
+    def state_of(local: sc.LocalSteps) -> Any:
+        return local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
 
     def program(transport: simulated.SimulatedTransport) -> Any:
         local, parameters = old[transport.rank]
-        before = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
-        change(local._outer, transport.rank)
+        before, outer = state_of(local), local._outer
+        outer.sends, outer.loads = (sends, None) if transport.rank == 0 else (None, loads)
         with pytest.raises(sc.InvalidInputError) as raised:
             local.rebuild(transport, parameters)
-        local._outer.sends = local._outer.loads = None
-        after = local.round, bits(local.global_parameters()), bits(residuals(local)), repr(local._outer._velocities)
+        assert message in str(raised.value)
+        outer.sends = outer.loads = None
+        assert loads is not None or state_of(local) == before
         local.rebuild(transport, parameters)  # and now it goes on
         train(local, parameters, transport.rank, 7, 12)
-        return str(raised.value), after == before, bits(local.global_parameters())
+        return bits(local.global_parameters())
 
     results = run(2, program)
-    assert results[0][2] == results[1][2]
-    return [(text, same) for text, same, _ in results]
-
-
-@pytest.mark.parametrize("state", [Evil(), {"a": np.array([Evil()])}])
-def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks(state: Any) -> None:
-    def change(outer: Outer, rank: int) -> None:
-        outer.sends = state if rank == 0 else None
-
-    for text, same in rebuilt_with(change):
-        assert "the state of rank 0's outer optimizer cannot be sent" in text
-        assert same
+    assert results[0] == results[1]
     assert not Evil.ran
-
-
-def test_a_state_that_one_rank_cannot_load_is_an_error_on_all_ranks() -> None:
-    def change(outer: Outer, rank: int) -> None:
-        def fails() -> None:
-            raise OSError("no disk")
-
-        outer.loads = fails if rank == 1 else None
-
-    def refusing(outer: Outer, rank: int) -> None:
-        outer.sends = {"velocities": {"a": np.zeros(3, np.float32)}} if rank == 0 else None
-
-    assert ["no disk" in text for text, _ in rebuilt_with(change)] == [True, True]
-    for text, same in rebuilt_with(refusing):
-        assert "the velocity of 'a' has shape (3,); expected (600,)" in text
-        assert same
-
-
-def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which only one at a time is copied to the host."""
-    events: list[str] = []
-
-    class Ranks:
-        def broadcast(self, data: np.ndarray, root: int) -> None:
-            events.append(f"send {data.size}")
-            data.view(np.float32)[:] = root
-
-    copy = global_parameters.to_host
-    monkeypatch.setattr(global_parameters, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
-    shared = global_parameters.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
-    shared.broadcast(Ranks(), 7)
-    assert events == ["copy 2", "send 8", "copy 3", "send 12"]
-    assert [array.tolist() for array in shared.shaped().values()] == [[7, 7], [7, 7, 7]]

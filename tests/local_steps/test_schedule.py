@@ -157,7 +157,7 @@ def test_the_whole_algorithm(times: list[float], schedule: dict[str, Any]) -> No
         schedule["fragment_sync_delay"],
         alpha=options["fragment_update_alpha"],
     )
-    oracle.train_unevenly(divisions)
+    oracle.train(rounds * schedule["sync_every"], divisions)
     for rank, (local, parameters, each) in enumerate(results):
         held = local.global_parameters()
         assert each == divisions
