@@ -250,7 +250,7 @@ class FragmentExchange:
 
         If it is late, no call of its fragment's reducer may be in flight.
         """
-        shared, usable, names = self._shared, self.outcome is Outcome.USABLE, self.names
+        shared, usable, names = self._shared, self.outcome is Outcome.USABLE, [*self.names]
         if self.late:
             self._save_unsent(parameters)
         if usable:
