@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,25 +124,11 @@ def test_an_exchange_that_fails_is_kept_by_all_also_by_a_late_rank() -> None:
 def test_a_deadline_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe comes after the calls in the queue, which may take long."""
     left, limit, took = list[int](), deadline.Deadline(2.0), list[bool]()
+    program: Any = SimpleNamespace(expected_seconds=lambda step: 1.0, leave_out=lambda: left.append(1))
+    transport: Any = SimpleNamespace(clock=lambda: 10.0)
+    probe = SimpleNamespace(time=7.5, awaited=waits)
 
-    class Program:
-        def expected_seconds(self, step: int) -> float:
-            return 1.0
-
-        def leave_out(self) -> None:
-            left.append(1)
-
-        def rest(self) -> None:
-            raise AssertionError
-
-    class Transport:
-        def clock(self) -> float:
-            return 10.0
-
-    class Probe:
-        time, awaited = 7.5, waits
-
-    def probe(_: object) -> type[Probe]:
+    def probed(_: object) -> SimpleNamespace:
         def take() -> None:
             with limit.lock:
                 took.append(True)
@@ -149,17 +136,16 @@ def test_a_deadline_does_not_hold_up_steps(waits: bool, monkeypatch: pytest.Monk
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         thread.join(5)
-        return Probe
+        return probe
 
-    monkeypatch.setattr(deadline, "_probe", probe)
-    assert limit.check(Program()) is None  # no exchange has begun
-    transport: Any = Transport()
+    monkeypatch.setattr(deadline, "_probe", probed)
+    assert limit.check(program) is None  # no exchange has begun
     limit.exchange_begun(transport, 3)
-    assert limit.check(Program()) == (0.0 if waits else deadline._MIN_PAUSE + 0.05)  # since 9.5
+    assert limit.check(program) == (0.0 if waits else deadline._MIN_PAUSE + 0.05)  # since 9.5
     assert left == [1] * waits
     assert took == [True] * 2
-    Probe.time = 9.0
+    probe.time = 9.0
     limit.exchange_begun(transport, 4)
-    assert limit.check(Program()) == 1.0
+    assert limit.check(program) == 1.0
     limit.reset()
-    assert limit.check(Program()) is None
+    assert limit.check(program) is None
