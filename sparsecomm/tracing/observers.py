@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from sparsecomm.backends import Backend, Backends
 from sparsecomm.tensors.interop import Device
 from sparsecomm.transport import Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 
 __all__ = ["EXCHANGE", "PARTS", "PART_OF", "Forwarding", "ObservedBackends", "Observer", "observe", "observed"]
 

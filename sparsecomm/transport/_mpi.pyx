@@ -26,7 +26,7 @@ from mpi4py.libmpi cimport (
 )
 
 from sparsecomm.signals import poll as poll_signals
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 
 np.import_array()
 

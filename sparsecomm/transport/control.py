@@ -29,8 +29,7 @@ from sparsecomm.errors import (
     describe,
 )
 from sparsecomm.signals import poll
-from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, TrafficCounters, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.base import HOST, MAX_CALL_BYTES, Bytes, MessageMemory, Mismatch, TrafficCounters, Transport
 
 __all__ = [
     "LEFT",

@@ -10,7 +10,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["VectorType", "Wire"]
 

@@ -50,7 +50,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 from sparsecomm.wire.base import VectorType, Wire
 
 __all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE", "Packed", "Plain", "WireName"]

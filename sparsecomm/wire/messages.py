@@ -12,7 +12,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from sparsecomm.transport.memory import HOST, MessageMemory
+from sparsecomm.transport.base import HOST, MessageMemory
 from sparsecomm.wire.base import VectorType, Wire
 from sparsecomm.wire.formats import PLAIN
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, CallSignature

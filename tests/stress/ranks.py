@@ -19,9 +19,8 @@ from greenlet import getcurrent, greenlet
 
 from sparsecomm import config
 from sparsecomm.errors import TransportError
-from sparsecomm.transport.base import Mismatch, Request, TrafficCounters
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Mismatch, Request, TrafficCounters
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 __all__ = ["Crash", "Network", "Rank"]
 

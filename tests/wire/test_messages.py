@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparsecomm import CollectiveMismatchError
 from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
 from sparsecomm.wire.header import HEADER
 

@@ -34,8 +34,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.transport.base import TrafficCounters
-from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.base import Bytes, TrafficCounters
 from sparsecomm.transport.simulated.network import MessageCost, Network
 from sparsecomm.transport.simulated.rank import SimulatedTransport, World
 from sparsecomm.transport.simulated.scheduler import Scheduler

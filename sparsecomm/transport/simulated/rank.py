@@ -12,9 +12,8 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError
 from sparsecomm.signals import poll
-from sparsecomm.transport.base import Request
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Request
 from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.simulated.network import Network
 from sparsecomm.transport.simulated.scheduler import Scheduler
 
