@@ -9,9 +9,10 @@ from sparsecomm import backends
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
+from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.measurement import costs_of
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.plan import Options
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
 from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError

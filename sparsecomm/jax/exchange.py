@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
 from sparsecomm.reducer.options import training_options

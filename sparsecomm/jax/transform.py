@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsecomm import api
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsecomm import api
 from sparsecomm.calls import arguments
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, auto
 
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
 from sparsecomm.reducer import Reducer
 from sparsecomm.reducer.step import Accept, error_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.reducer.bucket import Bucket, Streams, TensorSpec
 from sparsecomm.reducer.layout import layout

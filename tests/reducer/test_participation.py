@@ -11,10 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls.call import SumCall
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.sparse import SumCall
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Link
