@@ -1,7 +1,4 @@
-"""`Observer`: wraps the methods of a transport and of backends, to time or record the parts of each call.
-
-Nothing is wrapped where there is no observer.
-"""
+"""`Observer`: wraps the methods of a transport and of backends, to time or record the parts of each call."""
 
 from __future__ import annotations
 
