@@ -56,6 +56,7 @@ class Rank:
         before = sc.last_call(self.transport).number
         with interrupted(*points) as passed, contextlib.suppress(InterruptError, sc.TransportError):
             self.call()
+        assert passed.outside == 0, "a handler could run between two instructions of a call"
         self.points, self.interrupts = passed.passed, passed.interrupts
         last = sc.last_call(self.transport)
         self.begun = last.number > before
