@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
-from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
 from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.signals import deferred
-from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
@@ -25,22 +22,7 @@ from sparsecomm.transport import Comm, existing_transport, transport_of
 from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
-__all__ = [
-    "Algorithm",
-    "Handle",
-    "LastCall",
-    "algorithms",
-    "check_weights",
-    "explain",
-    "isparse_allreduce",
-    "last_call",
-    "merge_topk",
-    "realign",
-    "register_algorithm",
-    "sparse_allreduce",
-    "threshold",
-    "topk",
-]
+__all__ = ["LastCall", "algorithms", "explain", "last_call", "merge_topk", "realign", "threshold", "topk"]
 
 
 @deferred

@@ -9,21 +9,6 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
 
-__all__ = [
-    "CollectiveMismatchError",
-    "InvalidInputError",
-    "RankFailedError",
-    "SparseCommError",
-    "TimeoutError",
-    "TransportError",
-    "WeightMismatchError",
-    "describe",
-    "did_you_mean",
-    "listed",
-    "pip_install",
-    "text_of",
-]
-
 
 class SparseCommError(Exception):
     """Base class of all errors of this library."""

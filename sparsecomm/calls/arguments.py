@@ -18,18 +18,6 @@ from sparsecomm.contribution import Chunks
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Comm, Transport, existing_transport, group_of, job
 
-__all__ = [
-    "chunk_of",
-    "chunks_of",
-    "count_of",
-    "decay_of",
-    "label_checksum",
-    "name_rank",
-    "naming_rank",
-    "note_skipped",
-    "rank_of",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

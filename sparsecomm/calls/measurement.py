@@ -19,16 +19,6 @@ from sparsecomm.tuning import profile
 from sparsecomm.tuning.links import Links, Probe
 from sparsecomm.tuning.profile import KnownCosts
 
-__all__ = [
-    "LinkMeasurement",
-    "costs_for_steps",
-    "costs_matter",
-    "costs_of",
-    "measured_links",
-    "measurement_needed",
-    "plan_costs",
-]
-
 
 @deferred
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:

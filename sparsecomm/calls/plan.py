@@ -109,12 +109,10 @@ class Plan:
     """The plan of calls with one signature on one communicator, of which at most one is in flight.
 
     Attributes:
-        transport: the transport of the communicator.
-        backend: of the gradient's device.
+        transport, backend: of the communicator, and of the gradient's device.
         k: number of entries that each rank selects.
         chunks: how they are selected by chunk; ``None`` selects from the whole gradient.
-        choice: the chosen algorithm and wire format, and their predicted time.
-        algorithm: the chosen algorithm.
+        choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
         costs: the costs that decided it; ``None`` if nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
         comm: the communicator that the algorithm uses.
@@ -137,16 +135,12 @@ class Plan:
 
         Args:
             transport, backend, k, chunks: as in the attributes.
-            dtype: the element type that the ranks must agree on.
-            shape, size: of the gradient.
+            dtype, shape, size: of the gradient.
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose:
                 assumed costs are used, since the ranks' profiles may differ.
             arrays: whether the caller passed a residual, and an ``out``. The ranks must agree on both and on the shape.
                 ``None`` if the label of calls covers all of this.
-
-        Raises:
-            InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
         config.timeout()  # raises if it cannot be used; calls read it themselves
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs

@@ -41,14 +41,12 @@ class SumCall(Call):
         deferred: bool = False,
         keeps: bool = False,
     ) -> None:
-        """Plan a sum.
+        """Plan a sum. No other call of the plan may be in flight when this call is made.
 
         Args:
-            plan: its plan. No other call of it may be in flight when this call is made.
-            contribution: this rank's contribution.
+            plan, contribution, within, keeps: as above and in `Call`.
             label: a checksum that the ranks' calls must share; 0 for none.
             write: called with the result when the call is decided. Must be idempotent.
-            within, keeps: as in `Call`.
             deferred: leave it to `settle` to commit the contribution.
         """
         super().__init__(plan.transport, within, keeps=keeps)
@@ -231,12 +229,8 @@ def prepare(
 
     The arguments are those of `sparse_allreduce`; ``background`` says whether a thread of the queue makes the call.
 
-    Raises:
-        InvalidInputError: an argument cannot be used.
-        TransportError: from `sparsecomm.transport.transport_of`. The residual is as after a failed call.
-        CollectiveMismatchError: the measurement of links failed. The residual is as after a failed call.
-        BaseException: any other, such as an interrupt. The residual is as after a failed call if links have been
-            measured, and unchanged otherwise.
+    After a `TransportError`, or once a measurement of links has begun, the residual is as after a failed call. After
+    other errors it is unchanged.
     """
     measurement: LinkMeasurement | None = None
     try:

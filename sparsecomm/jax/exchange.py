@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm import api
 from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.plan import Options
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax import staged
 from sparsecomm.reducer.options import training_options
@@ -179,7 +179,7 @@ class Exchange:
             k, chunk, options = 1.0, None, options.whole()
         elif self.training:
             options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
-        return api.sparse_allreduce(
+        return sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
         )
 

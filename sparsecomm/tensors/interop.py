@@ -18,22 +18,6 @@ from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
-__all__ = [
-    "CPU",
-    "Device",
-    "Tensor",
-    "as_numpy",
-    "as_out",
-    "as_residual",
-    "check_like",
-    "content",
-    "is_tensor",
-    "named",
-    "overlap",
-    "refuse_masked",
-    "tensor",
-]
-
 
 class Device(NamedTuple):
     """A device: ``kind`` is "cpu" or "cuda", ``index`` the number of the GPU."""

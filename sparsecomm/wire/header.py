@@ -36,21 +36,6 @@ from typing import Final, Literal, TypeAlias, get_args
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
 
-__all__ = [
-    "CALL_BYTES",
-    "HEADER",
-    "HEADER_BYTES",
-    "INCOMPLETE",
-    "LABEL_AT",
-    "MEAN_OF_CONTRIBUTORS",
-    "MEASUREMENT",
-    "OPS",
-    "WIRE_NAMES",
-    "CallSignature",
-    "Op",
-    "shape_checksum",
-]
-
 _CALL = struct.Struct("<4sBBBBQQ24sIIII")
 CALL_BYTES = _CALL.size
 HEADER = struct.Struct(f"<{CALL_BYTES}sQIIQQ")  # call, number, sender, round, items, bytes that follow
