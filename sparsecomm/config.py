@@ -1,6 +1,7 @@
 """Settings from environment variables, read when they are used: a program may set them before its first call.
 
-Each function raises `InvalidInputError` if its variable cannot be used.
+Each function raises `InvalidInputError` if its variable cannot be used. `Transport.settings` lists the variables that
+calls read, and tells whether one has changed.
 """
 
 from __future__ import annotations
@@ -21,22 +22,6 @@ _MAX_TIMEOUT = 1e6  # seconds; all clocks and system calls can represent it
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time per period
 _SIMD = ("portable", "avx2", "avx512")
 _PROFILERS = ("torch", "nvtx")
-# The variables that calls read. Looking them up in the dict inside `os.environ` saves a microsecond per call. getenv()
-# is unsafe while another thread changes a variable.
-_NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
-_READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
-_find = os.environ._data.get  # type: ignore[attr-defined]
-_last: tuple[object, ...] = ()
-
-
-def texts() -> tuple[object, ...]:
-    """Return the variables that calls read: the same tuple as before if none has changed."""
-    global _last
-    before, found = _last, tuple([_find(name) for name in _READ_IN_CALLS])
-    if found == before:
-        return before
-    _last = found
-    return found
 
 
 def _number(name: str, default: float, min_value: float, max_value: float) -> float:

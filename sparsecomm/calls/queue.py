@@ -19,7 +19,6 @@ from queue import SimpleQueue
 from threading import Lock, get_ident
 from weakref import ref
 
-from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
 from sparsecomm.calls.handle import Handle, Task
@@ -175,10 +174,10 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        self._settings, self._algorithms = config.texts(), len(ALGORITHMS)  # for which the plans are valid
+        self._settings, self._algorithms = Transport.settings(), len(ALGORITHMS)  # for which the plans are valid
 
     def find(self, key: Hashable) -> Plan | None:
-        settings, algorithms = config.texts(), len(ALGORITHMS)
+        settings, algorithms = Transport.settings(), len(ALGORITHMS)
         if self._settings is not settings or self._algorithms != algorithms:
             self._plans.clear()
             self._settings, self._algorithms = settings, algorithms

@@ -6,6 +6,7 @@ later one. `MessageMemory` is where messages are built. `existing_transport` fin
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -39,6 +40,12 @@ __all__ = [
     "group_of",
 ]
 
+# Looking variables up in the dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another
+# thread changes a variable.
+_find_variable = os.environ._data.get  # type: ignore[attr-defined]
+_NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
+_READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
+_settings: tuple[object, ...] = ()
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
@@ -193,6 +200,16 @@ class Transport(ABC):
     threaded = False
     skipped = ""
     queue: Any = None  # the layer above defines its type
+
+    @staticmethod
+    def settings() -> tuple[object, ...]:
+        """Return the environment variables that calls read: the same tuple as before if none has changed."""
+        global _settings
+        before, found = _settings, tuple([_find_variable(name) for name in _READ_IN_CALLS])
+        if found != before:
+            _settings = found
+            return found
+        return before
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""

@@ -169,7 +169,7 @@ class FailureDetector(Transport):
             self._check_skipped()
 
     def _read_timeout(self) -> None:
-        if (settings := config.texts()) is not self._settings:
+        if (settings := self.settings()) is not self._settings:
             self.timeout, self._settings = config.timeout(), settings
 
     def end(self) -> None:
