@@ -210,6 +210,7 @@ def failing(transport: simulated.SimulatedTransport, place: int, error: BaseExce
     )  # type: ignore[method-assign]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 0], [0, 0, 1, 1], list(range(5))], ids=str)
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("alpha", [1e-6, 1e-2])

@@ -1,9 +1,11 @@
-"""Messages: what goes in comes out, and nothing else is taken."""
+"""Messages and the table of wire formats: what goes in comes out, and nothing else is taken."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
-from sparsecomm.wire.header import HEADER
+from sparsecomm.wire.header import HEADER, WIRE_NAMES
 
 BACKEND = CpuBackend(1)
 RANK = 3
@@ -103,13 +105,8 @@ def test_the_header_is_as_documented() -> None:
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
     assert message[24:48] == b"tree".ljust(24, b"\0")
     assert message[48:64] == bytes(16)
-    assert [int.from_bytes(message[a:b], "little") for a, b in ((64, 72), (72, 76), (76, 80), (80, 88), (88, 96))] == [
-        7,
-        3,
-        5,
-        2,
-        16,
-    ]
+    places = (64, 72), (72, 76), (76, 80), (80, 88), (88, 96)
+    assert [int.from_bytes(message[a:b], "little") for a, b in places] == [7, 3, 5, 2, 16]
     signature = CallSignature("split", 2, 1, 4, 9, 3, 0x01020304, 0, 4096, 0x05060708, residual=True, out=True)
     whole = signature.pack()
     assert whole[4:8] == b"\x02\x01\x04\x06"
@@ -180,6 +177,16 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
     np.testing.assert_array_equal(m.read_dense(segment, 3, 0, 5), 1)
     with pytest.raises(CollectiveMismatchError, match="instead of 6 elements"):
         m.read_dense(segment, 3, 0, 6)
+
+
+def test_codes_of_formats_stay_and_the_docs_name_all() -> None:
+    """A rank of an earlier version would take another format for its own."""
+    codes = {"plain": 0, "packed": 1, "packed_bfloat16": 2, "packed_float16": 3, "packed_int8": 5}
+    assert {name: wire.code for name, wire in WIRES.items()}.items() >= codes.items()
+    assert len({wire.code for wire in WIRES.values()} | {4}) == len(WIRES) + 1  # 4 was int8 without infinities
+    assert {code: WIRES[name].code for code, name in WIRE_NAMES.items()} == {code: code for code in WIRE_NAMES}
+    page = Path(__file__).parents[2] / "docs" / "internals" / "wires.md"
+    assert set(WIRES) <= set(re.findall(r'`"?(\w+)"?`', page.read_text()))
 
 
 def test_ranks_that_chose_by_other_costs_are_told_what_to_do() -> None:
