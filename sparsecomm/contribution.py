@@ -78,10 +78,8 @@ class ThresholdHint:
     def update(self, smallest: float, reached: int | None, k: int) -> None:
         """Update the threshold after a step.
 
-        Args:
-            smallest: the smallest selected magnitude; 0 if fewer than k entries were selected.
-            reached: number of entries that reached the threshold; ``None`` if it was not used.
-            k: number of entries to select.
+        ``smallest``: the smallest selected magnitude; 0 if fewer than k entries were selected. ``reached``: number of
+        entries that reached the threshold; ``None`` if it was not used.
         """
         if reached is not None:
             self.factor *= 0.9 if reached < k else 1.05 if reached > _MAX_REACHED * k else 1.0
@@ -117,10 +115,9 @@ class Contribution:
         """Prepare a contribution.
 
         Args:
-            backend: of the device.
+            backend, shape, size: as in the attributes.
             segments: the parts of the gradient in order, together ``size`` elements.
             residual: residual of all segments in one piece, or ``None``.
-            shape, size: of the gradient.
             chunks: selection by chunk; ``None`` selects from the whole gradient.
             decay: factor of the residual, applied once before gradients are added.
             hint: expected threshold of the selection, for several segments.
@@ -225,10 +222,8 @@ class Contribution:
     def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
         """Update the residual after a successful call. If it runs out of memory, call it again to continue.
 
-        Args:
-            result: the sum over all ranks, before a mean is taken; only its indices are used.
-            rejects: whether the algorithm rejects entries. If not, the sum and the dropped entries add up to the
-                selected ones at every index, and no lookup is needed.
+        Only the indices of ``result`` are used. Unless the algorithm ``rejects`` entries, the result and the dropped
+        entries add up to the selected ones at every index, and no lookup is needed.
         """
         residual, backend = self._residual, self.backend
         if residual is None:

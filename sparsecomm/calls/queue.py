@@ -66,10 +66,8 @@ class Call:
     ) -> None:
         """Plan a call.
 
-        Args:
-            transport: the transport.
-            within: a context in which the call is made or left.
-            keeps: roll the gradient back even if the call fails before it begins, as for an invalid setting.
+        ``within``: a context in which it is made or left. ``keeps``: roll the gradient back even if it fails before it
+        begins, as for an invalid setting.
         """
         self.transport, self.state = transport, State.PLANNED
         self._within, self._keeps = AT_ONCE if within is None else within, keeps
@@ -199,23 +197,14 @@ class Plans:
 
 @deferred
 class CallQueue:
-    """The call queue of one transport. All methods may be called from any thread.
-
-    Attributes:
-        rank: of the transport.
-        plans: plans of its calls.
-        backends: backends for its calls.
-        observers: observers of its calls.
-        users: number of `Reducer` objects that use it.
-        measured: costs that the ranks have measured; None if they have not.
-        measuring: a call that measures them, which a reducer waits for or will wait for again.
-    """
+    """The call queue of one transport. All methods may be called from any thread."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
+        self.rank, self.plans, self.backends = transport.rank, Plans(), Backends()
+        self.users = 0  # number of `Reducer` objects that use it
         self.observers: list[Observer] = []
-        self.measured: KnownCosts | None = None
-        self.measuring: Handle | None = None
+        self.measured: KnownCosts | None = None  # costs that the ranks have measured
+        self.measuring: Handle | None = None  # their measurement, which a reducer waits for or will wait for again
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._calling = Lock()  # held by the thread that makes calls

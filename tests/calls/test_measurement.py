@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls import sparse
-from sparsecomm.calls.measurement import LinkMeasurement, costs_of, measured_links
+from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.measurement import LinkMeasurement, costs_for_steps, costs_of, measured_links
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
@@ -173,6 +174,25 @@ def test_an_abandoned_measurement_is_not_repeated() -> None:
         return transport.number
 
     assert run(2, program, [0, 1]) == [2, 2]
+
+
+def test_an_interrupted_wait_for_a_measurement_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a reducer, which waits again, and if the program continues with another kind of call."""
+
+    def interrupted(handle: Handle) -> None:
+        raise KeyboardInterrupt
+
+    def program(transport: simulated.SimulatedTransport) -> int:
+        if transport.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(Handle, "wait", interrupted)
+                for costs in (costs_for_steps, costs_of):
+                    with pytest.raises(KeyboardInterrupt):
+                        costs(transport)
+        costs_for_steps(transport)
+        return transport.number
+
+    assert run(2, program, [0, 1]) == [1, 1]
 
 
 def test_explain_uses_the_costs_of_calls() -> None:

@@ -149,14 +149,15 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
     head = draw.draw(st.sampled_from([m.packed, m.packed, draw.draw(st.binary(min_size=64, max_size=64))]))
     head = HEADER.pack(head, number if number % 4 == 0 else 7, 3, 2, items, len(payload))
     message = np.frombuffer(head + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
-    reads: list[Callable[[], object]] = [
-        lambda: m.read_entries(message, format_, 3, 2),
-        lambda: m.read_parcel(message, format_, 3, 2, expected % 30),
-        lambda: m.read_dense(message, 3, 2, expected),
+    reads: list[Callable[[], list[SparseVector]]] = [
+        lambda: [m.read_entries(message, format_, 3, 2)],
+        lambda: m.read_parcel(message, format_, 3, 2, expected % 30)[0],
     ]
     for read in reads:
         with contextlib.suppress(CollectiveMismatchError):
-            read()
+            assert all(len(vector.indices) == len(vector.values) for vector in read())
+    with contextlib.suppress(CollectiveMismatchError):
+        assert len(m.read_dense(message, 3, 2, expected)) == expected
 
 
 def test_what_is_not_expected_is_refused_and_named() -> None:
@@ -173,6 +174,11 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
         m.read_entries(messages(wire="packed_int8").entries(sent, PLAIN, 2), PLAIN, 1, 2)
     with pytest.raises(CollectiveMismatchError, match="no message of this version"):
         m.read_entries(np.frombuffer(b"hello", np.uint8), PLAIN, 1, 2)
+    for count in (2, 4):
+        miscounted = good.copy()
+        miscounted[80] = count  # the number of entries in the header
+        with pytest.raises(CollectiveMismatchError, match=f"{count} entries in 24 bytes"):
+            m.read_entries(miscounted, PLAIN, 1, 2)
     segment = m.dense(np.ones(5, np.float32), 0)
     np.testing.assert_array_equal(m.read_dense(segment, 3, 0, 5), 1)
     with pytest.raises(CollectiveMismatchError, match="instead of 6 elements"):
