@@ -210,7 +210,7 @@ GOOD = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 
 
 @every_call
-@pytest.mark.parametrize("k", [0, -1, 13, 10**30, 0.0, -0.1, 1.1, float("nan"), float("inf"), True, "3", None, 1j, [3]])
+@pytest.mark.parametrize("k", [0, -1, 13, 0.0, 1.1, float("nan"), True, "3"])  # others: test_odd_arguments.py
 def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
     with pytest.raises(sc.InvalidInputError, match=r"k=.*expected an int from 1 to 12 .* or a float in \(0, 1\]"):
         call(GOOD, k)

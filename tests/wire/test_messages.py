@@ -105,8 +105,8 @@ def test_the_header_is_as_documented() -> None:
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
     assert message[24:48] == b"tree".ljust(24, b"\0")
     assert message[48:64] == bytes(16)
-    places = (64, 72), (72, 76), (76, 80), (80, 88), (88, 96)
-    assert [int.from_bytes(message[a:b], "little") for a, b in places] == [7, 3, 5, 2, 16]
+    offsets = (64, 72), (72, 76), (76, 80), (80, 88), (88, 96)
+    assert [int.from_bytes(message[a:b], "little") for a, b in offsets] == [7, 3, 5, 2, 16]
     signature = CallSignature("split", 2, 1, 4, 9, 3, 0x01020304, 0, 4096, 0x05060708, residual=True, out=True)
     whole = signature.pack()
     assert whole[4:8] == b"\x02\x01\x04\x06"
