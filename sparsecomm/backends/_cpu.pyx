@@ -17,7 +17,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 
 cimport numpy as cnp
 

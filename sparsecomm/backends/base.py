@@ -23,7 +23,7 @@ from sparsecomm.tensors.arrays import library_of
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm.backends.adamw import adamw_step, unit
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step

@@ -15,9 +15,9 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sparsecomm import api
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.reducer.options import density_at, training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
@@ -148,7 +148,7 @@ class Exchange:
             k, chunk, options = 1.0, None, options.whole()
         elif self.training:
             options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
-        return api.sparse_allreduce(
+        return sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
         )
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsecomm import api
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, call_from_xla
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
-from sparsecomm.states.weights import check_every
+from sparsecomm.states.weights import check_every, check_weights
 from sparsecomm.tensors.sparse import Array
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class SparsifyState(NamedTuple):
     residuals: PyTree  # what this rank has not sent yet: see `init_residuals`. They differ between ranks
 
 
-@with_options(CallOptions, api.sparse_allreduce, op="mean")
+@with_options(CallOptions, sparse_allreduce, op="mean")
 def sparsify(
     density: Density = DENSITY,
     *,
@@ -148,7 +148,7 @@ def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int
     due = step % every == 0 if every else step == 0
 
     def host(*arrays: Array) -> list[Array]:
-        api.check_weights(list(zip(names, arrays, strict=True)), comm=comm)
+        check_weights(list(zip(names, arrays, strict=True)), comm=comm)
         return []
 
     operands: list[Any] = [jnp.asarray(leaf) for _, leaf in leaves]

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm import api
-from sparsecomm.calls import arguments
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls import arguments, sparse
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, Exchange, LeafBucket, accumulator_dtype
@@ -28,7 +27,7 @@ TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
-@with_options(CallOptions, api.sparse_allreduce)
+@with_options(CallOptions, sparse.sparse_allreduce)
 def sparse_allreduce(
     x: jax.Array,
     k: int | float,
@@ -61,7 +60,7 @@ def sparse_allreduce(
     return results[0] if residual is None else (results[0], kept[0])
 
 
-@with_options(CallOptions, api.sparse_allreduce, op="mean")
+@with_options(CallOptions, sparse.sparse_allreduce, op="mean")
 def allreduce_tree(
     grads: PyTree,
     density: float,

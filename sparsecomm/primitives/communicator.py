@@ -11,8 +11,7 @@ from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator", "Drops", "Parcel", "Range"]

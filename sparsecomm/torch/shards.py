@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sparsecomm import transport
-from sparsecomm.api import sparse_allreduce
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.transport import Comm, Transport
 

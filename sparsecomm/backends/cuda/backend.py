@@ -17,7 +17,7 @@ from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["CudaBackend", "CudaTimeline", "of"]
 

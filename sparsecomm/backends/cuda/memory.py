@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
@@ -51,7 +51,7 @@ class _Chunk(NamedTuple):
 
 
 class StagedMemory(MessageMemory):
-    """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory, for the messages of one call.
+    """A `sparsecomm.transport.base.MessageMemory` in pinned host memory, for the messages of one call.
 
     It is copied on the current stream, next to which MPI runs.
 
@@ -124,7 +124,7 @@ class StagedMemory(MessageMemory):
 
 
 class DeviceMemory(MessageMemory):
-    """A `sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
+    """A `sparsecomm.transport.base.MessageMemory` on the device, for a transport that takes its addresses."""
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
         self._runtime, self._in_use = runtime, in_use
