@@ -1,7 +1,8 @@
-"""The files that one call, or one step of the DDP hook, runs through, in the order in which they are first entered.
+"""The files that a call, or a step of training, runs through, in the order in which they are first entered.
 
     mpirun -n 2 python -m bench.trace_call call
-    mpirun -n 2 python -m bench.trace_call step      over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call step      DDP's hook, over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call adamw     PyTorch's SparseAdamW, over MPI
 
 It prints them for the first call on a communicator, which plans, and for the second, which finds its plan. A file
 counts if at least one of its functions is called, on any thread of rank 0; what an import runs does not count. Of
@@ -123,7 +124,27 @@ def step() -> Callable[[], None]:
     return lambda: model(x).sum().backward()
 
 
-WHAT = {"call": call, "step": step}
+def adamw() -> Callable[[], None]:
+    """Return a function that makes a step of PyTorch's `SparseAdamW`, over MPI."""
+    import torch
+
+    from sparsecomm.torch import SparseAdamW
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*SHAPES[0])
+    optimizer = SparseAdamW(model.named_parameters())
+    x = torch.ones(4, SHAPES[0][0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+WHAT = {"call": call, "step": step, "adamw": adamw}
 
 
 def main() -> None:
