@@ -49,12 +49,11 @@ except ImportError as error:
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
 from sparsecomm.torch.adamw import SparseAdamW
-from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
-from sparsecomm.torch.fsdp import ShardedState, register_fsdp
-from sparsecomm.torch.hook import SparseState, keep_local, register, sparse_hook
+from sparsecomm.torch.hook import ShardedState, SparseState, keep_local, register, register_fsdp, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
+from sparsecomm.torch.parameters import broadcast_parameters
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [

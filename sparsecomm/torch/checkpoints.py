@@ -22,7 +22,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.shards import is_sharded
+from sparsecomm.torch.parameters import is_sharded
 from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "Stateful", "load", "save"]

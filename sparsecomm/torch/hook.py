@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel."""
+"""Models that a framework of PyTorch wraps: the communication hook of DistributedDataParallel, and FSDP2."""
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and requires types.
 
@@ -17,13 +17,13 @@ from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
-from sparsecomm.torch.parameters import NamedParameters
+from sparsecomm.torch.parameters import NamedParameters, is_sharded, parameters_of
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
+__all__ = ["ShardedState", "SparseState", "keep_local", "register", "register_fsdp", "sparse_hook"]
 
 
 @deferred
@@ -38,17 +38,14 @@ class SparseState(Exchange):
     residual is kept. A parameter that only some ranks used gets the mean, to which the others contribute zeros. A
     parameter that no rank used, or that is frozen, does not change.
 
-    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
-    passes under ``ddp.no_sync()``, or call `discard` afterwards.
+    Gradients that you throw away by ``zero_grad()`` enter the residuals and are applied later. Run such passes under
+    ``ddp.no_sync()``, or call `discard` afterwards.
 
     DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and means divide by the number
     of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
 
-    Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does.
-
-    The state has its own buckets, in the reverse order of the parameters, so DDP may rebuild its buckets after the
-    first iteration. To begin with dense iterations, pass ``dense_steps``, or a schedule as ``density``:
-    ``sparsecomm.Warmup(0.018, steps)``.
+    Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does. To begin with dense
+    iterations, pass ``dense_steps``, or a schedule as ``density``: ``sparsecomm.Warmup(0.018, steps)``.
 
     ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
     world size). A pickled state contains the same; `bind` the parameters afterwards.
@@ -81,10 +78,7 @@ class SparseState(Exchange):
         self._forget_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Set the parameters of an unpickled state. Collective if it had made a step.
-
-        Args:
-            named_parameters, comm, scaler: as before the pickling.
+        """Set the parameters of an unpickled state, with arguments as before. Collective if it had made a step.
 
         Raises:
             InvalidInputError: the parameters do not fit the state.
@@ -180,9 +174,7 @@ class SparseState(Exchange):
         """Write means that DDP leaves out: of parameters that no rank used in this pass, but in a pass before it.
 
         Their gradients were still there, so they were exchanged again, and part of them is now in residuals.
-
-        Args:
-            before: the gradients before DDP wrote others, with their versions.
+        ``before``: the gradients before DDP wrote others, with their versions.
         """
         means, self._means, self._in_pass = self._means, [], False
         last = self.reducer.last
@@ -235,55 +227,6 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[
     return state.run_hook(bucket)
 
 
-def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if not in_backward_pass():
-        raise InvalidInputError(
-            "join() of a DistributedDataParallel model after keep_local(): a rank that has no more batches would miss "
-            "the exchanges of the optimizer; train on the same number of batches on all ranks"
-        )
-    future = _future_of(bucket.buffer())
-    future.set_result(bucket.buffer())
-    return future
-
-
-def keep_local(ddp: DistributedDataParallel) -> None:
-    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
-
-    For `SparseAdamW` and `DiLoCo`, which exchange gradients themselves. It does not work with `DistributedOptimizer`,
-    whose means in ``p.grad`` DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
-
-    Args:
-        ddp: a DDP model before its first backward pass.
-
-    Raises:
-        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already.
-    """
-    _check_free(ddp)
-    ddp.register_comm_hook(None, _local_hook)
-
-
-def _check_free(ddp: DistributedDataParallel) -> None:
-    """Check that ``ddp`` is a DDP model without a hook."""
-    model: object = ddp
-    if not isinstance(model, DistributedDataParallel):
-        kind = type(ddp).__name__
-        sharded = kind.startswith(("FSDP", "FullySharded"))
-        hint = "; use register_fsdp for replicas of a model that FSDP2 shards" if sharded else ""
-        raise InvalidInputError(f"ddp: got {kind}; expected torch.nn.parallel.DistributedDataParallel{hint}")
-    if getattr(ddp, "_comm_hooks", ()):  # private to torch, whose own error says less
-        raise InvalidInputError(
-            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
-            "that the first register returned, or wrap the module in a new DistributedDataParallel"
-        )
-
-
-def _reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the names and parameters of a model, without the parameters that DDP ignores."""
-    ignored = ddp.parameters_to_ignore
-    # DDP prefixes a "." to the names of the model's own parameters.
-    return [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
-
-
 @with_options(ExchangeOptions, Exchange.__init__)
 def register(
     ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
@@ -314,6 +257,107 @@ def register(
     _check_free(ddp)
     if options.get("comm") is None:
         options["comm"] = ddp.process_group
-    state = SparseState(_reduced_parameters(ddp), density, **options)
+    ignored = ddp.parameters_to_ignore
+    # DDP prefixes a "." to the names of the model's own parameters.
+    named = [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
+    state = SparseState(named, density, **options)
     ddp.register_comm_hook(state, sparse_hook)
     return state
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
+
+    For `SparseAdamW` and `DiLoCo`, which exchange gradients themselves. It does not work with `DistributedOptimizer`,
+    whose means in ``p.grad`` DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
+
+    Args:
+        ddp: a DDP model before its first backward pass.
+
+    Raises:
+        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already.
+    """
+    _check_free(ddp)
+    ddp.register_comm_hook(None, _local_hook)
+
+
+def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if not in_backward_pass():
+        raise InvalidInputError(
+            "join() of a DistributedDataParallel model after keep_local(): a rank that has no more batches would miss "
+            "the exchanges of the optimizer; train on the same number of batches on all ranks"
+        )
+    future = _future_of(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _check_free(ddp: DistributedDataParallel) -> None:
+    """Check that ``ddp`` is a DDP model without a hook."""
+    model: object = ddp
+    if not isinstance(model, DistributedDataParallel):
+        kind = type(ddp).__name__
+        sharded = kind.startswith(("FSDP", "FullySharded"))
+        hint = "; use register_fsdp for replicas of a model that FSDP2 shards" if sharded else ""
+        raise InvalidInputError(f"ddp: got {kind}; expected torch.nn.parallel.DistributedDataParallel{hint}")
+    if getattr(ddp, "_comm_hooks", ()):  # private to torch, whose own error says less
+        raise InvalidInputError(
+            "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
+            "that the first register returned, or wrap the module in a new DistributedDataParallel"
+        )
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+@with_options(ExchangeOptions, Exchange.__init__)
+def register_fsdp(
+    model: torch.nn.Module, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
+) -> "ShardedState":
+    """Sum the gradients of a model that FSDP2 shards, sparsely across the replicas of its shards.
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        state = sparsecomm.torch.register_fsdp(model, comm=mesh["replicate"].get_group())
+
+    After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks. FSDP sums a gradient within the group that
+    shards it. Then each rank exchanges its shard with the ranks that hold the same shard, while the backward pass
+    continues. Leave the replicating dimension out of the mesh that you pass to FSDP, because FSDP would sum densely
+    along it. The mesh may have tensor-parallel dimensions.
+
+    Call this after `fully_shard`, before the first forward pass. All replicas must begin with the same weights: see
+    `broadcast_parameters`, with the same ``comm``. Parameters that FSDP does not shard are not exchanged. Parameters
+    without a gradient are treated as in `SparseState`.
+
+    Passes under ``state.no_sync()``, and passes without ``set_requires_gradient_sync``, only add up gradients. Use
+    ``state.no_sync()`` for passes whose gradients you throw away by ``zero_grad()``, or call ``state.discard()``
+    afterwards.
+
+    Args:
+        model: a model with at least one module wrapped by `torch.distributed.fsdp.fully_shard`.
+        density: as in `sparsecomm.Reducer`, for each rank's shards.
+        comm: the process group of the ranks that hold the same shards as this one.
+        scaler, check_weights_every: as in `SparseState`; each rank checks its shards. An overflow that only some
+            shards have seen makes all scalers skip the step, and drops the sums of the other shards.
+        options: those of `sparsecomm.Reducer` except ``clip``. ``op`` is "mean" by default; pass "sum" if you have
+            called ``set_gradient_divide_factor``.
+
+    Raises:
+        InvalidInputError: no parameter is sharded, the ranks of ``comm`` hold different shards, FSDP sums over them
+            itself, or an argument is not supported.
+    """
+    state = ShardedState([(name, p) for name, p in parameters_of(model) if is_sharded(p)], density, **options)
+    state.begin()
+    return state
+
+
+class ShardedState(Exchange):
+    """The exchange of a model's shards across replicas, as `register_fsdp` returns it.
+
+    It ends with this object, or with `remove`, which drops residuals. Under `no_sync` FSDP still sums within its group,
+    so that no rank has to store a whole gradient. If a shard group has lost a rank, FSDP cannot continue in it; the
+    other groups `rebuild` over process groups of the ranks that hold the same shards.
+    """
+
+    def __repr__(self) -> str:
+        return f"ShardedState({super().__repr__()})"

@@ -1,4 +1,4 @@
-"""An optimizer that sums gradients over all ranks, for training loops without DistributedDataParallel."""
+"""`DistributedOptimizer`, which sums gradients over all ranks, for training loops without DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from sparsecomm.reducer.options import DENSITY
 from sparsecomm.reducer.schedule import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.exchange import Exchange, ExchangeOptions
-from sparsecomm.torch.optimizer_state import comparable, in_order_of, names_in_order, snapshot
+from sparsecomm.torch.exchange import Exchange, ExchangeOptions, is_void
+from sparsecomm.torch.optimizer_state import comparable, in_order_of, snapshot
 from sparsecomm.torch.parameters import NamedParameters
-from sparsecomm.torch.trial_steps import follows_gradient, is_void
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -55,21 +54,21 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     ``clip_grad_norm_`` work on it. Make schedulers afterwards. The weights must be the same on all ranks in the
     beginning: see `broadcast_parameters`. The first backward pass checks this.
 
-    If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
-    This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
-    ``backward_passes_per_step`` or ``no_sync`` instead.
-
     For SGD, with or without momentum. Adam and its variants divide by the size of gradients, and train worse with
     sparse means: use `SparseAdamW` for these. A warning says so.
 
-    The exchange ends with ``remove()``, or when the optimizer is deleted.
+    If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
+    This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
+    ``backward_passes_per_step`` or ``no_sync`` instead.
 
     A parameter that is frozen, or for which no rank has a gradient, does not change, and its residual is kept. If only
     some ranks have a gradient, the other ranks contribute zeros, and all get the mean. ``synchronize()`` exchanges
     gradients that did not come from ``backward()``; `step` calls it if necessary.
 
-    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
-    passes under ``optimizer.no_sync()``, or call ``optimizer.discard()`` afterwards.
+    Gradients that you throw away by ``zero_grad()`` enter the residuals and are applied later. Run such passes under
+    ``optimizer.no_sync()``, or call ``optimizer.discard()`` afterwards.
+
+    The exchange ends with ``remove()``, or when the optimizer is deleted.
 
     Args:
         optimizer: of these parameters. Other parameters of it are not exchanged.
@@ -102,7 +101,14 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             "momentum is set twice: momentum correction applies it before the exchange, so make the optimizer with "
             "momentum=0"
         )
-    _warn_of_adam(optimizer, density)
+    if not (isinstance(density, float) and density == 1.0) and not _follows_gradient(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
+            "entries of sparse means are rare and large, so models train worse than with dense means. Use "
+            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
+            "densities near 1",
+            stacklevel=2,
+        )
     exchange = Exchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := [name for name, parameter in exchange.named.items() if parameter not in known]:
@@ -118,20 +124,16 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     return sparse
 
 
-def _warn_of_adam(optimizer: torch.optim.Optimizer, density: Schedule) -> None:
-    """Warn if sparse means mislead an optimizer: its steps are not proportional to the gradient."""
-    if not (isinstance(density, float) and density == 1.0) and not follows_gradient(optimizer):
-        warnings.warn(
-            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
-            "entries of sparse means are rare and large, so models train worse than with dense means. Use "
-            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
-            "densities near 1",
-            stacklevel=3,
-        )
+def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps are proportional to gradients, as far as the class of the optimizer tells."""
+    known = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
+    if known is torch.optim.Optimizer:
+        return not any("betas" in group for group in optimizer.param_groups)
+    return issubclass(known, (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS))
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """An optimizer that exchanges gradients: the class of `SparseAdamW`, and of what `DistributedOptimizer` returns."""
+    """An optimizer that exchanges gradients: `SparseAdamW`, or the result of `DistributedOptimizer`."""
 
     _exchange: Exchange
     _apart = False  # whether residuals are left out of its state
@@ -157,8 +159,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         does the same on all ranks, and no gradient is lost.
 
         Args:
-            comm: as in `DistributedOptimizer`: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the
-                remaining ranks.
+            comm: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the remaining ranks.
             joining: this rank is new. You must broadcast weights and the optimizer's own state.
 
         Raises:
@@ -226,23 +227,22 @@ class SparseOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> StateDict:
         """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart.
 
-        It contains the names of the parameters, so that it can be loaded if the model declares its layers in another
-        order.
+        It contains the names of the parameters, so that a model can load it that declares its layers in another order.
         """
-        own: StateDict = {**super().state_dict(), NAMES: names_in_order(self, self._exchange.names)}
+        names = [self._exchange.names.get(id(p), "") for group in self.param_groups for p in group["params"]]
+        own: StateDict = {**super().state_dict(), NAMES: names}
         return own if self._apart else {**own, KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load a state that `state_dict` returned on this rank. Collective: all ranks load, or none.
 
-        The state of each parameter is found by its name, or by its position if the state has no names.
-
-        The settings of groups and the state of the named parameters must be equal on all ranks. If residuals are kept
-        apart, only the optimizer's own state is loaded, and nothing is compared.
+        The state of each parameter is found by its name, or by its position if the state has no names. The settings of
+        groups and the state of the named parameters must be equal on all ranks. If residuals are kept apart, only the
+        optimizer's own state is loaded, and nothing is compared.
 
         Raises:
-            InvalidInputError: the state has no residuals, or they do not fit this model or world size, or those of
-                another rank do not; or the optimizer refuses its own state. Nothing has changed on any rank.
+            InvalidInputError: the state of some rank has no residuals, or they do not fit this model or world size; or
+                the optimizer refuses its own state. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load a state.
         """
         exchange = self._exchange
@@ -269,14 +269,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange.load_with(prepare, ["optimizer"])
 
     def _load_own(self, state_dict: State) -> None:
-        """Load the optimizer's own state, of which torch's ``load_state_dict`` makes no copy."""
+        """Load the optimizer's own state. PyTorch's ``load_state_dict`` makes no copy of it."""
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
     def _by_name(self, state_dict: State) -> StateDict:
         """Return a state with its parameters in the order of this optimizer's."""
         rest = dict(state_dict)
         saved = rest.pop(NAMES, None)
-        return rest if saved is None else in_order_of(self, names_in_order(self, self._exchange.names), rest, saved)
+        return rest if saved is None else in_order_of(self, self._exchange.names, rest, saved)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, keep_local, register, register_fsdp
-from sparsecomm.torch.shards import local
+from sparsecomm.torch.parameters import local
 from tests.thinning import covering_array
 from tests.torch.training_ranks import ODD, RANK, SMALL, Chosen, P, case, flat, gradients_by_rank, same_everywhere
 
