@@ -60,24 +60,16 @@ class SparseAdamW(SparseOptimizer):
 
     Use the learning rate and betas that you use with dense gradients: docs/reports/adamw.md compares both. By default a
     step updates about 9 % of the weights, each by as many steps of AdamW as it has waited. At ``density=1.0`` this is
-    `torch.optim.AdamW` with dense, exact sums.
-
-    Weights and moments must be the same on all ranks: call `broadcast_parameters` at the beginning. The first step
-    checks this. ``p.grad`` stays the gradient of this rank. Use the model itself, not `DistributedDataParallel`, which
-    would sum gradients a second time (or call `keep_local` on it).
+    `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank. Use the model itself, not
+    `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local` on it).
 
     By default `step` exchanges gradients. So you may accumulate gradients over several backward passes, clip them (each
     rank by its own norm), and use a `torch.amp.GradScaler` as usual: a rank whose gradients have overflowed contributes
-    nothing to that step, and only its own scaler lowers its scale. With ``overlap`` the exchange runs during the
-    backward pass; accumulate gradients under `no_sync`, and use no scaler.
-
-    A parameter for which no rank has a gradient does not change, as in PyTorch. Its residual is kept until it has a
-    gradient again, or until `discard`. DTensors, as FSDP2 makes them, are exchanged by shards: pass as ``comm`` a
-    process group of ranks that hold the same shards.
+    nothing to that step, and only its own scaler lowers its scale.
 
     The state of a parameter is that of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``:
-    for each weight the step of its last update, int32. A residual is kept beside it. To load a state of
-    `torch.optim.AdamW`, call ``residuals_apart()`` before ``load_state_dict()``.
+    for each weight the step of its last update, int32. To load a state of `torch.optim.AdamW`, call
+    ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
         named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and
@@ -88,7 +80,8 @@ class SparseAdamW(SparseOptimizer):
         density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
-        overlap: exchange during backward passes, by hooks. You cannot change gradients after ``backward()`` then.
+        overlap: exchange during backward passes, by hooks. Then do not change gradients after ``backward()``,
+            accumulate them under `no_sync`, and use no scaler.
         check_weights_every: as in `SparseState`; moments are compared as well.
 
     Raises:
@@ -216,15 +209,14 @@ class AdamWExchange(Exchange):
     always_skips_nonfinite = True
 
     def __init__(self, optimizer: SparseAdamW, named: NamedParameters, density: Schedule, **options: Any) -> None:
-        """Check the arguments: see `Exchange`."""
         super().__init__(named, density, dense_below=OPTIONS["dense_below"], **options)
         self._optimizer = weakref.ref(optimizer)
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous, while a step changes them
+        self._replicated = self.with_frozen(self.named)
 
     @property
     def adamw(self) -> LazyAdamW:
-        """The moments, and their steps."""
         if self._adamw is None:
             self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._zeros)
         return self._adamw
@@ -234,7 +226,6 @@ class AdamWExchange(Exchange):
 
     @property
     def optimizer(self) -> SparseAdamW:
-        """The optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -304,16 +295,11 @@ class AdamWExchange(Exchange):
         super()._ready(parameter)
 
     def _rules(self) -> dict[str, AdamWRule]:
-        """Return the settings of each parameter."""
         rules: dict[str, AdamWRule] = {}
         for group in self.optimizer.param_groups:
             rule = rule_of(group)
             rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
         return rules
-
-    @property
-    def _replicated(self) -> dict[str, object]:
-        return self.with_frozen(self.named)
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -330,12 +316,9 @@ class AdamWExchange(Exchange):
             self.optimizer.state[self.named[name]]["step"] = _step(self.adamw.steps[name])
 
     def make_empty_state(self) -> bool:
-        """Make a state of zeros before there are moments, into which a saved state may be loaded.
+        """Make a state of zeros if there are no moments, and return whether there are none.
 
-        `torch.distributed.checkpoint` makes a step of zeros, at a learning rate of 0, for that.
-
-        Returns:
-            Whether there are no moments.
+        A saved state may be loaded into it: `torch.distributed.checkpoint` makes a step of zeros at a rate of 0 first.
         """
         if not self.adamw.moments and not self.optimizer.state:
             for spec in self.adamw.specs.values():

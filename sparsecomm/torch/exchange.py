@@ -50,8 +50,7 @@ _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDicti
 class Scaler(Protocol):
     """The part of `torch.amp.GradScaler` that is used."""
 
-    def get_scale(self) -> float:
-        """Return the scale of the loss."""
+    def get_scale(self) -> float: ...
 
 
 class ExchangeOptions(ReducerOptions, total=False):
@@ -234,7 +233,6 @@ class Exchange(TrainedParameters):
                 )
 
     def check_consistent(self) -> None:
-        """Check that no optimizer step was interrupted."""
         if self.divided:
             raise InvalidInputError(
                 "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
@@ -318,10 +316,7 @@ class Exchange(TrainedParameters):
         return gradient
 
     def wait(self) -> Step:
-        """Wait until means have replaced the gradients, and end the step; raises the errors of `Reducer.wait`.
-
-        If an interrupt comes before the step has ended, call this again.
-        """
+        """Wait until means have replaced the gradients, and end the step. After an interrupt, call it again."""
         done = self.ending_step(self.reducer.wait)
         if done.nonfinite and not self._warned:
             self._warned = True
@@ -363,14 +358,7 @@ class Exchange(TrainedParameters):
         self._pass, self._passed, self.exchanged = None, 0, exchanged
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps.
-
-        Args:
-            names: of the parameters; ``None``: all.
-
-        Raises:
-            InvalidInputError: a step has begun, or there is no parameter of such a name.
-        """
+        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
         if self.used or not self.named:
             self.reducer.discard(names)
 

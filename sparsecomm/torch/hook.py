@@ -34,24 +34,15 @@ class SparseState(Exchange):
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
 
-    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use: the
-    residual is kept. A parameter that only some ranks used gets the mean, to which the others contribute zeros. A
-    parameter that no rank used, or that is frozen, does not change.
-
-    Gradients that you throw away by ``zero_grad()`` enter the residuals and are applied later. Run such passes under
-    ``ddp.no_sync()``, or call `discard` afterwards.
+    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use.
 
     DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and means divide by the number
     of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
 
-    Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does. To begin with dense
-    iterations, pass ``dense_steps``, or a schedule as ``density``: ``sparsecomm.Warmup(0.018, steps)``.
-
-    ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
-    world size). A pickled state contains the same; `bind` the parameters afterwards.
+    A pickled state contains its options and what ``state_dict`` returns; `bind` the parameters afterwards.
 
     Args:
-        named_parameters: of the model, before or after DDP wraps it. They may be moved to another device later.
+        named_parameters: of the model, before or after DDP wraps it, without parameters that DDP ignores.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
         scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
@@ -78,7 +69,7 @@ class SparseState(Exchange):
         self._forget_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Set the parameters of an unpickled state, with arguments as before. Collective if it had made a step.
+        """Set the parameters of an unpickled state. Collective if it had made a step.
 
         Raises:
             InvalidInputError: the parameters do not fit the state.
@@ -94,7 +85,7 @@ class SparseState(Exchange):
         A DDP model that has seen a rank die cannot be used any more: wrap the module in a new one, on a process group
         of the remaining ranks, and register this state with it. Residuals and velocities of this rank stay. After a
         backward pass that failed, ``p.grad`` is the mean if the ranks had agreed on it, and zero otherwise: continue
-        with the optimizer's ``step()``.
+        with ``step()``.
 
         Args:
             comm: the new process group, or the result of `sparsecomm.shrink` or `sparsecomm.grow`.
@@ -187,7 +178,6 @@ class SparseState(Exchange):
                 gradient.copy_(mean)
 
     def _complete_futures(self, error: BaseException | None) -> None:
-        """Complete the futures of all buckets of this backward pass."""
         futures, self._futures = self._futures, []
         for future, buffer in futures:
             if isinstance(error, Exception):
@@ -219,10 +209,10 @@ def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Replace gradients by the mean over all ranks of their largest entries.
+    """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
 
-    For `DistributedDataParallel.register_comm_hook`. The exchange begins when a bucket of ``state`` is complete, and
-    overlaps with the backward pass; the hook of DDP's last bucket waits for it.
+    The exchange of a bucket of ``state`` begins when it is complete, and overlaps with the backward pass; the hook of
+    DDP's last bucket waits for all.
     """
     return state.run_hook(bucket)
 
@@ -235,16 +225,12 @@ def register(
 
         state = sparsecomm.torch.register(DistributedDataParallel(model))
 
-    For SGD, with or without momentum. Leave the other arguments at their defaults, which are what our reports recommend
-    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then the same as without this line.
-    Adam and its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
-    `SparseAdamW` for these, without DDP.
-
-    Parameters that DDP ignores are not exchanged. `SparseState` describes gradients that you throw away, and
-    ``join()``.
+    For SGD, with or without momentum. The defaults are what our reports recommend (docs/choosing.md). For a dense
+    baseline, pass ``density=1.0``: gradients are then the same as without this line. Adam and its variants divide by
+    the size of gradients, and train worse with sparse means: use `SparseAdamW` for these, without DDP.
 
     Args:
-        ddp: a DDP model before its first backward pass.
+        ddp: a DDP model before its first backward pass. Parameters that it ignores are not exchanged.
         comm: ``None``: the process group of ``ddp``.
         density, scaler, check_weights_every, options: as in `SparseState`.
 
@@ -268,8 +254,8 @@ def register(
 def keep_local(ddp: DistributedDataParallel) -> None:
     """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
 
-    For `SparseAdamW` and `DiLoCo`, which exchange gradients themselves. It does not work with `DistributedOptimizer`,
-    whose means in ``p.grad`` DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
+    For `SparseAdamW` and `DiLoCo`. It does not work with `DistributedOptimizer`, whose means DDP would overwrite; use
+    `register` instead. DDP's ``join()`` is not supported.
 
     Args:
         ddp: a DDP model before its first backward pass.
@@ -320,21 +306,15 @@ def register_fsdp(
         fully_shard(model, mesh=mesh["shard"])
         state = sparsecomm.torch.register_fsdp(model, comm=mesh["replicate"].get_group())
 
-    After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks. FSDP sums a gradient within the group that
-    shards it. Then each rank exchanges its shard with the ranks that hold the same shard, while the backward pass
-    continues. Leave the replicating dimension out of the mesh that you pass to FSDP, because FSDP would sum densely
-    along it. The mesh may have tensor-parallel dimensions.
-
-    Call this after `fully_shard`, before the first forward pass. All replicas must begin with the same weights: see
-    `broadcast_parameters`, with the same ``comm``. Parameters that FSDP does not shard are not exchanged. Parameters
-    without a gradient are treated as in `SparseState`.
-
-    Passes under ``state.no_sync()``, and passes without ``set_requires_gradient_sync``, only add up gradients. Use
-    ``state.no_sync()`` for passes whose gradients you throw away by ``zero_grad()``, or call ``state.discard()``
-    afterwards.
+    FSDP sums a gradient within the group that shards it. Then each rank exchanges its shard with the ranks that hold
+    the same shard, while the backward pass continues. Leave the replicating dimension out of the mesh that you pass to
+    FSDP, because FSDP would sum densely along it. The mesh may have tensor-parallel dimensions. Parameters that FSDP
+    does not shard are not exchanged. Passes without ``set_requires_gradient_sync`` only add up gradients, like passes
+    under ``state.no_sync()``.
 
     Args:
-        model: a model with at least one module wrapped by `torch.distributed.fsdp.fully_shard`.
+        model: a model with at least one module wrapped by `torch.distributed.fsdp.fully_shard`, before its first
+            forward pass.
         density: as in `sparsecomm.Reducer`, for each rank's shards.
         comm: the process group of the ranks that hold the same shards as this one.
         scaler, check_weights_every: as in `SparseState`; each rank checks its shards. An overflow that only some
@@ -352,11 +332,11 @@ def register_fsdp(
 
 
 class ShardedState(Exchange):
-    """The exchange of a model's shards across replicas, as `register_fsdp` returns it.
+    """The exchange of a model's shards across replicas, as `register_fsdp` returns it. `remove` ends it.
 
-    It ends with this object, or with `remove`, which drops residuals. Under `no_sync` FSDP still sums within its group,
-    so that no rank has to store a whole gradient. If a shard group has lost a rank, FSDP cannot continue in it; the
-    other groups `rebuild` over process groups of the ranks that hold the same shards.
+    Under `no_sync` FSDP still sums within its group, so that no rank has to store a whole gradient. If a shard group
+    has lost a rank, FSDP cannot continue in it; the other groups `rebuild` over groups of ranks that hold the same
+    shards.
     """
 
     def __repr__(self) -> str:

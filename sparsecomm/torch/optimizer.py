@@ -51,38 +51,27 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             optimizer.step()
 
     The result is the same object, whose class now also is a `SparseOptimizer`: schedulers, scalers and
-    ``clip_grad_norm_`` work on it. Make schedulers afterwards. The weights must be the same on all ranks in the
-    beginning: see `broadcast_parameters`. The first backward pass checks this.
-
-    For SGD, with or without momentum. Adam and its variants divide by the size of gradients, and train worse with
-    sparse means: use `SparseAdamW` for these. A warning says so.
+    ``clip_grad_norm_`` work on it. Make schedulers afterwards. For SGD, with or without momentum; for Adam and its
+    variants, use `SparseAdamW`. A warning says so.
 
     If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
     This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
-    ``backward_passes_per_step`` or ``no_sync`` instead.
+    ``backward_passes_per_step`` or ``no_sync`` instead. Use ``use_reentrant=False`` for activation checkpointing.
 
-    A parameter that is frozen, or for which no rank has a gradient, does not change, and its residual is kept. If only
-    some ranks have a gradient, the other ranks contribute zeros, and all get the mean. ``synchronize()`` exchanges
-    gradients that did not come from ``backward()``; `step` calls it if necessary.
-
-    Gradients that you throw away by ``zero_grad()`` enter the residuals and are applied later. Run such passes under
-    ``optimizer.no_sync()``, or call ``optimizer.discard()`` afterwards.
-
-    The exchange ends with ``remove()``, or when the optimizer is deleted.
+    ``synchronize()`` exchanges gradients that did not come from ``backward()``; `step` calls it if necessary. The
+    exchange ends with ``remove()``, or when the optimizer is deleted: on all ranks.
 
     Args:
         optimizer: of these parameters. Other parameters of it are not exchanged.
         named_parameters: of the model.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        backward_passes_per_step: the number of passes whose gradients add up before an exchange. ``with
-            optimizer.no_sync():`` leaves single passes out.
+        backward_passes_per_step: the number of passes whose gradients add up before an exchange.
         scaler, check_weights_every: as in `SparseState`.
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``no_sync()``, ``discard()``, ``remove()`` and ``reducer``. Its
-        ``state_dict()`` contains this rank's residuals under "sparsecomm".
+        The optimizer. Its ``state_dict()`` contains this rank's residuals under "sparsecomm".
 
     Raises:
         InvalidInputError: an argument is not supported, or both optimizer and options have momentum.
@@ -144,19 +133,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange.reducer
 
     def synchronize(self) -> Step:
-        """Replace the gradients in ``p.grad`` by their means over all ranks. Collective.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.wait`.
-        """
+        """Replace gradients by their means over all ranks. Collective; raises the errors of `Reducer.wait`."""
         return self._exchange.synchronize()
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
 
         Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean if the
-        ranks had agreed on it, and zero otherwise; those gradients are in the residuals. Continue with ``step()``: it
-        does the same on all ranks, and no gradient is lost.
+        ranks had agreed on it, and zero otherwise; those gradients are in the residuals. Continue with ``step()``.
 
         Args:
             comm: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the remaining ranks.
@@ -168,14 +152,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange.rebuild(comm, joining=joining)
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop gradients in residuals that were not applied yet. Call it on all ranks, between steps.
-
-        Args:
-            names: of the parameters; ``None``: all.
-
-        Raises:
-            InvalidInputError: a step has begun, or there is no parameter of such a name.
-        """
+        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
         self._exchange.discard(names)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -218,17 +195,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
         For frameworks that save the state of rank 0 and load it on all ranks, and for ``get_state_dict`` of
-        `torch.distributed.checkpoint`. The returned object has ``state_dict`` and ``load_state_dict``, for each rank's
-        own state; see `sparsecomm.torch.save` and `Stateful`.
+        `torch.distributed.checkpoint`. Save the returned object on each rank: see `sparsecomm.torch.save`, `Stateful`.
         """
         self._apart = True
         return self._exchange
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart.
-
-        It contains the names of the parameters, so that a model can load it that declares its layers in another order.
-        """
+        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart."""
         names = [self._exchange.names.get(id(p), "") for group in self.param_groups for p in group["params"]]
         own: StateDict = {**super().state_dict(), NAMES: names}
         return own if self._apart else {**own, KEY: self._exchange.state_dict()}
@@ -241,8 +214,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         optimizer's own state is loaded, and nothing is compared.
 
         Raises:
-            InvalidInputError: the state of some rank has no residuals, or they do not fit this model or world size; or
-                the optimizer refuses its own state. Nothing has changed on any rank.
+            InvalidInputError: the state of some rank has no residuals, or does not fit this model, optimizer or world
+                size. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load a state.
         """
         exchange = self._exchange
@@ -273,7 +246,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
     def _by_name(self, state_dict: State) -> StateDict:
-        """Return a state with its parameters in the order of this optimizer's."""
         rest = dict(state_dict)
         saved = rest.pop(NAMES, None)
         return rest if saved is None else in_order_of(self, self._exchange.names, rest, saved)

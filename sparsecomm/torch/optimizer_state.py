@@ -58,12 +58,9 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], stat
 
     Args:
         optimizer: the optimizer that loads the state.
-        names: the names by ``id(parameter)``. A parameter without a name counts as one with an empty name.
+        names: its names by ``id(parameter)``. A parameter without a name counts as one with an empty name.
         state: the return value of ``state_dict`` of such an optimizer.
         saved: the names of the parameters when the state was saved, in order.
-
-    Raises:
-        InvalidInputError: a group of the state has other parameters than the group of the optimizer.
     """
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # the optimizer refuses it
@@ -87,8 +84,7 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], stat
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
     """Return the settings of the groups and the state of the named parameters, as plain values for a checksum.
 
-    Entries of the state that belong to no parameter are included. An object that is neither a tensor nor a plain value
-    is replaced by the name of its type.
+    Entries that belong to no parameter are included. The name of its type replaces an object that is no plain value.
     """
     state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
     groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]

@@ -49,15 +49,7 @@ class TrainedParameters:
     """
 
     def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
-        """Check the arguments. Nothing is sent.
-
-        Args:
-            named: names and parameters. Frozen parameters are only compared between ranks.
-            comm, clip: as in `Reducer`.
-
-        Raises:
-            InvalidInputError: an argument is not supported; or ``clip`` is set with DTensors.
-        """
+        """Check the arguments: ``clip`` is not supported with DTensors. Nothing is sent."""
         self.named, self._frozen = _trained_and_frozen(named)
         for name, parameter in self.named.items():
             if parameter.is_complex():
@@ -125,11 +117,6 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the names and parameters of a model.
-
-    Raises:
-        InvalidInputError: ``model`` is not a module.
-    """
     if not isinstance(model, torch.nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
     return list(model.named_parameters())
@@ -226,10 +213,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: bool = True) -> None:
     """Check that all ranks of ``comm`` hold the same shards, as far as meshes tell. Nothing is sent.
 
-    Args:
-        named: names and parameters.
-        comm: the ranks that will sum their shards.
-        summed: also check that PyTorch does not sum the gradients over these ranks itself.
+    ``summed``: also check that PyTorch does not sum the gradients over these ranks itself.
     """
     group = group_of(comm)
     if not isinstance(group, dist.ProcessGroup):
