@@ -28,9 +28,10 @@ from tests.integrations.cases import (
     refused,
     residuals,
     same,
+    same_sum,
     warned,
     weights,
-)  # fmt: skip
+)
 
 KINDS = ["sgd", "adamw"]
 
@@ -171,18 +172,6 @@ def free_memory_and_prepare_anew(folder: Path, kind: str) -> None:
     assert torch.equal(again.train(2), expected)
 
 
-@case(kind=KINDS)
-def prepare_twice(folder: Path, kind: str) -> None:
-    training = Training(kind)
-    model, optimizer = training.accelerator.prepare(training.models[0], training.lists[0][0])
-    assert model is training.models[0]
-    with refused("a communication hook is registered already"):
-        register(training.accelerator, model, optimizer)
-    training.train(0, 1)
-    training.accelerator.save_state(str(folder))
-    assert os.listdir(folder / "sparsecomm") == ["model_0"]
-
-
 @case(kind=KINDS, how=["whole", "regions"])
 def compiled(folder: Path, kind: str, how: str) -> None:
     expected = Training(kind).train(0, 1, 2)
@@ -267,23 +256,14 @@ def what_is_refused(folder: Path) -> None:
 @case(kind=KINDS)
 def on_another_number_of_ranks(folder: Path, kind: str) -> None:
     """A program on two ranks has saved; on three, the sum of residuals is what it was."""
-    saved_by = folder.parent / f"sum-{kind}.pt"
     training = Training(kind)
     if dist.get_world_size() == 2:
         training.train(0, 1)
         training.accelerator.save_state(str(folder))
     else:
         training.accelerator.load_state(str(folder))
-    total = {name: torch.from_numpy(values) for name, values in residuals(training.sparse[0]).items()}
-    for values in total.values():
-        dist.all_reduce(values)
-    if dist.get_world_size() == 2:
-        on_rank_0(torch.save, total, saved_by)
-    else:
-        expected = torch.load(saved_by)
-        assert all(torch.allclose(total[name], expected[name], atol=1e-6) for name in expected)
-        assert any(values.any() for values in total.values())
-        training.train(2, 3)
+    same_sum(folder, residuals(training.sparse[0]))
+    training.train(2, 3)
 
 
 @case(kind=KINDS)

@@ -20,7 +20,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsecomm.integrations.lightning import SparseDDPStrategy
 from sparsecomm.torch import SparseAdamW
-from tests.integrations.cases import case, main, module, move, on_rank_0, one_warning, residuals, rows, warned, weights
+from tests.integrations.cases import (
+    case,
+    main,
+    module,
+    move,
+    on_rank_0,
+    one_warning,
+    residuals,
+    rows,
+    same_sum,
+    warned,
+    weights,
+)
 
 KINDS = ["sgd", "adamw"]
 
@@ -203,14 +215,6 @@ def other_stages(folder: Path, kind: str) -> None:
     assert not (folder / "weights.ckpt.ranks").exists()
 
 
-@case(kind=["sgd"])
-def a_dense_checkpoint(folder: Path, kind: str) -> None:
-    trained(1, kind, keep(folder), density=None)
-    with warned() as messages:
-        trained(2, kind, start=folder / "epoch=0.ckpt")
-    one_warning(messages, "was saved without residuals")
-
-
 @case(settings=[{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
 def as_dense(folder: Path, settings: dict[str, Any]) -> None:
     ends = []
@@ -234,20 +238,11 @@ def compiled(folder: Path, kind: str) -> None:
 @case(kind=KINDS)
 def on_another_number_of_ranks(folder: Path, kind: str) -> None:
     """A program on two ranks has saved; on three, the sum of residuals is what it was."""
-    net, saved_by, size = Net(kind), folder.parent / f"sum-{kind}.pt", int(os.environ["WORLD_SIZE"])
-    trainer = made(1, kind)
+    net, trainer, size = Net(kind), made(1, kind), int(os.environ["WORLD_SIZE"])
     trainer.fit(net, data(), ckpt_path=None if size == 2 else folder / "a.ckpt")
     if size == 2:
         trainer.save_checkpoint(folder / "a.ckpt")
-    total = {name: torch.from_numpy(values) for name, values in residuals(trainer.strategy.sparse).items()}
-    for values in total.values():
-        dist.all_reduce(values)
-    if size == 2:
-        on_rank_0(torch.save, total, saved_by)
-    else:
-        expected = torch.load(saved_by)
-        assert all(torch.allclose(total[name], expected[name], atol=1e-6) for name in expected)
-        assert any(values.any() for values in total.values())
+    same_sum(folder, residuals(trainer.strategy.sparse))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD
-from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer
@@ -271,16 +270,6 @@ def sparse_gradients() -> None:
 
 
 @case
-def a_parameter_that_changes_its_shape() -> None:
-    training = Training(model=Chosen({"a": (4, 5)}))
-    training.step({"a": torch.ones(4, 5)})
-    training.optimizer.zero_grad()
-    training.model.a.data = torch.ones(5, 5)
-    with pytest.raises(sc.InvalidInputError, match=r"a: got shape \(5, 5\).*expected shape \(4, 5\)"):
-        training.backward({"a": torch.ones(5, 5)})
-
-
-@case
 def a_backward_pass_that_fails_everywhere() -> None:
     """What came before it is exchanged by `synchronize`; to go on without is an error that says so."""
     training = Training()
@@ -299,14 +288,3 @@ def a_backward_pass_that_fails_everywhere() -> None:
     training.update()
     training.compare([{n: g for n, g in mine.items() if n in "cde"} for mine in gradients_by_rank(1)])
     training.follow(gradients_by_rank(2))
-
-
-@case
-def passes_within_passes() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    training = Training(model=model)
-    x = torch.ones(2, 4, requires_grad=True)
-    model[2](checkpoint(model[1], model[0](x), use_reentrant=False)).sum().backward()
-    assert training.exchange.reducer.step == 1
-    with pytest.raises(sc.InvalidInputError, match="use_reentrant=False"):
-        model[2](checkpoint(model[1], model[0](x), use_reentrant=True)).sum().backward()

@@ -1,16 +1,18 @@
 """What cases of training share, in a process that is one rank: a model with any gradient, its training, the oracle.
 
-The process has the arguments RANK SIZE FILE NAME ..., and runs the cases of files by name; ranks meet in FILE.
+``main(FOLDER, NAME, ...)`` runs the cases of files by name.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import sys
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.torch import DistributedOptimizer, register
 from tests import reference
 
-RANK, P = int(sys.argv[1]), int(sys.argv[2])
+RANK, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ODD = 1 % P  # the rank that does something else
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
 DENSITY = 0.1
@@ -32,6 +34,7 @@ SMALL = 0.0004  # MB in a bucket of DDP: several buckets
 WAYS = ("hook", "hook of views", "optimizer")
 Gradients = dict[str, torch.Tensor]
 
+FOLDER = Path()  # of this run
 CASES: list[Callable[[], None]] = []
 
 
@@ -45,17 +48,24 @@ def case_of_several(function: Callable[[], None]) -> Callable[[], None]:
     return case(function) if P > 1 else function
 
 
-def main() -> None:
+def main(folder: str, *names: str) -> None:
+    """Run the cases of ``names``. Ranks that wait for one that fails are killed: see `tests.examples.conftest`."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for known in ("Adam divides gradients", "DTensor random operators"):
+        warnings.filterwarnings("ignore", known)
+    os.environ.update(SPARSECOMM_PROFILE="none", GLOO_SOCKET_IFNAME="lo")  # "auto" chooses alike in every run
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], P), rank=RANK, world_size=P)
-    for name in sys.argv[4:]:
+    global FOLDER
+    FOLDER = Path(folder)
+    dist.init_process_group("gloo", store=dist.FileStore(str(FOLDER / "store"), P), rank=RANK, world_size=P)
+    for name in names:
         importlib.import_module(f"tests.torch.{name}")
     for function in CASES:
         began = time.monotonic()
-        print(f"{function.__name__}: ", end="", flush=True)
         function()
         dist.barrier()
-        print(f"{time.monotonic() - began:.2f} s", flush=True)
+        print(f"rank {RANK}: passed {function.__name__} {time.monotonic() - began:.2f} s\n", end="", flush=True)
     dist.destroy_process_group()
 
 
