@@ -78,22 +78,6 @@ def test_all_learn_and_sparse_ones_send_less(simulated: Path) -> None:
             assert curve["sent"][-1] < 0.2 * dense["sent"][-1]
 
 
-def test_a_training_is_repeated_when_the_recipe_has_changed(simulated: Path, forks: Run, tmp_path: Path) -> None:
-    """A training with another recipe is repeated, with the same outcome."""
-    file, sparse = tmp_path / "again.json", ("digits", 2, "butterfly", 0.1, 0)
-    content = json.loads(simulated.with_suffix(".json").read_text())
-    content["trainings"] = [t for t in content["trainings"] if t["setting"]["seed"] == 0]
-    for t in content["trainings"]:
-        t["curve"]["weights"] = "old"
-        if t["setting"]["model"] == "digits" and t["setting"]["method"] == "butterfly":
-            assert t["recipe"].pop("rule") == 2
-    file.write_text(json.dumps(content))
-    ran(forks, "--simulated", 2, "--seeds", 1, *GRID[2:], "--models", "digits", "--out", tmp_path / "again")
-    again = trainings(file)
-    assert {setting for setting, curve in again.items() if curve["weights"] != "old"} == {sparse}
-    assert again[sparse] == trainings(simulated.with_suffix(".json"))[sparse]
-
-
 def test_report_and_bad_options(simulated: Path, forks: Run, tmp_path: Path) -> None:
     """``--report`` reproduces plots and tables; bad options are refused."""
     for name in ("all-2.png", "all-bytes-2.png"):

@@ -50,15 +50,6 @@ def test_digits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_digits_on_one_rank(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "digits.png"
-    output = run(sys.executable, str(ROOT / "examples/digits.py"), "--epochs", "1", "--plot", str(plot))
-    assert output.count("sent per rank 0.00 MB (try mpirun -n 4)") == 3
-    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
 def test_digits_names_what_is_missing(tmp_path: Path) -> None:
     program = "import runpy, sys\nsys.modules['matplotlib.pyplot'] = None\nrunpy.run_path(sys.argv[1])"
     command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]

@@ -85,21 +85,6 @@ for rule in {rules!r}:
     assert len(set(losses.values())) == len(rules)  # each rule makes a difference
 
 
-def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
-    out = tmp_path / "rules.jsonl"
-    words = ["model=digits", "ranks=2", "density=0.1,0.2", "steps=8", "--jobs", "2", "--out", str(out)]
-    runs = [words, words, ["--report", str(out)], ["colour=red"], ["ranks=2,two"]]
-    program = f"from bench.experiments import ablation\nruns = [(ablation, each) for each in {runs!r}]"
-    told = ran(forks, program + EACH).split("= ")[1:]
-    made, again, table, refused, no_number = (part.split("\n", 1)[1] for part in told)
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(made.splitlines()) == len(found) == 2
-    assert not again  # they are there already
-    assert all(f"{entry['outcome']['score']:.3f}" in table for entry in found)
-    assert "colour=red: expected NAME=VALUE" in refused
-    assert "ranks=2,two: expected values of type int" in no_number
-
-
 # -- optimizers with moments ------------------------------------------------------------------------------------------
 
 

@@ -148,30 +148,6 @@ def test_loss_scaling() -> None:
     assert all(np.isfinite(array).all() for array in results[0][0].values())
 
 
-def test_parameters_of_any_strides_and_types() -> None:
-    def program(transport: simulated.SimulatedTransport) -> list[Any]:
-        made = []
-        for transposed in (False, True):
-            model = Model(torch.bfloat16)
-            if transposed:
-                model.first.weight.data = model.first.weight.data.t().contiguous().t()
-                assert not model.first.weight.is_contiguous()
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-            train(model, optimizer, transport.rank, range(5), torch.bfloat16)
-            state = optimizer.state[model.first.weight]
-            assert {key: t.dtype for key, t in state.items() if key != "step"} == {
-                "exp_avg": torch.float32,
-                "exp_avg_sq": torch.float32,
-                "last_step": torch.int32,
-            }
-            made.append(arrays(model))
-        return made
-
-    for one, other in run(2, program):
-        for name, array in one.items():
-            np.testing.assert_array_equal(other[name], array)
-
-
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
