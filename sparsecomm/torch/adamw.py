@@ -298,7 +298,7 @@ class AdamWExchange(Exchange):
         rules: dict[str, AdamWRule] = {}
         for group in self.optimizer.param_groups:
             rule = rule_of(group)
-            rules |= {self._names[id(p)]: rule for p in group["params"] if id(p) in self._names}
+            rules |= {name: rule for p in group["params"] if self.named.get(name := self.names[id(p)]) is p}
         return rules
 
     # -- moments ------------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Exchange(TrainedParameters):
     After `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
 
     Attributes:
+        names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
         attached: True from `begin` to `remove`.
         exchanging: False within `no_sync`.
         exchanged: gradients are means, and no optimizer step has used them.
@@ -99,7 +100,7 @@ class Exchange(TrainedParameters):
         self._check_every = check_every(check_weights_every)
         self._checked: int | None = None  # the step of the latest comparison of weights
         super().__init__(named, comm, options.get("clip"))
-        self._names = {id(parameter): name for name, parameter in self.named.items()}
+        self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
         self._scaler = scaler
         self._scale: float | None = None  # loss scale of residuals and velocities
         skips = scaler is not None or self.always_skips_nonfinite
@@ -139,18 +140,13 @@ class Exchange(TrainedParameters):
         """Return a parameter's gradient; of a DTensor, with the parameter's placements."""
         return gradient_of(parameter) if self._sharded else parameter.grad
 
-    @property
-    def names(self) -> Mapping[int, str]:
-        """The names of all parameters, also of frozen ones, by ``id(parameter)``."""
-        return self._names | {id(parameter): name for name, parameter in self._frozen.items()}
-
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, or raise an error if it is unknown."""
-        found = self._names.get(id(parameter))
+        found = self.names.get(id(parameter))
         if found is None:
             raise InvalidInputError(
                 f"a gradient came for a parameter of shape {tuple(parameter.shape)} that is none of the "
-                f"{len(self._names)} that were named; expected those of model.named_parameters(), of this very model"
+                f"{len(self.names)} that were named; expected those of model.named_parameters(), of this very model"
             )
         return found
 
