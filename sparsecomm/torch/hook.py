@@ -167,15 +167,15 @@ class SparseState(Exchange):
         Their gradients were still there, so they were exchanged again, and part of them is now in residuals.
         ``before``: the gradients before DDP wrote others, with their versions.
         """
-        means, self._means, self._in_pass = self._means, [], False
         last = self.reducer.last
-        for (parameter, mean), (gradient, version) in zip(means, before, strict=True):
+        for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
             if last is None or self.name_of(parameter) in last.without_gradient or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
+        self._means, self._in_pass = [], False  # not before: an interrupt must not pass for the end
 
     def _complete_futures(self, error: BaseException | None) -> None:
         futures, self._futures = self._futures, []
