@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ pytest.importorskip("torch.distributed.tensor")
 from sparsecomm.torch import broadcast_parameters, hook  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.examples.conftest import Run, forks  # noqa: E402, F401
+from tests.processes import ENVIRONMENT, LIMIT  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
 
 IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"
@@ -46,6 +48,23 @@ def test_survivors_go_on_with_a_new_process_group(tmp_path: Path, forks: Run) ->
     status, said = forks("-c", PROGRAM, tmp_path, "training_lost", ranks=3)
     assert status == signal.SIGKILL, said
     assert said.count("passed survivors_go_on") == 2, said
+
+
+@pytest.mark.slow
+def test_nobody_is_silently_alone_in_a_job_of_torchrun(forks: Run) -> None:  # noqa: F811
+    program, frameworks = Path(__file__).with_name("job_of_torchrun.py"), ["jax"] if find_spec("jax") else []
+    status, said = forks(program, *frameworks, ranks=2, JAX_PLATFORMS="cpu")
+    assert status == 0, said
+    assert said.count("is done") == 2
+
+
+def test_torch_is_not_imported() -> None:
+    program = (
+        "import sys, numpy as np, sparsecomm as sc\n"
+        "sc.sparse_allreduce(np.ones(4, np.float32), 4)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=True, timeout=LIMIT)
 
 
 def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
