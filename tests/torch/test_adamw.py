@@ -148,6 +148,29 @@ def test_loss_scaling() -> None:
     assert all(np.isfinite(array).all() for array in results[0][0].values())
 
 
+def test_gradients_are_divided_by_the_scale_once() -> None:
+    """By `unscale_` or by `step`: weights are those without a scaler."""
+
+    def program(transport: simulated.SimulatedTransport) -> list[Any]:
+        made = []
+        for scaled in (False, True):
+            model = Model()
+            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(model(gradients(step, transport.rank))).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            made.append(arrays(model))
+        return made
+
+    for each in run(2, program):
+        check_same(each)
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
