@@ -222,7 +222,7 @@ class AdamWExchange(Exchange):
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:
-        return {name: self.local(parameter).contiguous() for name, parameter in self.named.items()}
+        return {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
 
     @property
     def optimizer(self) -> SparseAdamW:
@@ -239,7 +239,7 @@ class AdamWExchange(Exchange):
         """
         if self.exchanged:
             return
-        gradients = {name: None if drop else self._mine(name, self.gradient_of(p)) for name, p in self.named.items()}
+        gradients = {name: None if drop else self._mine(name, self._gradient_of(p)) for name, p in self.named.items()}
 
         def wait() -> Step:
             done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, self._rules(), scale)
@@ -263,7 +263,7 @@ class AdamWExchange(Exchange):
             self._weights = self._contiguous()
         self.adamw.update(self._weights, self._rules(), last)
         for name, parameter in self.named.items():
-            shard = self.local(parameter)
+            shard = self._local(parameter)
             if shard.data_ptr() != self._weights[name].data_ptr():
                 shard.copy_(self._weights[name])  # outside the graph
         self._write_steps()
@@ -282,7 +282,7 @@ class AdamWExchange(Exchange):
             self.adamw.push(name, self._mine(name, gradient), self._rules()[name])
 
     def _mine(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else self.dense(name, gradient).contiguous()
+        return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
     @deferred
     def _ready(self, parameter: torch.Tensor) -> None:

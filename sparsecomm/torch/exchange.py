@@ -124,7 +124,7 @@ class Exchange(TrainedParameters):
                     "this SparseState was unpickled and has no parameters yet; call "
                     "state.bind(model.named_parameters())"
                 )
-            tensors = {name: self.local(parameter).contiguous() for name, parameter in self.named.items()}
+            tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
             self.used = True
         return self._reducer
@@ -132,12 +132,11 @@ class Exchange(TrainedParameters):
     def __repr__(self) -> str:
         return repr(self._reducer)
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard, or the tensor itself, detached."""
+    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a DTensor, or another tensor itself: detached."""
         return local(tensor) if self._sharded else tensor.detach()
 
-    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's gradient; of a DTensor, with the parameter's placements."""
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return gradient_of(parameter) if self._sharded else parameter.grad
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -205,7 +204,7 @@ class Exchange(TrainedParameters):
                 "it, as in reentrant activation checkpointing: use use_reentrant=False"
             )
         if self._passed + 1 == self._passes:
-            gradient = self.gradient_of(parameter)
+            gradient = self._gradient_of(parameter)
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
 
@@ -243,7 +242,7 @@ class Exchange(TrainedParameters):
             gradient: of the parameter's shape, with any strides; a DTensor if the parameter is one.
             absent: this rank has no gradient. The mean replaces ``gradient`` if another rank has one.
         """
-        target, reducer = self.dense(name, gradient), self.reducer
+        target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
             if check_due(self._check_every, reducer.step, self._checked):
@@ -257,14 +256,14 @@ class Exchange(TrainedParameters):
             self._outs[name] = target, mean
         reducer.push(name, None if absent else mean, mean)
 
-    def dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _local_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a gradient, which must not be a sparse tensor."""
         if gradient.layout is not torch.strided:
             raise InvalidInputError(
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; make the layer with "
                 "sparse=False (zeros cost nothing here)"
             )
-        return self.local(gradient)
+        return self._local(gradient)
 
     def _follow_scale(self) -> None:
         """Convert residuals to the present loss scale."""
@@ -289,7 +288,7 @@ class Exchange(TrainedParameters):
                     self._new[name] = new = torch.empty_like(parameter)
                     self.push(name, new, absent=True)
                 else:
-                    absent = gradient.layout is torch.strided and is_zero(self.local(gradient))
+                    absent = gradient.layout is torch.strided and is_zero(self._local(gradient))
                     self.push(name, gradient, absent=absent)
         return self.wait()
 
@@ -299,16 +298,16 @@ class Exchange(TrainedParameters):
         `torch.autograd.grad` of a sum returns gradients whose elements share memory, and programs may assign one
         gradient to two parameters: ``seen`` holds the addresses of the gradients so far.
         """
-        gradient = self.gradient_of(parameter)
+        gradient = self._gradient_of(parameter)
         if gradient is None or gradient.layout is not torch.strided:
             return gradient
-        shard = self.local(gradient)
+        shard = self._local(gradient)
         shared = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
         if shared or (shard.numel() and shard.data_ptr() in seen):
             copied = torch.zeros_like(parameter)
-            self.local(copied).copy_(shard)
+            self._local(copied).copy_(shard)
             parameter.grad = gradient = copied
-        seen.add(self.local(gradient).data_ptr())
+        seen.add(self._local(gradient).data_ptr())
         return gradient
 
     def wait(self) -> Step:
@@ -345,7 +344,7 @@ class Exchange(TrainedParameters):
                 target.copy_(mean)
         skipped = self.reducer.unsummed if last is None else last.without_gradient
         for name, gradient in new.items():
-            if name not in skipped and self.local(gradient).numel():
+            if name not in skipped and self._local(gradient).numel():
                 self.named[name].grad = gradient
         self._reset(exchanged=last is not None)
 

@@ -254,6 +254,9 @@ def gradients_that_share_memory() -> None:
     optimizer = DistributedOptimizer(plain, [("a", a), ("b", b), ("c", c)], 1.0)
     a.grad = torch.tensor(RANK + 1.0).expand(40, 50)
     b.grad = c.grad = torch.full((40, 50), RANK + 2.0)
+    if RANK == ODD:
+        c.grad = torch.full((40, 50), 7.0)
     optimizer.step()
-    for p, mean in ((a, P / 2 + 0.5), (b, P / 2 + 1.5), (c, P / 2 + 1.5)):
+    of_c = sum(7.0 if rank == ODD else rank + 2.0 for rank in range(P)) / P
+    for p, mean in ((a, P / 2 + 0.5), (b, P / 2 + 1.5), (c, of_c)):
         assert torch.equal(p, torch.full((40, 50), -mean))
