@@ -110,9 +110,10 @@ def keep(folder: Any, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{epoch}", **{"save_top_k": -1, **options})
 
 
-@case(kind=[*KINDS, "pair"], last=[True, "link"])
-def resumes(folder: Path, kind: str, last: Any) -> None:
+@case(kind=[*KINDS, "pair"])
+def resumes(folder: Path, kind: str) -> None:
     """With the residuals of the checkpoint, by its name, by a link to it, and in another place."""
+    last: Any = "link" if kind == "adamw" else True
     expected, longer = trained(3, kind, keep(folder, save_last=last)), trained(4, kind)
     assert torch.equal(trained(3, kind, start=folder / "epoch=0.ckpt"), expected)
     assert torch.equal(trained(4, kind, start=folder / "last.ckpt"), longer)
@@ -127,7 +128,7 @@ def resumes(folder: Path, kind: str, last: Any) -> None:
     assert torch.equal(trained(3, kind, start=folder / "moved/to.ckpt"), expected)
 
 
-@case(kind=KINDS)
+@case(kind=["adamw"])
 def a_remote_address(folder: Path, kind: str) -> None:
     """Residuals are beside the checkpoint there, and are removed with it."""
     on_rank_0(folder.mkdir)
@@ -193,7 +194,7 @@ def lr_find(folder: Path, kind: str) -> None:
     assert not list(folder.glob(".lr_find*"))
 
 
-@case(kind=KINDS)
+@case(kind=["sgd"])
 def other_stages(folder: Path, kind: str) -> None:
     """``fit`` after ``validate``, ``test`` with the best checkpoint, and a checkpoint at any path after them."""
     net, trainer = Net(kind), made(2, kind, keep(folder, save_top_k=1, monitor="loss", mode="max"))

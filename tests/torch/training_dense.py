@@ -21,7 +21,18 @@ import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, keep_local, register, register_fsdp
 from sparsecomm.torch.parameters import local
 from tests.thinning import covering_array
-from tests.torch.training_ranks import ODD, RANK, SMALL, Chosen, P, case, flat, gradients_by_rank, same_everywhere
+from tests.torch.training_ranks import (
+    ODD,
+    RANK,
+    SMALL,
+    Chosen,
+    P,
+    Training,
+    case,
+    flat,
+    gradients_by_rank,
+    same_everywhere,
+)
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 MESH = init_device_mesh("cpu", (P, 1), mesh_dim_names=("replicate", "shard"))
@@ -178,6 +189,21 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
         way.exchange.discard()
         assert not any(reducer.residual(name).any() for name in SHAPES)
         way.end()
+
+
+@case
+def a_gradient_that_stays_is_exchanged_again() -> None:
+    """DDP leaves the gradient of a parameter that no rank used as it was, but sends it: the mean replaces it."""
+    training = Training("hook", ddp={"find_unused_parameters": True})
+    training.backward(gradients_by_rank(0)[RANK])
+    training.oracle.exchange(gradients_by_rank(0))
+    means = {name: p.grad for name, p in training.oracle.named.items()}
+    second = gradients_by_rank(1, EVERYWHERE("a"))
+    training.backward(second[RANK])
+    training.oracle.exchange([{name: means[name] + given.get(name, 0) for name in means} for given in second])
+    training.optimizer.step()
+    training.oracle.optimizer.step()
+    training.check()
 
 
 @case

@@ -24,7 +24,6 @@ from tests.torch.training_ranks import (
     Fails,
     P,
     Training,
-    all_gather,
     alone,
     case,
     gradients,
@@ -124,25 +123,7 @@ def two_networks() -> None:
         each.check()
 
 
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
-@case
-def states_that_do_not_fit() -> None:
-    optimizer = Training().optimizer
-    plain = sgd(Chosen().parameters())
-    for state, match in (
-        (plain.state_dict(), "it is of a plain optimizer"),
-        ({**plain.state_dict(), "sparsecomm": {}}, "expected the dictionary that SparseState.state_dict"),
-        (Training(model=Chosen({"a": (20, 14)})).optimizer.state_dict(), "lacks 'b'"),
-    ):
-        with pytest.raises(sc.InvalidInputError, match=match):
-            optimizer.load_state_dict(state)
-    theirs = all_gather(optimizer.state_dict())
-    if P > 1:
-        with pytest.raises(sc.InvalidInputError, match=rf"is {(RANK + 1) % P}; pass the state of rank {RANK},"):
-            optimizer.load_state_dict(theirs[(RANK + 1) % P])
-    optimizer.load_state_dict(theirs[RANK])
+# -- the optimizer that is wrapped -------------------------------------------------------------------------------------
 
 
 @case
