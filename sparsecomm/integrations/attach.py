@@ -75,17 +75,12 @@ class Attached:
         _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
-        """Load the residuals of a checkpoint, on any number of ranks. Collective.
-
-        If there are none, log a warning and begin with empty residuals.
+        """Load the residuals of a checkpoint, on any number of ranks. If there are none, drop all and warn. Collective.
 
         Args:
             folder: as in `save`; it may differ between ranks.
             checkpoint: the id in the framework's checkpoint, or ``None``.
             source: the framework's checkpoint, for the warning.
-
-        Raises:
-            InvalidInputError: the residuals cannot be read, or do not fit the model.
         """
         known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
         files = _files(folder, str(checkpoint) if known else "none")

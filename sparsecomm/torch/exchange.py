@@ -90,9 +90,13 @@ class Exchange(TrainedParameters):
         passes: int = 1,
         **options: Unpack[ReducerOptions],
     ) -> None:
-        """Check the arguments: see `SparseState`.
+        """Check the arguments.
 
-        ``passes``: the number of backward passes whose gradients add up before an exchange.
+        Args:
+            named: names and parameters; frozen ones are not exchanged.
+            density, options: as in `Reducer`.
+            comm, scaler, check_weights_every: as in `SparseState`.
+            passes: number of backward passes whose gradients add up before an exchange.
         """
         for name in ("tensors", "skip_nonfinite"):
             if name in options:

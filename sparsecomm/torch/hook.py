@@ -69,30 +69,17 @@ class SparseState(Exchange):
         self._forget_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Set the parameters of an unpickled state. Collective if it had made a step.
-
-        Raises:
-            InvalidInputError: the parameters do not fit the state.
-        """
+        """Set the parameters of an unpickled state. Collective if it had made a step."""
         super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
         if self._saved is not None:
             super().load_state_dict(self._saved)
         self._saved = None
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
+        """Continue with other ranks: see `SparseOptimizer.rebuild`. Collective over them.
 
         A DDP model that has seen a rank die cannot be used any more: wrap the module in a new one, on a process group
-        of the remaining ranks, and register this state with it. Residuals and velocities of this rank stay. After a
-        backward pass that failed, ``p.grad`` is the mean if the ranks had agreed on it, and zero otherwise: continue
-        with ``step()``.
-
-        Args:
-            comm: the new process group, or the result of `sparsecomm.shrink` or `sparsecomm.grow`.
-            joining: this rank is new. DDP broadcasts the weights when it wraps the module.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        of the remaining ranks, and register this state with it. DDP then broadcasts the weights.
         """
         means = dict(self._means)
         rebuilt = super().rebuild(comm, joining=joining)

@@ -145,9 +145,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         Args:
             comm: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the remaining ranks.
             joining: this rank is new. You must broadcast weights and the optimizer's own state.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
         return self._exchange.rebuild(comm, joining=joining)
 
