@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.torch import DistributedOptimizer, register
+from sparsecomm.torch import DistributedOptimizer, register, register_fsdp
 from tests import reference
 
 RANK, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,6 +114,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@cache
+def _mesh() -> Any:
+    """Replicas of one shard."""
+    return init_device_mesh("cpu", (P, 1), mesh_dim_names=("replicate", "shard"))
+
+
 class Training:
     """The training of a model, in one of the ways in which gradients are exchanged, and that of its oracle.
 
@@ -131,15 +140,17 @@ class Training:
         settings = {"algorithm": "split", **EXACT, **options}
         self.oracle = Oracle(self.model, settings["algorithm"], make)
         self.run: Any = self.model
+        if way == "fsdp":
+            fully_shard(self.model, mesh=_mesh()["shard"])
+            self.exchange: Any = register_fsdp(self.model, comm=_mesh()["replicate"].get_group(), **settings)
         self.optimizer: Any = make([p for p in self.model.parameters() if p.requires_grad])
         if way == "optimizer":
             named = self.model.named_parameters(remove_duplicate=False)
-            self.exchange: Any = DistributedOptimizer(self.optimizer, named, **settings)
-            self.optimizer = self.exchange
-        else:
+            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, named, **settings)
+        elif way != "fsdp":
             views = {"gradient_as_bucket_view": way == "hook of views", "bucket_cap_mb": SMALL}
             self.run = DistributedDataParallel(self.model, **{**views, **ddp})
-            self.exchange = register(self.run, **settings)
+            self.exchange = register(self.run, **settings) if way != "ddp" else None
 
     def backward(self, given: Gradients) -> None:
         loss = self.run(given)
@@ -177,6 +188,10 @@ class Training:
     def load(self, state: Any) -> None:
         whole = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
         self.exchange.load_state_dict(whole)
+
+    def end(self) -> None:
+        if hasattr(self.exchange, "remove"):
+            self.exchange.remove()
 
     def set(self, given: Gradients) -> None:
         """Set gradients without a backward pass."""
