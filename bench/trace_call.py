@@ -1,7 +1,8 @@
-"""The files that one call, or one step of the DDP hook, runs through, in the order in which they are first entered.
+"""The files that a call, or a step of training, runs through, in the order in which they are first entered.
 
     mpirun -n 2 python -m bench.trace_call call
-    mpirun -n 2 python -m bench.trace_call step      over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call step      DDP's hook, over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call adamw     PyTorch's SparseAdamW, over MPI
     mpirun -n 2 python -m bench.trace_call round     of DiLoCo, over gloo
 
 It prints them for the first call on a communicator, which plans, and for the second, which finds its plan. A file
@@ -154,7 +155,27 @@ def start_gloo() -> None:
     torch.set_num_threads(1)
 
 
-WHAT = {"call": call, "step": step, "round": diloco_round}
+def adamw() -> Callable[[], None]:
+    """Return a function that makes a step of PyTorch's `SparseAdamW`, over MPI."""
+    import torch
+
+    from sparsecomm.torch import SparseAdamW
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*SHAPES[0])
+    optimizer = SparseAdamW(model.named_parameters())
+    x = torch.ones(4, SHAPES[0][0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+WHAT = {"call": call, "step": step, "adamw": adamw, "round": diloco_round}
 
 
 def main() -> None:
@@ -171,7 +192,7 @@ def main() -> None:
             print(f"{number} {what}: {len(files)} files", *files, sep="\n  ", flush=True)
     sys.setprofile(None)
     threading.setprofile(None)  # type: ignore[arg-type]
-    if what != "call":
+    if what in ("step", "round"):
         import torch.distributed as dist
 
         dist.destroy_process_group()

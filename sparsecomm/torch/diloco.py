@@ -23,10 +23,9 @@ from sparsecomm.reducer.options import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.optimizer_state import mapped, snapshot
-from sparsecomm.torch.parameters import TrainedParameters, parameters_of
-from sparsecomm.torch.shards import local
-from sparsecomm.torch.trial_steps import is_void, try_step
+from sparsecomm.torch.exchange import is_void
+from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
+from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
