@@ -116,7 +116,7 @@ def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether steps are proportional to gradients, as far as the class of the optimizer tells."""
     known = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
     if known is torch.optim.Optimizer:
-        return not any("betas" in group for group in optimizer.param_groups)
+        return not any({"betas", "eps"} & group.keys() for group in optimizer.param_groups)  # they divide by magnitudes
     return issubclass(known, (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS))
 
 
