@@ -61,7 +61,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         received = [vector for source in sorted(found) for vector in found[source][0]]
         own = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
-        own = comm.backend.empty_like(taken[0])
+        own = taken[0].part(0, 0)
     gathered = gather(comm, own, ROUNDS, within)
     for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
         if entries.nnz > part:

@@ -215,7 +215,7 @@ def _winners(
     if comm.shows_sums:
         if near.nnz < kept and others:
             return None
-        sums = backend.merge_topk(near, backend.empty_like(near), kept)[0]
+        sums = backend.merge_topk(near, near.part(0, 0), kept)[0]
         above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
         numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
         found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))

@@ -86,7 +86,7 @@ def scatter(
         The entries of all ranks in this rank's range, ordered by rank; and for each rank the key of its entry
         ``number`` in the order of selection, or 0.
     """
-    nothing, owners = comm.backend.empty_like(own), num_owners(comm.size, k)
+    nothing, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.cache.get("ranges")
     if ranges is not None and ranges.following is not None:

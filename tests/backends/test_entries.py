@@ -66,7 +66,6 @@ def test_places_and_indices(device: Device, n: int) -> None:
         middle = nnz // 3
         parts = [there.part(0, middle), there.part(middle, middle), there.part(middle, nnz)]
         same(backend.concatenate_entries(parts), v.indices, v.values)
-        assert backend.empty_like(there).nnz == 0
 
     run()
 
