@@ -14,7 +14,6 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
@@ -24,8 +23,8 @@ __all__ = ["ALGORITHM"]
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
-    vectors = gather(comm, comm.quantized(gradient.topk(k), gradient), 0)
-    return averaged(comm, vectors)
+    sums, counts = comm.sums(gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
+    return sums if counts is None else comm.backend.means(sums, counts.values)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

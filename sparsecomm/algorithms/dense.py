@@ -106,7 +106,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
-    elif 1 < P == num_nodes and sent <= _MAX_SENT and Communicator.takes_less_than_a_trip(sent, costs):
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.are_less_than_a_trip(sent):
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
 from sparsecomm.primitives.ranges import num_owners, ranges_of, rebalance, scatter, scatter_time
@@ -30,8 +29,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     if comm.size == 1:
         return own
     pieces, _ = scatter(comm, gradient, own, k)
-    sums = averaged_and_quantized(comm, gradient, *sums_of(comm, pieces))
-    gathered = gather(comm, sums, ROUNDS, ranges_of(comm, k))
+    gathered = gather(comm, comm.averaged(*comm.sums(pieces), gradient), ROUNDS, ranges_of(comm, k))
     rebalance(comm, [each.nnz for each in gathered])
     return comm.backend.concatenate_entries(gathered)
 

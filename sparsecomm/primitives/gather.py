@@ -29,11 +29,8 @@ def gather(
     """
     gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
     senders = None if ranges is None else len(ranges)
-    return [
-        vector
-        for vectors, _ in gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
-        for vector in vectors
-    ]
+    parcels = gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
+    return [vector for vectors, _ in parcels for vector in vectors]
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
@@ -107,8 +104,7 @@ def _bruck(
 ) -> list[Parcel]:
     """Return what `exchange_with_all` does, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
-    All parcels must have the same numbers of vectors and words. ceil(log2 P) messages; every rank receives each parcel
-    of another rank once.
+    All parcels must have the same numbers of vectors and words.
 
         rank       0      1      2      3      4      5      6
         at first   0      1      2      3      4      5      6

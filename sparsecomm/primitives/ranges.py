@@ -56,7 +56,7 @@ class Ranges(NamedTuple):
         made: number of the call from whose samples they are.
         checksum: of ``boundaries``.
         crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
-        following: boundaries for the next call if these are not balanced; ``None``: keep these.
+        following: boundaries for the next call; ``None``: keep these.
     """
 
     boundaries: list[int]
@@ -67,7 +67,7 @@ class Ranges(NamedTuple):
 
 
 class Dropped(list[SparseVector]):
-    """Rounding errors of entries that may have to be sent again differently."""
+    """Rounding errors of a trip that may have to be repeated."""
 
     drop = list[SparseVector].append
 
@@ -164,31 +164,23 @@ def _ranges_if_equal(own: Range, mark: int, source: int, words: Sequence[int]) -
 
 
 def _pieces(comm: Communicator, own: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-    """Return this rank's entries in each range."""
     return [own.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(own, boundaries))]
 
 
 def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
-    """Return the number of this rank's entries, and evenly spaced samples of their indices.
-
-    Ranks begin at different entries, so that samples of equal entries differ.
-    """
+    """Return the number of this rank's entries, and evenly spaced samples of their indices, other ones on each rank."""
     nnz, number = own.nnz, min(_MAX_SAMPLES, max(4, k // (16 * comm.size)))
     chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
     return [nnz, *(comm.backend.indices_at(own, chosen) if nnz else [0] * number)]
 
 
 def _equal_lengths(n: int, size: int, owners: int, number: int) -> Ranges:
-    """Return ranges of equal length, made in call ``number``."""
     boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
     return Ranges(boundaries, number, checksum_of(boundaries))
 
 
 def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
-    """Return the boundaries of ranges that hold about equally many entries of all ranks.
-
-    ``samples``: the `_samples` of each rank. Each index stands for the entries between two samples.
-    """
+    """Return the boundaries of ranges with about equally many entries of all ranks; ``samples``: of each rank."""
     weighted = sorted((index, weight) for weight, *indices in samples for index in indices)
     total, before, boundaries = sum(weight for _, weight in weighted), 0, [0]
     for index, weight in weighted:
