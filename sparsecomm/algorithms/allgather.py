@@ -2,11 +2,8 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as in Bruck et al., IEEE TPDS 1997.
 
-Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, if each rank sends to all others at once. If gaps cost more than
-trips, ceil(log2 P) alpha + (P - 1) k b beta; `sparsecomm.primitives.gather` has a drawing.
-
-Result: up to k P entries, the exact sum of all selections. The same on all ranks: all add in the order of ranks.
-Dropped: rounding errors of a rank's entries, by this rank. Nothing is rejected.
+`sparsecomm.primitives.gather` has a drawing. All ranks add in the same order. Dropped: rounding errors of a rank's
+entries, by this rank. Nothing is rejected.
 """
 
 from __future__ import annotations

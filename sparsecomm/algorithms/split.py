@@ -18,11 +18,9 @@ quantiles. Keys near the k-th largest of this call are the bounds for the next o
 each rank, whose key the scatter carries. Every message contains a mark of the bounds, as for ranges. If the marks of
 ranks differ, all ranks notice in the same trip and start again without bounds.
 
-Result: at most k entries, the exact top-k of the sum of all ranks' top-k, which is that of `allgather` cut to k. The
-same on all ranks. Dropped: rounding errors, by the rank that sends; the order is that of the exact sums of the received
-entries. A value that rounds to zero, as the mean of tiny sums may, is left out, and the next one wins in its place.
-A sum that does not win is not recorded: it is all that was selected at its index, and the result lacks that
-index, so the ranks that selected it take it back.
+The result is that of `allgather` cut to k entries. Dropped: rounding errors, by the rank that sends; the order is that
+of the exact sums. A value that rounds to zero is left out, and the next one wins in its place. A sum that does not win
+is not recorded: the result lacks its index, so the ranks that selected it take it back.
 
 With op="mean_of_contributors", owners send means, and the sums decide which win. Means and rounded values do not show
 which sums are the largest, so the keys of sums near the k-th are sent beside them.

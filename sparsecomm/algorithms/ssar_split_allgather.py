@@ -3,11 +3,8 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Split_allgather). From the second call on, ranges hold equally many entries (`sparsecomm.primitives.ranges`).
 
-Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, if all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, if all select different ones; one trip more if the ranks' ranges differ.
-
-Result: up to k P entries, the exact sum of all selections. The same on all ranks: one rank adds up each range. Dropped:
-rounding errors, by the rank that sends. Nothing is rejected.
+The cost of bytes is least if all ranks select the same indices; it takes one trip more if the ranks' ranges differ. One
+rank adds up each range. Dropped: rounding errors, by the rank that sends. Nothing is rejected.
 """
 
 from __future__ import annotations

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 
-from sparsecomm.backends._cpu import AT_ONCE, CpuBackend, Scratch, default_float_mode
+from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
 from sparsecomm.tensors.interop import Device
 
 __all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
+
+AT_ONCE, CpuBackend, default_float_mode = _cpu.AT_ONCE, _cpu.CpuBackend, _cpu.default_float_mode
 
 
 class Backends:
     """The backends of one owner, such as a call queue, with their memory and streams. Serves one thread at a time."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
+        self._scratch = _cpu.Scratch()
         self._cuda: dict[int, Backend] = {}
 
     def of(self, device: Device) -> Backend:

@@ -263,6 +263,10 @@ class Communicator:
     def receive_words(self, source: int, expected: int, round_no: int) -> Sequence[int]:
         """Return the ``expected`` words that rank ``source`` sends."""
         _, words = self.exchange_parcels({}, (source,), 0, round_no)[source]
+        return self.checked_words(source, words, expected)
+
+    def checked_words(self, source: int, words: Sequence[int], expected: int) -> Sequence[int]:
+        """Return the words of rank ``source``; raise if it has not sent as many as ``expected``."""
         if len(words) != expected:
             raise self.broken(source, f"{len(words)} numbers instead of {expected}")
         return words

@@ -36,10 +36,8 @@ def gather(
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
     """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
     gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
-    found = [list(theirs) for _, theirs in gathered(comm, ((), words), 0, round_no)]
-    for rank, theirs in enumerate(found):
-        _check_count(comm, rank, theirs, len(words))
-    return found
+    parcels = gathered(comm, ((), words), 0, round_no)
+    return [list(comm.checked_words(rank, theirs, len(words))) for rank, (_, theirs) in enumerate(parcels)]
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
@@ -50,8 +48,7 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
     rank, size = comm.rank, comm.size
     if comm.reaches_all_at_once:
         (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
-        _check_count(comm, 0, found, len(words))
-        return list(found)
+        return list(comm.checked_words(0, found, len(words)))
     for step in range(log2_ceil(size)):
         distance = 1 << step
         if rank < distance and rank + distance < size:
@@ -59,11 +56,6 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
         elif distance <= rank < 2 * distance:
             words = list(comm.receive_words(rank - distance, len(words), round_no + step))
     return words
-
-
-def _check_count(comm: Communicator, source: int, words: Sequence[int], expected: int) -> None:
-    if len(words) != expected:
-        raise comm.broken(source, f"{len(words)} numbers instead of {expected}")
 
 
 def exchange_with_all(
@@ -137,7 +129,7 @@ def _bruck(
             count * len(expected),
             ranges_of=ranges_of,
         )[src]
-        _check_count(comm, src, words, num_words * len(expected))
+        comm.checked_words(src, words, num_words * len(expected))
         for i, sender in enumerate(expected):
             held[sender] = (
                 vectors[i * num_vectors : (i + 1) * num_vectors],

@@ -30,7 +30,6 @@ __all__ = [
     "AGE_SHIFT",
     "Dropped",
     "check_keys",
-    "check_words",
     "checksum_of",
     "mark",
     "mark_of",
@@ -115,15 +114,14 @@ def scatter(
         received = [found[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(received)}
         if marks == {0}:
-            check_words(comm, received, 1 + len(samples))
-            boundaries = _balanced([words[1:] for _, words in received], own.size, comm.size, owners)
+            sampled = [comm.checked_words(rank, words, 1 + len(samples)) for rank, (_, words) in enumerate(received)]
+            boundaries = _balanced([words[1:] for words in sampled], own.size, comm.size, owners)
             ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
             continue
         if ranges is None or len(marks) > 1:
             ranges = None
             continue
-        check_words(comm, received, len(words))
-        levels = [level for _, (_, level, *_) in received]
+        levels = [comm.checked_words(rank, theirs, len(words))[1] for rank, (_, theirs) in enumerate(received)]
         check_keys(comm, levels.index(max(levels)), levels, own)
         if samples:
             following = _balanced([words[2:] for _, words in received], own.size, comm.size, owners)
@@ -208,13 +206,6 @@ def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
     if not words:
         raise comm.broken(rank, "no numbers")
     return words[0]
-
-
-def check_words(comm: Communicator, parcels: Sequence[Parcel], expected: int) -> None:
-    """Raise unless each rank has sent ``expected`` words."""
-    for rank, (_, words) in enumerate(parcels):
-        if len(words) != expected:
-            raise comm.broken(rank, f"{len(words)} numbers instead of {expected}")
 
 
 def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:

@@ -223,30 +223,6 @@ def test_halves_between_two_neighbours_go_to_the_even_one(device: Device, kind: 
 
 
 @on_devices
-@of_narrow_kinds
-def test_rounded_and_error_are_the_value(device: Device, kind: ValueKind) -> None:
-    @check(device)
-    @given(st.integers(0, 1000), data.seeds)
-    def run(count: int, seed: int) -> None:
-        for max_value in (8, 1000, 2**24):  # float16 ends at 65504
-            values = data.integers(count, "float32", seed, max_value)
-            values[values == 0] = 1
-            to, errors, _ = device.backend.quantize_values(device.array(values), kind)
-            assert data.same_bits(np.asarray(to + errors), values)
-
-    run()
-
-
-@on_devices
-def test_zeros_are_counted_and_have_no_sign(device: Device) -> None:
-    values = device.array(np.array([1e-10, -1e-10, 1], np.float32))
-    to, errors, zeros = device.backend.quantize_values(values, FLOAT16)
-    assert zeros == 2
-    assert to.tobytes() == np.array([0, 0, 1], np.float32).tobytes()
-    assert errors.tolist() == [np.float32(1e-10), -np.float32(1e-10), 0]
-
-
-@on_devices
 @pytest.mark.parametrize("kind", FEW, ids=lambda kind: kind.name)
 def test_a_value_that_is_not_finite_keeps_all_as_they_are(device: Device, kind: ValueKind) -> None:
     values, indices = np.arange(1, 69, dtype=np.float32) / 3, np.r_[np.arange(5, 72), 500].astype(np.int32)
@@ -365,16 +341,6 @@ def test_bytes_that_are_wrong_are_refused(device: Device, kind: ValueKind) -> No
     if isinstance(backend, CudaBackend):
         assert not backend.workspace()._rooms["LOOK_BACK"].any()
     unpacked(backend, message, COUNT, N, kind)
-
-
-@on_devices
-def test_no_entries_have_no_bytes(device: Device) -> None:
-    indices, values = unpacked(device.backend, b"", 0, 5, EXACT)
-    assert (len(indices), len(values)) == (0, 0)
-    with pytest.raises(ValueError, match="no entries"):
-        unpacked(device.backend, bytes(8), 0, 5, EXACT)
-    if isinstance(device, Emulated):
-        assert not device.runtime.launches
 
 
 def damaged(sent: bytes, damage: str, rng: np.random.Generator) -> bytes:
