@@ -33,12 +33,9 @@ class Drops(Protocol):
 class Communicator:
     """``size`` ranks that make calls of one signature; this is rank ``rank`` of them.
 
-    `begin` begins a call, and `end` or `abort` ends it. All messages belong to the current call.
-
     Methods that send return when their arguments may be changed; methods that receive return when the message has
-    arrived. Their results are new and belong to the caller; arrays may be views of the message, which they keep alive.
-    Both sides of a message pass the same ``round_no``, from 0 to 2^20 - 1. Ranks are numbered within this communicator,
-    except in errors, which use the transport's numbers.
+    arrived. Their results belong to the caller; arrays may be views of the message, which they keep alive. Both sides
+    of a message pass the same ``round_no``, from 0 to 2^20 - 1. Errors use the transport's numbers of ranks.
 
     Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
     answer, and `CollectiveMismatchError` if it makes another call or its message is not the expected one.
@@ -47,8 +44,8 @@ class Communicator:
         rank, size: as in MPI.
         node_of_rank: node number of each rank.
         backend: of the device of this rank's gradient.
-        cache: data that the algorithm keeps from call to call. It may differ between ranks after calls that only some
-            of them have left, so algorithms compare in the next call what must be equal.
+        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that only some
+            of them left, so algorithms compare it in the next call.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Communicator:
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
-        """Begin the next call.
+        """Begin the next call, which `end` or `abort` must end, also after a `TransportError`.
 
         Args:
             label: a checksum that must be equal on all ranks.
@@ -73,7 +70,7 @@ class Communicator:
 
         Raises:
             InvalidInputError: the call cannot be made; none has begun.
-            TransportError: another rank has already left this call. `abort` must follow.
+            TransportError: another rank has already left this call.
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)

@@ -1,9 +1,7 @@
-"""Gathers and broadcasts that several algorithms share, with their predicted times.
+"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, from ``round_no`` on.
 
 If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward what they have received,
 in log2 P steps. `Costs.at_once` decides, with the same result on all ranks.
-
-Each function uses the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks.
 """
 
 from __future__ import annotations
