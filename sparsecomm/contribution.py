@@ -328,7 +328,7 @@ class Contribution:
         if reached < k:
             rest = self._take_topk(residual, k - reached)
             return backend.merge(candidates, rest), reached
-        entries, others = backend.merge_topk(candidates, backend.empty_like(candidates), k)
+        entries, others = backend.merge_topk(candidates, candidates.part(0, 0), k)
         backend.scatter_add(residual, others)
         self._removed = [(residual, entries)]
         return entries, reached

@@ -223,16 +223,6 @@ def test_promise_7_different_algorithms_on_half_of_the_ranks(pair: tuple[str, st
         assert {type(error) for error in raised} == {sc.CollectiveMismatchError}
 
 
-@pytest.mark.parametrize("P", [2, 3, 8])
-def test_promise_7_another_order_of_calls(P: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        sizes = (10, 20) if transport.rank else (20, 10)
-        for n in sizes:
-            sc.sparse_allreduce(np.ones(n, np.float32), 3, comm=transport)
-
-    assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
-
-
 @every_algorithm
 @pytest.mark.parametrize("P", [2, 3, 8])
 def test_promise_7_a_rank_that_never_calls_is_named(algorithm: str, P: int) -> None:
