@@ -182,7 +182,7 @@ class _Weighed(Messages):
 
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
         message = super().parcel(vectors, words, wire, round_no)
-        fixed = len(super().parcel([self._backend.empty_like(v) for v in vectors], words, wire, round_no))
+        fixed = len(super().parcel([v.part(0, 0) for v in vectors], words, wire, round_no))
         return self._weighed(message, fixed)
 
     def dense(self, segment: Array, round_no: int) -> Bytes:

@@ -1,7 +1,9 @@
-"""The files that one call, or one step of the DDP hook, runs through, in the order in which they are first entered.
+"""The files that a call, or a step of training, runs through, in the order in which they are first entered.
 
     mpirun -n 2 python -m bench.trace_call call
-    mpirun -n 2 python -m bench.trace_call step      over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call step      DDP's hook, over gloo: mpirun only starts the ranks
+    mpirun -n 2 python -m bench.trace_call adamw     PyTorch's SparseAdamW, over MPI
+    mpirun -n 2 python -m bench.trace_call round     of DiLoCo, over gloo
 
 It prints them for the first call on a communicator, which plans, and for the second, which finds its plan. A file
 counts if at least one of its functions is called, on any thread of rank 0; what an import runs does not count. Of
@@ -108,22 +110,72 @@ def call() -> Callable[[], None]:
 def step() -> Callable[[], None]:
     """Return a function that makes a step with DDP's hook, over gloo."""
     import torch
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from sparsecomm.torch import register
 
-    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
-    file = Path(tempfile.gettempdir(), f"sparsecomm-trace-{os.getppid()}")
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    torch.set_num_threads(1)
+    start_gloo()
     model = DistributedDataParallel(torch.nn.Linear(*SHAPES[0]))
     register(model, 0.01)
     x = torch.ones(4, SHAPES[0][0])
     return lambda: model(x).sum().backward()
 
 
-WHAT = {"call": call, "step": step}
+def diloco_round() -> Callable[[], None]:
+    """Return a function that makes a round of DiLoCo, over gloo."""
+    import torch
+
+    from sparsecomm.torch import DiLoCo
+
+    start_gloo()
+    model = torch.nn.Linear(*SHAPES[0])
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    DiLoCo(model, inner, sync_every=2)
+    x = torch.ones(4, SHAPES[0][0])
+
+    def act() -> None:
+        for _ in range(2):
+            inner.zero_grad()
+            model(x).sum().backward()
+            inner.step()
+
+    return act
+
+
+def start_gloo() -> None:
+    """Start a process group of the ranks that mpirun has started."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+    file = Path(tempfile.gettempdir(), f"sparsecomm-trace-{os.getppid()}")
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+
+
+def adamw() -> Callable[[], None]:
+    """Return a function that makes a step of PyTorch's `SparseAdamW`, over MPI."""
+    import torch
+
+    from sparsecomm.torch import SparseAdamW
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*SHAPES[0])
+    optimizer = SparseAdamW(model.named_parameters())
+    x = torch.ones(4, SHAPES[0][0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+WHAT = {"call": call, "step": step, "adamw": adamw, "round": diloco_round}
 
 
 def main() -> None:
@@ -140,7 +192,7 @@ def main() -> None:
             print(f"{number} {what}: {len(files)} files", *files, sep="\n  ", flush=True)
     sys.setprofile(None)
     threading.setprofile(None)  # type: ignore[arg-type]
-    if what == "step":
+    if what in ("step", "round"):
         import torch.distributed as dist
 
         dist.destroy_process_group()

@@ -17,22 +17,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
-from sparsecomm.api import (
-    Algorithm,
-    Handle,
-    LastCall,
-    algorithms,
-    check_weights,
-    explain,
-    isparse_allreduce,
-    last_call,
-    merge_topk,
-    realign,
-    register_algorithm,
-    sparse_allreduce,
-    threshold,
-    topk,
-)
+from sparsecomm.algorithms import Algorithm, register_algorithm
+from sparsecomm.api import LastCall, algorithms, explain, last_call, merge_topk, realign, threshold, topk
+from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
 from sparsecomm.checkpoints import Checkpoint, load, save
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -48,6 +36,7 @@ from sparsecomm.membership import grow, join, shrink
 from sparsecomm.optimizers.arrays import SparseAdamW
 from sparsecomm.reducer import Rebuilt, Reducer, Step, Warmup
 from sparsecomm.states.schema import reshard
+from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors.sparse import SparseVector
 
 if TYPE_CHECKING:

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsecomm import backends
-from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms, register_algorithm
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms
 from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
 from sparsecomm.calls.measurement import costs_of
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.queue import Handle, queue_of
-from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
+from sparsecomm.calls.plan import Options
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.signals import deferred
-from sparsecomm.states.weights import check_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
@@ -24,38 +22,22 @@ from sparsecomm.transport import Comm, existing_transport, transport_of
 from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
-__all__ = [
-    "Algorithm",
-    "Handle",
-    "LastCall",
-    "algorithms",
-    "check_weights",
-    "explain",
-    "isparse_allreduce",
-    "last_call",
-    "merge_topk",
-    "realign",
-    "register_algorithm",
-    "sparse_allreduce",
-    "threshold",
-    "topk",
-]
+__all__ = ["LastCall", "algorithms", "explain", "last_call", "merge_topk", "realign", "threshold", "topk"]
 
 
 @deferred
 def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
     """Return the k entries with the largest absolute values of a tensor, or of each chunk of it, exactly.
 
-    The order is (|v| descending, index ascending): among equal magnitudes the lower index wins. NaN ranks above
-    infinity. Zeros are never selected, so fewer than k non-zeros give fewer than k entries.
+    Among equal magnitudes the lower index wins. NaN ranks above infinity. Zeros are never selected, so fewer than k
+    non-zeros give fewer than k entries.
 
     Args:
         x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not modified.
         k: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0``
             is all entries.
-        residual: x's shape, in x's type or float32 beside a 16-bit x; updated in place. The entries are selected from
-            ``residual + x``, and the residual becomes ``residual + x`` without them: error feedback (Stich et al.,
-            2018).
+        residual: x's shape, in x's type or float32 beside a 16-bit x. The entries are selected from ``residual + x``,
+            and the residual becomes ``residual + x`` without them, in place: error feedback (Stich et al., 2018).
         chunk: select k of each ``chunk`` elements of the flat x. ``k`` is then an int from 1 to ``chunk``, or the
             density in a chunk. The last chunk may be shorter: k of it are selected, or all.
 
@@ -146,13 +128,12 @@ def explain(
 ) -> Explanation:
     """Return the algorithm and wire format that `sparse_allreduce` would use, and the costs of others. Print it.
 
+    Call it on all ranks: the first call on a communicator, and the first one that has to measure costs, are collective.
+
     Args:
         n: number of elements of the gradient.
-        k: as in `sparse_allreduce`.
-        comm: as in `sparse_allreduce`. Call it on all ranks: the first call on a communicator is collective, and so is
-            the first one that needs costs and finds no profile.
         dtype: of the gradient.
-        algorithm, op, wire: as in `sparse_allreduce`.
+        k, comm, algorithm, op, wire: as in `sparse_allreduce`.
 
     Raises:
         InvalidInputError: an argument cannot be used.
@@ -174,13 +155,10 @@ def explain(
 def realign(comm: Comm = None) -> None:
     """Let ranks whose calls are out of step continue together. Collective over the communicator.
 
-    Calls are numbered. A rank that is interrupted before its call begins, and continues, is one call behind the other
-    ranks, and calls raise `CollectiveMismatchError`. Here all ranks compare their numbers and continue from the
-    largest one; messages of earlier calls are discarded. Call it when the ranks have agreed to continue after an error;
-    it does no harm if they are in step. Calls submitted to the background earlier are made first.
-
-    Args:
-        comm: as in `sparse_allreduce`.
+    A rank that is interrupted before its call begins, and continues, is one call behind the other ranks, and calls
+    raise `CollectiveMismatchError`. Here all ranks continue from the largest call number. Call it when the ranks have
+    agreed to continue after an error; it does no harm if they are in step. Calls submitted to the background earlier
+    are made first.
 
     Raises:
         InvalidInputError: the communicator cannot be used.
@@ -199,8 +177,8 @@ class LastCall:
 
     Attributes:
         number: of the call, from 1; 0 if there was none.
-        counts: true if the call succeeded: its result was written, and the residual holds the rest. False if it failed,
-            and the residual is ``residual + x``, or if it is in flight.
+        counts: true if the call succeeded: its result was written, and the residual holds the rest. False if it is in
+            flight, or failed, and the residual is ``residual + x``.
     """
 
     number: int
@@ -210,9 +188,8 @@ class LastCall:
 def last_call(comm: Comm = None) -> LastCall:
     """Return whether the latest call of this rank succeeded. Nothing is sent or awaited.
 
-    An exception of a signal handler, such as `KeyboardInterrupt`, may come before a call has begun, during the call, or
-    after it. Compare the call numbers before and after: if they are equal, the call has not begun and nothing has
-    changed.
+    An exception of a signal handler, such as `KeyboardInterrupt`, may come before, during or after a call. Compare the
+    call numbers: if they are equal, the call has not begun and nothing has changed.
 
         before = sc.last_call(comm).number
         try:
@@ -223,13 +200,10 @@ def last_call(comm: Comm = None) -> LastCall:
 
     Calls of all kinds are counted, including calls in the background, when they are made, and calls of a `Reducer`.
 
-    Args:
-        comm: as in `sparse_allreduce`.
-
     Raises:
         InvalidInputError: ``comm`` is not a communicator, or cannot be used.
     """
     transport = existing_transport(comm)
-    return (
-        LastCall(0, False) if transport is None else LastCall(transport.number, transport.counted == transport.number)
-    )
+    if transport is None:
+        return LastCall(0, False)
+    return LastCall(transport.number, transport.counted == transport.number)

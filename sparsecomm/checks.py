@@ -1,7 +1,4 @@
-"""Checks of arguments, and the signatures of functions that take ``**options``.
-
-An argument may be any object: printing, comparing or converting it may raise.
-"""
+"""Checks of arguments, which may be any object: printing, comparing or converting it may raise."""
 
 from __future__ import annotations
 
@@ -62,11 +59,7 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
 
 
 def to_bool(name: str, value: object) -> bool:
-    """Return the truth value of an argument.
-
-    Raises:
-        InvalidInputError: it has no truth value.
-    """
+    """Return the truth value of an argument; raise `InvalidInputError` if it has none."""
     if value is True or value is False:
         return value
     try:
@@ -76,26 +69,17 @@ def to_bool(name: str, value: object) -> bool:
 
 
 def check_choice(name: str, value: object, known: Collection[str]) -> None:
-    """Check that an argument is a known name.
-
-    Raises:
-        InvalidInputError: it is not.
-    """
+    """Raise `InvalidInputError` if an argument is not a known name."""
     if not isinstance(value, str) or value not in known:
-        raise InvalidInputError(
-            f"{name}={quote(value)}: expected one of {', '.join(known)}{did_you_mean(value, known)}"
-        )
+        expected = f"expected one of {', '.join(known)}"
+        raise InvalidInputError(f"{name}={quote(value)}: {expected}{did_you_mean(value, known)}")
 
 
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
     """Replace ``**options`` in the signature of a function by its options, for `help`, notebooks and documentation.
 
-    Type checkers know the options from ``**options: Unpack[...]``.
-
-    Args:
-        options: the TypedDict of the keyword arguments.
-        declared: a function with parameters of these names, whose annotations and defaults are used.
-        defaults: defaults that differ from the ones of ``declared``.
+    ``options`` is their TypedDict. Annotations and defaults are those of the parameters of ``declared``, except
+    ``defaults``. Type checkers know the options from ``**options: Unpack[...]``.
     """
     parameters = inspect.signature(declared).parameters
     keywords = [

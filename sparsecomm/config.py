@@ -1,6 +1,7 @@
 """Settings from environment variables, read when they are used: a program may set them before its first call.
 
-Each function raises `InvalidInputError` if its variable cannot be used.
+Each function raises `InvalidInputError` if its variable cannot be used. `Transport.settings` lists the variables that
+calls read, and tells whether one has changed.
 """
 
 from __future__ import annotations
@@ -13,22 +14,6 @@ from pathlib import Path
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = [
-    "alone",
-    "connections",
-    "max_message_bytes",
-    "oversubscribed",
-    "ranges",
-    "rank_on_this_node",
-    "ranks_on_this_node",
-    "simd",
-    "texts",
-    "threads",
-    "timeout",
-    "trace",
-    "voting",
-]
-
 # Variables of launchers: the number of ranks on this node, and which of them this rank is.
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
@@ -37,35 +22,10 @@ _MAX_TIMEOUT = 1e6  # seconds; all clocks and system calls can represent it
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of processor time per period
 _SIMD = ("portable", "avx2", "avx512")
 _PROFILERS = ("torch", "nvtx")
-# The variables that calls read. Looking them up in the dict inside `os.environ` saves a microsecond per call. getenv()
-# is unsafe while another thread changes a variable.
-_READ_IN_CALLS = (
-    b"SPARSECOMM_TIMEOUT",
-    b"SPARSECOMM_THREADS",
-    b"SPARSECOMM_SIMD",
-    b"SPARSECOMM_PROFILE",
-    b"XDG_CACHE_HOME",
-)
-_find = os.environ._data.get  # type: ignore[attr-defined]
-_last: tuple[object, ...] = ()
-
-
-def texts() -> tuple[object, ...]:
-    """Return the variables that calls read: the same tuple as before if none has changed."""
-    global _last
-    before, found = _last, tuple([_find(name) for name in _READ_IN_CALLS])
-    if found == before:
-        return before
-    _last = found
-    return found
 
 
 def _number(name: str, default: float, min_value: float, max_value: float) -> float:
-    """Return the number in the environment variable ``name``, or ``default`` if it is unset or blank.
-
-    Raises:
-        InvalidInputError: it is no number, or out of range.
-    """
+    """Return the number in the environment variable ``name``, or ``default`` if it is unset or blank."""
     text = os.environ.get(name)
     if text is None or not text.strip():
         return default
@@ -79,10 +39,7 @@ def _number(name: str, default: float, min_value: float, max_value: float) -> fl
 
 
 def alone() -> bool:
-    """Return ``SPARSECOMM_ALONE``: whether this process is the only rank, whatever the launcher says (default 0).
-
-    See `sparsecomm.transport.job`.
-    """
+    """Return ``SPARSECOMM_ALONE``: whether this process is the only rank, whatever the launcher says (default 0)."""
     return _number("SPARSECOMM_ALONE", 0, 0, 1) == 1
 
 
@@ -94,8 +51,7 @@ def timeout() -> float:
 def connections() -> int:
     """Return ``SPARSECOMM_CONNECTIONS``: number of TCP connections to each peer of a process group (1 to 64).
 
-    0 means "auto", the default: one on a local network, and up to 48 for long round trips. Of two ranks, the setting of
-    the higher one is used.
+    0 means "auto", the default: one on a local network, and up to 48 for long round trips.
     """
     if os.environ.get("SPARSECOMM_CONNECTIONS", "").strip() == "auto":
         return 0
@@ -103,23 +59,23 @@ def connections() -> int:
 
 
 def max_message_bytes() -> int:
-    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages are sent in pieces (default 2^22, below 2^31).
-
-    Over MPI, the smallest value of all ranks is used.
-    """
+    """Return ``SPARSECOMM_MAX_MESSAGE_BYTES``: longer messages are sent in pieces (default 2^22, below 2^31)."""
     return int(_number("SPARSECOMM_MAX_MESSAGE_BYTES", 2.0**22, 64, 2.0**31 - 1))
 
 
 def rank_on_this_node() -> int:
     """Return this rank's number on its node, as the launcher sets it; 0 if it does not."""
-    values = (os.environ.get(name, "") for name in _LOCAL_RANK)
-    return next((int(text) for text in values if text.isdigit()), 0)
+    return _of_launcher(_LOCAL_RANK, 0)
 
 
 def ranks_on_this_node() -> int:
     """Return the number of ranks on this node, as the launcher sets it; 1 if it does not."""
-    values = (os.environ.get(name, "") for name in _LOCAL_SIZE)
-    return next((int(text) for text in values if text.isdigit() and int(text) > 0), 1)
+    return max(1, _of_launcher(_LOCAL_SIZE, 1))
+
+
+def _of_launcher(names: tuple[str, ...], default: int) -> int:
+    values = (os.environ.get(name, "") for name in names)
+    return next((int(text) for text in values if text.isdigit()), default)
 
 
 def threads() -> int:
@@ -141,9 +97,9 @@ def _share_of_cores() -> int:
 
 
 def oversubscribed() -> bool:
-    """Return whether this node has more ranks than cores for them.
+    """Return whether this node has more ranks than cores on which they may run.
 
-    Counts the cores on which this process may run, or the launcher's if the launcher bound each rank to its own.
+    If the launcher bound each rank to cores of its own, the launcher's cores count.
     """
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -158,11 +114,7 @@ def oversubscribed() -> bool:
 
 
 def voting(default: bool) -> bool:
-    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (0 or 1).
-
-    Args:
-        default: value if it is not set: whether MPI survives the death of a rank.
-    """
+    """Return ``SPARSECOMM_VOTING``: whether ranks vote on every call (0 or 1)."""
     return bool(_number("SPARSECOMM_VOTING", float(default), 0, 1))
 
 

@@ -4,13 +4,11 @@ With a residual, the call sums ``residual + x`` (error feedback; Stich et al. 20
 x``, so that old entries fade (Sarfi et al., "SparseLoCo", 2025, Alg. 1). Entries that this rank selects leave the
 residual. Entries missing from the result return by one rule:
 
-    If the result does not hold an index, each rank takes back what it selected there. If it does, partial sums that
-    were dropped there stay with the rank that dropped them.
+    If the result does not hold an index, each rank takes back what it selected there, and what was dropped on the way
+    is forgotten. If it does, partial sums that were dropped there stay with the rank that dropped them.
 
-So no gradient is lost, whatever the algorithm. At an index outside the result, the ranks take back all that they
-selected, and what was dropped on the way is forgotten. At an index of the result, the result and what was dropped add
-up to what was selected. An algorithm only records what it drops; `Contribution.commit` does the rest when the call is
-decided. After a failed call, every rank takes its whole selection back and holds ``residual + x``, with one decay.
+So no gradient is lost, whatever the algorithm. It only records what it drops; `Contribution.commit` does the rest once
+the call is decided. After a failed call, each rank takes its selection back and holds ``residual + x``, decayed once.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ _MAX_REACHED = 3  # entries that may reach the threshold, as a multiple of k; mo
 class Chunks(NamedTuple):
     """Selection by chunk: the top ``k`` of every ``length`` elements.
 
-    Attributes:
-        offsets: begins of consecutive tensors that are divided into chunks separately, and the end of the last one.
-            Empty for a single tensor.
+    ``offsets``: begins of consecutive tensors that are divided into chunks separately, and the end of the last one;
+    empty for a single tensor.
     """
 
     k: int
@@ -56,7 +53,7 @@ class Segment:
 
     Attributes:
         gradient: the part of the gradient; ``None`` if it has already been added to the residual.
-        residual: the part of the residual, with the same number of elements; ``None`` if there is no residual.
+        residual: the part of the residual; ``None`` if there is no residual.
         offset: of this part, in elements.
         holds: contents of the residual: as before the call, decayed, or the sum with the gradient.
     """
@@ -69,14 +66,10 @@ class Segment:
 
 
 class ThresholdHint:
-    """The magnitude that slightly more than k entries are expected to reach.
+    """The magnitude, ``threshold``, that slightly more than k entries are expected to reach; 0 if it is unknown.
 
     It is the smallest magnitude selected in the step before, times a factor that adapts to the number of entries that
     reached it, since residuals grow in the first steps and then settle.
-
-    Attributes:
-        threshold: the magnitude; 0 if it is unknown.
-        factor: factor of the smallest selected magnitude.
     """
 
     def __init__(self) -> None:
@@ -85,10 +78,8 @@ class ThresholdHint:
     def update(self, smallest: float, reached: int | None, k: int) -> None:
         """Update the threshold after a step.
 
-        Args:
-            smallest: the smallest selected magnitude; 0 if fewer than k entries were selected.
-            reached: number of entries that reached the threshold; ``None`` if it was not used.
-            k: number of entries to select.
+        ``smallest``: the smallest selected magnitude; 0 if fewer than k entries were selected. ``reached``: number of
+        entries that reached the threshold; ``None`` if it was not used.
         """
         if reached is not None:
             self.factor *= 0.9 if reached < k else 1.05 if reached > _MAX_REACHED * k else 1.0
@@ -99,8 +90,8 @@ class Contribution:
     """One rank's contribution to one call.
 
     An algorithm selects entries with `topk` or `topk_of_ranges`, or takes the dense gradient with `whole`, and records
-    dropped entries with `drop`. With `first_sums` it selects sums, and the other sums stay on this rank. Then `commit`
-    or `rollback` ends the contribution. All other methods either succeed, or raise and change nothing.
+    dropped entries with `drop`. `commit` or `rollback` ends the contribution. All other methods either succeed, or
+    raise and change nothing.
 
     Attributes:
         shape, size: of the gradient.
@@ -124,10 +115,9 @@ class Contribution:
         """Prepare a contribution.
 
         Args:
-            backend: of the device.
+            backend, shape, size: as in the attributes.
             segments: the parts of the gradient in order, together ``size`` elements.
             residual: residual of all segments in one piece, or ``None``.
-            shape, size: of the gradient.
             chunks: selection by chunk; ``None`` selects from the whole gradient.
             decay: factor of the residual, applied once before gradients are added.
             hint: expected threshold of the selection, for several segments.
@@ -153,8 +143,6 @@ class Contribution:
     @property
     def num_taken(self) -> int | None:
         return None if self._parts is None else sum(part.nnz for part in self._parts)
-
-    # -- for algorithms -----------------------------------------------------------------------------------------------
 
     def topk(self, k: int) -> SparseVector:
         """Select this rank's top-k, or the top entries of its chunks, k in all."""
@@ -227,32 +215,25 @@ class Contribution:
         return self._concatenate([first], [begin])
 
     def drop(self, entries: SparseVector) -> None:
-        """Record entries that this rank has dropped: rejected by a merge, or lost in rounding.
-
-        At indices of the result, they stay on this rank. Elsewhere they are forgotten, since the ranks that selected
-        them take them back.
-        """
+        """Record entries that this rank has dropped: rejected by a merge, or lost in rounding."""
         if self._residual is not None:
             self._dropped.append(entries)
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
         """Update the residual after a successful call. If it runs out of memory, call it again to continue.
 
-        Args:
-            result: the sum over all ranks, before a mean is taken; only its indices are used.
-            rejects: whether the algorithm rejects entries. If not, the sum and the dropped entries add up to the
-                selected ones at every index, and no lookup is needed.
+        Only the indices of ``result`` are used. Unless the algorithm ``rejects`` entries, the result and the dropped
+        entries add up to the selected ones at every index, and no lookup is needed.
         """
         residual, backend = self._residual, self.backend
         if residual is None:
             return
         if not self._committed:
             if self._took_whole:
-                backend.cast_into(None, residual)
+                backend.cast_into(None, residual)  # zero
             elif self._replacement is not None:
-                backend.cast_into(self._replacement[1], self._replacement[0])
+                part, sums = self._replacement
+                backend.cast_into(sums, part)
             self._committed = 1
         while self._committed <= len(self._dropped):
             entries = self._dropped[self._committed - 1]
@@ -280,8 +261,6 @@ class Contribution:
             self.backend.scatter_add(*self._overwritten)
             self._overwritten = None
 
-    # -- selection ----------------------------------------------------------------------------------------------------
-
     def _take(self, segment: Segment, k: int) -> SparseVector:
         """Select the top-k of a segment, and add its gradient in the same pass."""
         gradient, residual = segment.gradient, segment.residual
@@ -299,22 +278,20 @@ class Contribution:
         backend, k, length = self.backend, chunks.k, chunks.length
         parts, offsets = [], []
         for segment in self._segments:
-            gradient, residual, offset = segment.gradient, segment.residual, segment.offset
-            if gradient is None:
-                assert residual is not None
-                for begin, end in pairwise(chunks.offsets or (0, residual.size)):
-                    part = residual.part(begin, end)
-                    entries = backend.topk_by_chunk(part, k, length, None)
-                    backend.clear(part, entries)
-                    self._removed.append((part, entries))
-                    parts.append(entries)
-                    offsets.append(offset + begin)
-            else:
-                entries = backend.topk_by_chunk(gradient, k, length, residual, self._decay)
+            gradient, residual = segment.gradient, segment.residual
+            if gradient is not None:
+                parts.append(backend.topk_by_chunk(gradient, k, length, residual, self._decay))
                 segment.holds = _SUM
-                self._removed.append((residual, entries))
-                parts.append(entries)
-                offsets.append(offset)
+                self._removed.append((residual, parts[-1]))
+                offsets.append(segment.offset)
+                continue
+            assert residual is not None
+            for begin, end in pairwise(chunks.offsets or (0, residual.size)):
+                part = residual.part(begin, end)
+                parts.append(backend.topk_by_chunk(part, k, length, None))
+                backend.clear(part, parts[-1])
+                self._removed.append((part, parts[-1]))
+                offsets.append(segment.offset + begin)
         return parts[0] if len(parts) == 1 else self._concatenate(parts, offsets)
 
     def _take_of_several(self, k: int) -> SparseVector:
@@ -333,9 +310,8 @@ class Contribution:
     def _take_by_threshold(self, k: int, threshold: float) -> tuple[SparseVector, int]:
         """Select the top-k, and return it with the number of entries that reached the threshold.
 
-        All entries that reach it are removed from each segment. If there are k or more, the top-k are among them, and
-        the others return to the residual; if there are fewer, the rest is selected from the remaining entries. So the
-        result is exact for any threshold.
+        Of k or more that reach it, the others return to the residual; if there are fewer, the rest is selected from
+        the remaining entries. So the result is exact for any threshold.
         """
         backend, residual = self.backend, self._residual
         assert residual is not None
@@ -352,13 +328,13 @@ class Contribution:
         if reached < k:
             rest = self._take_topk(residual, k - reached)
             return backend.merge(candidates, rest), reached
-        entries, others = backend.merge_topk(candidates, backend.empty_like(candidates), k)
+        entries, others = backend.merge_topk(candidates, candidates.part(0, 0), k)
         backend.scatter_add(residual, others)
         self._removed = [(residual, entries)]
         return entries, reached
 
     def _concatenate(self, parts: list[SparseVector], offsets: list[int]) -> SparseVector:
-        """Return the entries of ranges that begin at these offsets, as one vector."""
+        """Return the entries of ranges of the gradient that begin at these offsets, as one vector."""
         index, moved = index_dtype(self.size), []
         for part, offset in zip(parts, offsets, strict=True):
             indices = part.indices.astype(index, copy=False) + index.type(offset)

@@ -1,7 +1,4 @@
-"""The exceptions of sparsecomm, and texts for their messages.
-
-A message says which rank and argument is wrong, what was expected, and what to do.
-"""
+"""The exceptions of sparsecomm, and texts for their messages."""
 
 from __future__ import annotations
 
@@ -11,21 +8,6 @@ import shlex
 from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
-
-__all__ = [
-    "CollectiveMismatchError",
-    "InvalidInputError",
-    "RankFailedError",
-    "SparseCommError",
-    "TimeoutError",
-    "TransportError",
-    "WeightMismatchError",
-    "describe",
-    "did_you_mean",
-    "listed",
-    "pip_install",
-    "text_of",
-]
 
 
 class SparseCommError(Exception):
@@ -68,10 +50,7 @@ class RankFailedError(TransportError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, encodable in UTF-8. Never raises, since ranks send it to each other.
-
-    Characters that cannot be encoded, such as a byte of a file name, are escaped.
-    """
+    """Return the text of an exception, encodable in UTF-8. Never raises, since ranks send it to each other."""
     try:
         text = str(error)
     except BaseException as failure:
@@ -97,10 +76,7 @@ def listed(names: Collection[str], max_names: int = 8) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the shell command that installs an extra of sparsecomm.
-
-    In a checkout, it installs from there, since a package index may not have this version.
-    """
+    """Return the shell command that installs an extra of sparsecomm; of this checkout, if it is one."""
     folder = Path(__file__).resolve().parent.parent
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"

@@ -49,8 +49,7 @@ def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[st
 
     Raises:
         InvalidInputError: ``comm`` is not an mpi4py communicator, or ``count`` is not a positive int.
-        RankFailedError: a rank died meanwhile.
-        TransportError: MPI could not start the processes.
+        RankFailedError, TransportError: a rank died meanwhile, or MPI could not start the processes.
         TimeoutError: the new processes did not join within ``SPARSECOMM_TIMEOUT`` seconds.
     """
     if not isinstance(count, int) or count < 1:
@@ -63,10 +62,7 @@ def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[st
 def join() -> MPI.Intracomm | None:
     """Return the communicator of all ranks in a process that `grow` started; ``None`` in any other process.
 
-    Call it once, before the first call of the library. Collective with `grow` on the other ranks.
-
-    Raises:
-        RankFailedError, TransportError, TimeoutError: as `grow`.
+    Call it once, before the first call of the library. Collective with `grow` on the other ranks, and raises the same.
     """
     membership, _ = _mpi(None, "join")
     found: MPI.Intracomm | None = membership.join()

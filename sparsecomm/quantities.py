@@ -8,10 +8,7 @@ __all__ = ["bytes_text", "number_text", "percent_text", "rate_text", "size_text"
 
 
 def number_text(value: float, digits: int = 3) -> str:
-    """Return a number without an exponent, with commas between thousands, and without trailing zeros.
-
-    ``digits`` is the number of significant digits after rounding; digits before the decimal point are never dropped.
-    """
+    """Return a number rounded to significant digits, without an exponent, with commas between thousands."""
     if not math.isfinite(value):
         return f"{value}"
     decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0

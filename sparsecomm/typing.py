@@ -4,8 +4,8 @@
 
     def train(algorithm: AlgorithmName = "auto", wire: WireName = "auto") -> None: ...
 
-Type checkers reject unknown names, and editors complete them. For a name that is only known at run time, or for an
-algorithm that the program registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
+Type checkers reject unknown names. For a name that is only known at run time, or for an algorithm that the program
+registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
 """
 
 from sparsecomm.algorithms import AlgorithmName

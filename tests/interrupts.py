@@ -52,6 +52,7 @@ class Points:
 
     Attributes:
         passed: how many.
+        outside: how many of them outside the gate, where handlers run at once.
         interrupts: how many signals have been sent.
         where: the place of the last signal; empty if there was none.
         roots: the files or folders that are interrupted.
@@ -62,7 +63,7 @@ class Points:
 
     def __init__(self, *at: int) -> None:
         """``at``: the numbers of points at which to send the signal, ascending, from 0."""
-        self.passed = self.interrupts = 0
+        self.passed = self.outside = self.interrupts = 0
         self._at, self._gate = list(at), (False, -1)
         self._greenlet = getcurrent()  # the rank, if this one is simulated
 
@@ -97,6 +98,7 @@ class Points:
     def _counts(self) -> bool:
         """Return whether a signal here has another effect than at the place before."""
         before, self._gate = self._gate, signals.state()
+        self.outside += not self._gate[0]
         return not self._gate[0] or self._gate != before
 
     def resume(self, frame: FrameType, event: str, argument: Any) -> None:

@@ -71,14 +71,6 @@ def test_residual_and_out_of_every_framework_are_updated_in_place(framework: str
     np.testing.assert_array_equal(view(residual), total - reference.dense((indices, values), 100))
 
 
-def test_entries_are_dlpack_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    entries = sc.topk(np.arange(10, dtype=np.float32), 3)
-    assert torch.from_dlpack(entries.indices).tolist() == [7, 8, 9]
-    assert torch.from_dlpack(entries.values).tolist() == [7.0, 8.0, 9.0]
-    assert torch.equal(entries.to_dense(torch.ones(10))[7:], torch.tensor([7.0, 8.0, 9.0]))
-
-
 @pytest.mark.parametrize("shape", [(), (12,), (3, 4)])
 def test_entries_as_a_sparse_tensor_of_torch(shape: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
@@ -217,45 +209,11 @@ def test_modified_vectors_never_lead_out_of_bounds(
 GOOD = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
 @every_call
-@pytest.mark.parametrize("k", [0, -1, 13, 10**30, 0.0, -0.1, 1.1, float("nan"), float("inf"), True, "3", None, 1j, [3]])
+@pytest.mark.parametrize("k", [0, -1, 13, 0.0, 1.1, float("nan"), True, "3"])  # others: test_odd_arguments.py
 def test_bad_k(call: Callable[..., sc.SparseVector], k: Any) -> None:
     with pytest.raises(sc.InvalidInputError, match=r"k=.*expected an int from 1 to 12 .* or a float in \(0, 1\]"):
         call(GOOD, k)
-
-
-@every_call
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("x", GOOD.astype(np.int32)),
-        ("x", GOOD[:, ::2]),
-        ("x", [1.0, 2.0]),
-        ("residual", np.zeros(12, np.float32)),
-        ("residual", np.zeros((3, 4))),
-        ("residual", _read_only(np.zeros((3, 4), np.float32))),
-        ("residual", GOOD),
-        ("out", np.zeros((3, 4))),
-        ("out", _read_only(np.zeros((3, 4), np.float32))),
-        ("out", GOOD.reshape(-1)[:8].reshape(2, 4)),
-    ],
-)  # more of them: tests/tensors/test_interop.py
-def test_bad_tensors(call: Callable[..., sc.SparseVector], name: str, value: Any) -> None:
-    before = GOOD.copy()
-    with pytest.raises(sc.InvalidInputError, match=rf"{name}: .*expected"):
-        (alone if name == "out" else call)(**{"x": GOOD, "k": 2, name: value})
-    np.testing.assert_array_equal(GOOD, before)
-
-
-def test_a_jax_array_cannot_be_written() -> None:
-    jnp = pytest.importorskip("jax.numpy")
-    with pytest.raises(sc.InvalidInputError, match="immutable"):
-        sc.topk(jnp.ones(4), 2, residual=jnp.zeros(4))
 
 
 @pytest.mark.parametrize(

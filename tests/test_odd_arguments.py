@@ -86,104 +86,76 @@ Ranks = simulated.SimulatedTransport
 Call = Callable[[Ranks, Any], object]
 
 
-def reducer(transport: Ranks, tensors: object = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
+def reducer(tensors: Any = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
     """Return a Reducer after one step."""
-    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **{"comm": transport, **options})  # type: ignore[arg-type]
+    made = sc.Reducer({"a": X} if tensors is None else tensors, density, **options)
     made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
     return made
 
 
-def local_steps(transport: Ranks, parameters: object = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
+def local_steps(parameters: Any = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
     """Return a LocalSteps after two steps."""
     given = {"a": X.copy()} if parameters is None else parameters
-    made = sc.LocalSteps(given, density, **{"comm": transport, "sync_every": 2, **options})  # type: ignore[arg-type]
+    made = sc.LocalSteps(given, density, **{"sync_every": 2} | options)
     for _ in range(2):
-        made.step(given)  # type: ignore[arg-type]
+        made.step(given)
     return made
 
 
-def allreduce(name: str, function: Any = None) -> Call:
-    return lambda transport, v: (function or sc.sparse_allreduce)(**{"x": X, "k": 3, "comm": transport, name: v})
-
-
-def background(name: str) -> Call:
-    return allreduce(name, lambda **options: sc.isparse_allreduce(**options).wait())
-
-
-def saved(transport: Ranks, **options: Any) -> None:
+def saved(**options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sc.save(**{"folder": folder, "step": 1, "objects": {"a": 1}, "comm": transport, **options})
-        sc.load(folder, {}, comm=transport)
+        sc.save(**{"folder": folder, "step": 1, "objects": {"a": 1}} | options)
+        sc.load(folder, {}, comm=options["comm"])
 
 
-def loaded(transport: Ranks, **options: Any) -> None:
+def loaded(**options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sc.save(folder, 1, {"a": 1}, comm=transport)
-        sc.load(**{"folder": folder, "objects": {"a": 1}, "comm": transport, **options})
+        sc.save(folder, 1, {"a": 1}, comm=options["comm"])
+        sc.load(**{"folder": folder, "objects": {"a": 1}} | options)
 
 
-def arguments(function: Callable[..., Any], *left_out: str) -> list[str]:
-    """Return the names of the arguments to test."""
-    return [name for name in inspect.signature(function).parameters if name not in ("comm", *left_out)]
+def each(function: Callable[..., Any], make: Callable[..., Any] | None = None, **defaults: Any) -> dict[str, Call]:
+    """Return a call for each argument of a function, made by ``make``, with defaults for the others."""
+    names = list(inspect.signature(function).parameters)
+
+    def call(name: str) -> Call:
+        def program(transport: Ranks, value: Any) -> object:
+            comm = {"comm": transport} if "comm" in names else {}
+            return (make or function)(**defaults | comm | {name: value})
+
+        return program
+
+    return {f"{function.__name__} {name}": call(name) for name in names if name != "comm"}
 
 
 CALLS: dict[str, Call] = {
-    **{f"topk {name}": lambda _, v, name=name: sc.topk(**{"x": X, "k": 3, name: v}) for name in arguments(sc.topk)},
-    **{
-        f"threshold {name}": lambda _, v, name=name: sc.threshold(**{"x": X, "tau": 3, name: v})
-        for name in arguments(sc.threshold)
-    },
-    **{
-        f"merge_topk {name}": lambda _, v, name=name: sc.merge_topk(**{"a": A, "b": A, "k": 3, name: v})
-        for name in arguments(sc.merge_topk)
-    },
-    **{f"sparse_allreduce {name}": allreduce(name) for name in arguments(sc.sparse_allreduce)},
-    **{f"isparse_allreduce {name}": background(name) for name in arguments(sc.isparse_allreduce)},
-    **{
-        f"explain {name}": lambda transport, v, name=name: sc.explain(**{"n": 10, "k": 3, "comm": transport, name: v})
-        for name in arguments(sc.explain)
-    },
+    **each(sc.topk, x=X, k=3),
+    **each(sc.threshold, x=X, tau=3),
+    **each(sc.merge_topk, a=A, b=A, k=3),
+    **each(sc.sparse_allreduce, x=X, k=3),
+    **each(sc.isparse_allreduce, lambda **options: sc.isparse_allreduce(**options).wait(), x=X, k=3),
+    **each(sc.explain, n=10, k=3),
+    **{name.replace(" ", "."): call for name, call in each(sc.load, loaded).items()},  # calls of `save` come first
+    **each(sc.Reducer, reducer),
+    **each(sc.LocalSteps, local_steps),
+    **each(sc.Warmup, lambda **options: [sc.Warmup(**options)(step) for step in range(20)], density=0.1, steps=10),
+    **each(sc.NesterovSGD, lambda **options: sc.NesterovSGD(**options).step("a", X.copy(), X.copy())),
+    **each(
+        sc.SparseVector, lambda **options: sc.SparseVector(**options).nnz, indices=[1, 4], values=[2.0, 3.0], size=6
+    ),
+    **{name: call for name, call in each(sc.save, saved).items() if name != "save folder"},
+    "save.values": lambda transport, v: saved(comm=transport, objects={"a": v}),
     "wait timeout": lambda transport, v: sc.isparse_allreduce(X, 3, comm=transport).wait(v),
     "check_weights": lambda transport, v: sc.check_weights(v, comm=transport),
     "register_algorithm": lambda _, v: sc.register_algorithm(v),
-    **{
-        f"save {name}": lambda transport, v, name=name: saved(transport, **{name: v})
-        for name in ("step", "objects", "keep")
-    },
-    "save.values": lambda transport, v: saved(transport, objects={"a": v}),
-    **{f"load.{name}": lambda transport, v, name=name: loaded(transport, **{name: v}) for name in arguments(sc.load)},
-    **{
-        f"Reducer {name}": lambda transport, v, name=name: reducer(transport, **{name: v})
-        for name in arguments(sc.Reducer)
-    },
-    "Reducer.push name": lambda transport, v: reducer(transport).push(v, X),
-    "Reducer.push gradient": lambda transport, v: reducer(transport).push("a", v),
-    "Reducer.push out": lambda transport, v: reducer(transport).push("a", X, v),
-    "Reducer.reduce": lambda transport, v: reducer(transport).reduce(v),
-    "Reducer.residual": lambda transport, v: reducer(transport).residual(v),
-    "Reducer.scale": lambda transport, v: reducer(transport).scale(v),
-    **{
-        f"LocalSteps {name}": lambda transport, v, name=name: local_steps(transport, **{name: v})
-        for name in arguments(sc.LocalSteps)
-    },
-    "LocalSteps.step": lambda transport, v: local_steps(transport).step(v),
-    "LocalSteps.finish": lambda transport, v: local_steps(transport).finish(v),
-    **{
-        f"Warmup {name}": lambda _, v, name=name: [
-            sc.Warmup(**{"density": 0.1, "steps": 10, name: v})(step) for step in range(20)
-        ]
-        for name in arguments(sc.Warmup)
-    },
-    **{
-        f"NesterovSGD {name}": lambda _, v, name=name: sc.NesterovSGD(**{name: v}).step("a", X.copy(), X.copy())
-        for name in arguments(sc.NesterovSGD)
-    },
-    **{
-        f"SparseVector {name}": lambda _, v, name=name: (
-            sc.SparseVector(**{"indices": [1, 4], "values": [2.0, 3.0], "size": 6, "shape": None, name: v}).nnz
-        )
-        for name in arguments(sc.SparseVector)
-    },
+    "Reducer.push name": lambda transport, v: reducer(comm=transport).push(v, X),
+    "Reducer.push gradient": lambda transport, v: reducer(comm=transport).push("a", v),
+    "Reducer.push out": lambda transport, v: reducer(comm=transport).push("a", X, v),
+    "Reducer.reduce": lambda transport, v: reducer(comm=transport).reduce(v),
+    "Reducer.residual": lambda transport, v: reducer(comm=transport).residual(v),
+    "Reducer.scale": lambda transport, v: reducer(comm=transport).scale(v),
+    "LocalSteps.step": lambda transport, v: local_steps(comm=transport).step(v),
+    "LocalSteps.finish": lambda transport, v: local_steps(comm=transport).finish(v),
     "SparseVector.to_dense": lambda _, v: sc.SparseVector([1], [2.0], 6).to_dense(v),
 }
 

@@ -13,37 +13,27 @@ from hypothesis import strategies as st
 from sparsecomm import quantities
 from sparsecomm.cli import options
 
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (65_536, "64 KiB"), (64_000, "64 kB"), (25_600_000, "25.6 MB"), (3 << 30, "3 GiB")],
-)
-def test_sizes_use_the_shorter_unit(size: int, text: str) -> None:
-    assert quantities.size_text(size) == text
-    assert options.nbytes(text) == size
-
-
-def test_byte_counts_are_decimal() -> None:
-    assert [quantities.bytes_text(size) for size in (307_200, 179_201_344)] == ["307.2 kB", "179.2 MB"]
-
-
-@pytest.mark.parametrize(("length", "text"), [(2, "2 s"), (0.0015, "1.5 ms"), (1e-6, "1 us"), (3e-8, "30 ns")])
-def test_times(length: float, text: str) -> None:
-    assert quantities.time_text(length) == text
-    assert options.seconds(text) == pytest.approx(length)
+TEXTS = {
+    quantities.size_text: {
+        0: "0 B", 999: "999 B", 65_536: "64 KiB", 64_000: "64 kB", 25_600_000: "25.6 MB", 3 << 30: "3 GiB",
+    },
+    quantities.bytes_text: {307_200: "307.2 kB", 179_201_344: "179.2 MB"},
+    quantities.time_text: {2: "2 s", 0.0015: "1.5 ms", 1e-6: "1 us", 3e-8: "30 ns"},
+    quantities.number_text: {
+        0: "0", 1060.4: "1,060", 0.00001: "0.00001", 25.0: "25", 9.999: "10", -12345678: "-12,345,678",
+    },
+    quantities.rate_text: {1e9: "1 Gb/s", 99.96e6: "100 Mb/s", 123456.0: "123 kb/s"},
+    quantities.percent_text: {0.00012345: "0.0123 %"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (1060.4, "1,060"), (0.00001, "0.00001"), (25.0, "25"), (9.999, "10"), (-12345678, "-12,345,678")],
-)
-def test_numbers(number: float, text: str) -> None:
-    assert quantities.number_text(number) == text
-
-
-def test_rates_and_percentages() -> None:
-    assert [quantities.rate_text(rate) for rate in (1e9, 99.96e6, 123456.0)] == ["1 Gb/s", "100 Mb/s", "123 kb/s"]
-    assert quantities.percent_text(0.00012345) == "0.0123 %"
+def test_examples_and_the_options_that_read_them() -> None:
+    for text_of, examples in TEXTS.items():
+        assert {number: text_of(number) for number in examples} == examples
+    for size, text in TEXTS[quantities.size_text].items():
+        assert options.nbytes(text) == size
+    for length, text in TEXTS[quantities.time_text].items():
+        assert options.seconds(text) == pytest.approx(length)
 
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}

@@ -24,7 +24,7 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tracing.observers import Forwarding, observed
 from sparsecomm.transport import Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 from sparsecomm.wire import EXACT, OPS, CallSignature, Messages
 
 Array = np.ndarray[Any, Any]

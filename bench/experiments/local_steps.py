@@ -35,7 +35,7 @@ from bench.experiments.trainer import Worker
 from sparsecomm.cli.outputs import panels, save
 from sparsecomm.quantities import number_text
 from sparsecomm.transport import Transport, simulated
-from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.base import Bytes
 from sparsecomm.wire import HEADER_BYTES
 
 CHUNK = 4096

@@ -65,8 +65,7 @@ for _module in get_args(_Module):
 ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 
 
-# Every name always returns the same object.
-_with_larger_result = cache(with_larger_result)
+_with_larger_result = cache(with_larger_result)  # every name always returns the same object
 
 
 class Algorithms(dict[str, Algorithm]):
@@ -119,11 +118,7 @@ def inner_algorithms() -> dict[str, Algorithm]:
 
 
 def find(name: str) -> Algorithm | None:
-    """Return the algorithm with a name; None if the name stands for several algorithms, see `alternatives`.
-
-    Raises:
-        InvalidInputError: there is no such algorithm.
-    """
+    """Return the algorithm with a name, or raise; None if the name stands for several: see `alternatives`."""
     if isinstance(name, str):
         if name in _CHOOSING:
             return None
@@ -147,11 +142,7 @@ def find(name: str) -> Algorithm | None:
 
 
 def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
-    """Return the result of `find` for each name in "X|Y*W", and the weight W of its cost, which defaults to 1.
-
-    Raises:
-        InvalidInputError: a name or a weight is invalid.
-    """
+    """Return the result of `find` for each name in "X|Y*W", and the weight W of its cost, which defaults to 1."""
     found = []
     for each in name.split("|"):
         one, star, weight = each.partition("*")
@@ -165,11 +156,7 @@ def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
-    """Return the name of an algorithm, which may be passed by name or as an object.
-
-    Raises:
-        InvalidInputError: the object is not registered.
-    """
+    """Return the name of an algorithm, which may be passed by name or as an object that is registered."""
     if not isinstance(algorithm, Algorithm):
         return algorithm
     if find(algorithm.name) is not algorithm:
@@ -196,8 +183,7 @@ def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, flo
 def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
     """Return the algorithms among which "auto" (``dense``) and "fastest" choose.
 
-    Algorithms whose result grows with P must be requested by name. A dense sum inside nodes would move residuals
-    between ranks.
+    A dense sum inside nodes would move residuals between ranks.
     """
     flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:

@@ -2,11 +2,8 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as in Bruck et al., IEEE TPDS 1997.
 
-Cost: alpha + (P - 2) gap + (P - 1) k b beta per rank, if each rank sends to all others at once. If gaps cost more than
-trips, ceil(log2 P) alpha + (P - 1) k b beta; `sparsecomm.primitives.gather` has a drawing.
-
-Result: up to k P entries, the exact sum of all selections. The same on all ranks: all add in the order of ranks.
-Dropped: rounding errors of a rank's entries, by this rank. Nothing is rejected.
+`sparsecomm.primitives.gather` has a drawing. All ranks add in the same order. Dropped: rounding errors of a rank's
+entries, by this rank. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
@@ -24,8 +20,8 @@ __all__ = ["ALGORITHM"]
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""
-    vectors = gather(comm, comm.quantized(gradient.topk(k), gradient), 0)
-    return averaged(comm, vectors)
+    sums, counts = comm.sums(gather(comm, comm.quantized(gradient.topk(k), gradient), 0))
+    return sums if counts is None else comm.backend.means(sums, counts.values)
 
 
 def predicted_time(problem: Problem, costs: Costs) -> float:

@@ -24,8 +24,8 @@ class Algorithm:
             element).
         result: description of the result.
         source: the paper.
-        run: ``run(comm, gradient, k)`` returns the sum, the same on all ranks. Every rank calls it with the call's
-            communicator and its gradient. No rank may return before every rank has contributed.
+        run: ``run(comm, gradient, k)`` returns the sum, the same on all ranks. No rank may return before every rank has
+            contributed.
         predicted_time: ``predicted_time(problem, costs)`` returns the seconds of a call, including selection, merging
             and packing.
         reselects: whether the result has at most k entries.
@@ -35,8 +35,8 @@ class Algorithm:
         automatic: whether "auto" may choose it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
         unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.
-        contributors_unknown: why it does not support ``op="mean_of_contributors"``; "" if it does, with
-            `sparsecomm.primitives.contributors`.
+        contributors_unknown: why it does not support ``op="mean_of_contributors"``; "" if it does: see
+            `Communicator.sums`.
     """
 
     name: str

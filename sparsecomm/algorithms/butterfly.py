@@ -1,7 +1,8 @@
 """Global top-k by recursive doubling: every rank merges in every step, so no broadcast follows.
 
 Source: the merge is that of gTop-k (Shi et al., ICDCS 2019, Section III); the pattern is recursive doubling (Thakur,
-Rabenseifner, Gropp, IJHPCA 2005, Section 4.3), after a fold (`sparsecomm.primitives.fold`) if P is not a power of two.
+Rabenseifner, Gropp, IJHPCA 2005, Section 4.3), after a fold if P is not a power of two: P = 2^steps + rem, and the
+first 2 rem ranks form pairs of neighbours, of which the odd rank takes part for both.
 
 Cost: floor(log2 P) steps of (alpha + k b beta) per rank; two more if P is not a power of two.
 
@@ -22,6 +23,8 @@ records all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
@@ -29,9 +32,42 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "recursive_doubling"]
+__all__ = ["ALGORITHM", "Fold", "recursive_doubling"]
 
 Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A rank's part in the fold: the names are MPICH's.
+
+    Attributes:
+        steps: number of steps of recursive doubling, floor(log2 P).
+        rem: number of pairs.
+        newrank: this rank's number among the 2^steps that take part; -1 for the even rank of a pair.
+        hands_over: whether this rank is the even one of a pair, which sends to ``partner`` and receives the result.
+        partner: the other rank of this rank's pair; -1 if it has none.
+        peers: for each step, the rank to exchange with, whose new rank differs in the bit of this step.
+    """
+
+    steps: int
+    rem: int
+    newrank: int
+    hands_over: bool
+    partner: int
+    peers: tuple[int, ...] = ()
+
+    @classmethod
+    @cache
+    def of(cls, rank: int, size: int) -> Fold:
+        steps = size.bit_length() - 1
+        rem = size - (1 << steps)
+        if rank < 2 * rem and rank % 2 == 0:
+            return cls(steps, rem, -1, True, rank + 1)
+        newrank, partner = (rank - rem, -1) if rank >= 2 * rem else (rank // 2, rank - 1)
+        others = [newrank ^ (1 << step) for step in range(steps)]
+        peers = tuple(2 * other + 1 if other < rem else other + rem for other in others)
+        return cls(steps, rem, newrank, False, partner, peers)
 
 
 def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
@@ -54,7 +90,7 @@ def recursive_doubling(
     ``combine(lower, upper, shard, num_shards)`` combines two vectors. ``num_shards`` ranks compute the same
     combination; this rank is number ``shard`` of them.
     """
-    fold = comm.fold
+    fold = Fold.of(comm.rank, comm.size)
     unfold = fold.steps + 1
     if fold.hands_over:
         comm.send(comm.quantized(own, gradient), fold.partner, 0)

@@ -22,8 +22,8 @@ Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per eleme
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
-Result: the exact dense sum, as its nonzero entries; k is not used. The same on all ranks, whichever way segments
-travel, because each is added up in the order of the ring. Nothing is dropped; the residual becomes zero.
+k is not used. Each segment is added up in the order of the ring, whichever way it travels. Nothing is dropped; the
+residual becomes zero.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
-    elif 1 < P == num_nodes and sent <= _MAX_SENT and Communicator.takes_less_than_a_trip(sent, costs):
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.are_less_than_a_trip(sent):
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)

@@ -3,7 +3,7 @@
 Source: Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with double-pass error-compensated
 compression", ICML 2019, with one owner per range instead of one server.
 
-Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways. Each line below is one trip:
+Each line below is one trip:
 
     scatter      each rank sends each owner its largest entries in the owner's range
                  each owner adds them to all of its own elements in its range
@@ -12,10 +12,9 @@ Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways. Each l
 Ranges have equal lengths and are the same in every call. Each has its share of k, both in a rank's selection and in the
 result.
 
-Result: at most k entries, the largest sums of each range. The same on all ranks, because one rank adds up each range,
-and all receive its sums. Dropped: rounding errors, by the rank that sends. Sums that do not win stay in the residual of
-their owner, which adds to them in the next call. Small entries of all ranks therefore reach the result although no rank
-alone would select them, and every range has its share of the result.
+One rank adds up each range. Dropped: rounding errors, by the rank that sends. Sums that do not win stay in the residual
+of their owner, which adds to them in the next call. So small entries of all ranks reach the result although no rank
+alone would select them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         received = [vector for source in sorted(found) for vector in found[source][0]]
         own = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
-        own = comm.backend.empty_like(taken[0])
+        own = taken[0].part(0, 0)
     gathered = gather(comm, own, ROUNDS, within)
     for owner, (entries, (_, _, part)) in enumerate(zip(gathered, parts, strict=True)):
         if entries.nnz > part:

@@ -3,17 +3,13 @@
 Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
 training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between nodes any other algorithm runs.
 
-Cost, for m ranks on each of N nodes: 2 log2 m (alpha' + 8 k beta') inside a node, in shared memory and in the plain
-format, and the cost of the inner algorithm for N ranks.
-
     node            A: 0 1 2          B: 3 4          C: 5 6
     inside       0 <- 1, 0 <- 2      3 <- 4          5 <- 6         along a tree
     leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
-Result: that of the inner algorithm on the sums of the nodes. The same on all ranks: leaders forward it unchanged.
-Dropped: as by the inner algorithm; if that reselects, also entries rejected by merges inside a node, by the rank that
-merges.
+Messages inside a node have the plain format. Leaders forward the result unchanged. Dropped: as by the inner algorithm;
+if that reselects, also entries rejected by merges inside a node, by the rank that merges.
 """
 
 from __future__ import annotations

@@ -18,15 +18,12 @@ quantiles. Keys near the k-th largest of this call are the bounds for the next o
 each rank, whose key the scatter carries. Every message contains a mark of the bounds, as for ranges. If the marks of
 ranks differ, all ranks notice in the same trip and start again without bounds.
 
-Result: at most k entries, the exact top-k of the sum of all ranks' top-k, which is that of `allgather` cut to k. The
-same on all ranks. Dropped: rounding errors, by the rank that sends; the order is that of the exact sums of the received
-entries. A value that rounds to zero, as the mean of tiny sums may, is left out, and the next one wins in its place.
-A sum that does not win is not recorded: it is all that was selected at its index, and the result lacks that
-index, so the ranks that selected it take it back.
+The result is that of `allgather` cut to k entries. Dropped: rounding errors, by the rank that sends; the order is that
+of the exact sums. A value that rounds to zero is left out, and the next one wins in its place. A sum that does not win
+is not recorded: the result lacks its index, so the ranks that selected it take it back.
 
-With op="mean_of_contributors", owners divide sums by the number of ranks that sent an entry, and send means; the sums
-decide which win. Means and rounded values do not show which sums are the largest. In this case the keys of sums near
-the k-th are sent beside them.
+With op="mean_of_contributors", owners send means, and the sums decide which win. Means and rounded values do not show
+which sums are the largest, so the keys of sums near the k-th are sent beside them.
 
 "split:R" keeps R k entries of the sum, R = 2, 3, ...: less remains in residuals, for (P - 1)/P (R + 1) k b beta.
 """
@@ -45,7 +42,6 @@ from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.backends.keys import keys_of, largest_keys, max_key, scaled_key
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
-from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.primitives.ranges import (
@@ -74,8 +70,8 @@ class Bounds(NamedTuple):
     """Keys between which the k-th key is expected: see `sparsecomm.backends.keys`.
 
     Attributes:
-        low: at least k sums are expected to reach it. All sums that reach it are sent.
-        high: at most k sums are expected to reach it, which are then sure to win.
+        low: all sums that reach it are sent; at least k are expected to.
+        high: sums that reach it are sure to win; at most k are expected to.
         made: number of the call that made the bounds.
         levels: keys of entries that ranks had selected in that call. Bounds are scaled by their growth.
         doubt: factor by which the bounds are further apart than chance requires, because others were wrong.
@@ -126,7 +122,7 @@ def _top_sums(
 ) -> SparseVector:
     """Return the first ``kept`` sums of all owners' pieces: in one trip, or in two if there are no valid bounds."""
     owners = len(ranges)
-    sums, counts = sums_of(comm, pieces)
+    sums, counts = comm.sums(pieces)
     load = sum(piece.nnz for piece in pieces)
     bounds: Bounds | None = comm.cache.get("bounds")
     if bounds is not None:
@@ -179,14 +175,14 @@ def _candidates(
 ) -> Parcel:
     """Return this rank's sums that may win, with the mark, its load, and whether it has other sums.
 
-    If the values in messages do not show which sums are the largest, the sums that are sure to win are a vector of
-    their own. The keys of the others follow, and how many sums of each vector rounding has made zero.
+    If the values in messages do not show which sums are the largest, the sure ones are a vector of their own. How many
+    sums of each vector rounding has made zero, and the keys of the others, follow.
     """
     sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
     words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
     if comm.shows_sums:
         return (near,), words
-    sent = [averaged_and_quantized(comm, dropped, each, counts) for each in (sure, near)]
+    sent = [comm.averaged(each, counts, dropped) for each in (sure, near)]
     words += [sure.nnz - sent[0].nnz, near.nnz - sent[1].nnz]
     return sent, [*words, *(key - bounds.low for key in keys_of(comm.backend.values_at(near, sent[1])))]
 
@@ -196,13 +192,8 @@ def _winners(
 ) -> Winners | None:
     """Return the first ``kept`` of all candidates; None if sums that were not sent may win, or too many are sure.
 
-    Args:
-        comm: the ranks.
-        parcels: the `_candidates` of each owner.
-        kept: number of sums that win.
-        low: the bound to which keys in messages are relative.
-        spare: how far above and below the k-th the keys of `Winners` should be.
-        from_quantiles: the bounds are from this call's quantiles, and cannot be wrong.
+    Keys in ``parcels``, the `_candidates` of each owner, are relative to ``low``. Those of `Winners` are ``spare``
+    above and below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
     """
     backend, fixed = comm.backend, 3 if comm.shows_sums else 5
     for owner, (vectors, words) in enumerate(parcels):
@@ -215,7 +206,7 @@ def _winners(
     if comm.shows_sums:
         if near.nnz < kept and others:
             return None
-        sums = backend.merge_topk(near, backend.empty_like(near), kept)[0]
+        sums = backend.merge_topk(near, near.part(0, 0), kept)[0]
         above, below = min(spare, max(0, sums.nnz - 1)), min(spare, near.nnz - sums.nnz)
         numbers = [sums.nnz - above, sums.nnz, sums.nnz + below] if sums.nnz else []
         found = dict(zip((above, 0, -below), backend.nth_keys(near, numbers), strict=False))
@@ -240,10 +231,7 @@ def _winners(
 
 
 def _next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, levels: list[int]) -> Bounds | None:
-    """Return the bounds for the next call: ``spare`` sums of this call lie between the k-th and each bound.
-
-    If fewer keys are known on one side, extrapolate from these, or from the other side.
-    """
+    """Return the bounds for the next call: ``spare`` sums lie between the k-th and each bound; extrapolate."""
     if not winners.keys:
         return None
     kth = winners.keys[0]
@@ -261,7 +249,7 @@ def _margin(kept: int) -> int:
 
 
 def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
-    """Return the positions, from 1 in the order of selection, of the sums whose keys an owner of ``nnz`` sums sends.
+    """Return the positions, from 1, of the sums whose keys an owner of ``nnz`` sums sends.
 
     They grow by a ratio so small that the sums sent in excess take no more bytes than these keys.
     """
@@ -278,11 +266,7 @@ def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
 def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], kept: int) -> tuple[int, int]:
     """Return a key that at least ``kept`` sums reach, or all sums, and a key that fewer sums reach.
 
-    Args:
-        comm: the ranks.
-        sums: of this rank.
-        parcels: of each owner: 0, its number of sums, and the keys at their `_quantile_numbers`.
-        kept: number of sums that win.
+    The ``parcels`` of owners hold 0, the number of sums, and the keys at their `_quantile_numbers`.
     """
     steps, total = [], 0  # key, how many more sums reach it at least, and how many more may reach it
     for owner, (_, (_, *quantiles)) in enumerate(parcels):

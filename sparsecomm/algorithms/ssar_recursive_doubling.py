@@ -3,12 +3,8 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Recursive_double). The pattern, and the drawing, are those of `sparsecomm.algorithms.butterfly`.
 
-Cost: log2 P alpha + between log2 P k b beta, if all ranks select the same indices, and (P - 1) k b beta, if all select
-different ones. Two more messages if P is not a power of two.
-
-Result: up to k P entries, the exact sum of all selections. The same on all ranks: all ranks of a group add in the same
-order (lower ranks first). Dropped: rounding errors, of which every rank of a group with the same entries records an
-equal shard. Nothing is rejected.
+The cost of bytes is least if all ranks select the same indices. Lower ranks are added first. Dropped: rounding errors,
+of which every rank of a group with the same entries records an equal shard. Nothing is rejected.
 """
 
 from __future__ import annotations

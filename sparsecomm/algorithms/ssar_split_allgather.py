@@ -3,11 +3,8 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Split_allgather). From the second call on, ranges hold equally many entries (`sparsecomm.primitives.ranges`).
 
-Cost: 2 (alpha + (P - 2) gap) + between 2 (P - 1)/P k b beta, if all ranks select the same indices, and
-(P - 1)(1 + 1/P) k b beta, if all select different ones; one trip more if the ranks' ranges differ.
-
-Result: up to k P entries, the exact sum of all selections. The same on all ranks: one rank adds up each range. Dropped:
-rounding errors, by the rank that sends. Nothing is rejected.
+The cost of bytes is least if all ranks select the same indices; it takes one trip more if the ranks' ranges differ. One
+rank adds up each range. Dropped: rounding errors, by the rank that sends. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from __future__ import annotations
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.contributors import averaged_and_quantized, sums_of
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
 from sparsecomm.primitives.ranges import num_owners, ranges_of, rebalance, scatter, scatter_time
@@ -30,8 +26,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     if comm.size == 1:
         return own
     pieces, _ = scatter(comm, gradient, own, k)
-    sums = averaged_and_quantized(comm, gradient, *sums_of(comm, pieces))
-    gathered = gather(comm, sums, ROUNDS, ranges_of(comm, k))
+    gathered = gather(comm, comm.averaged(*comm.sums(pieces), gradient), ROUNDS, ranges_of(comm, k))
     rebalance(comm, [each.nnz for each in gathered])
     return comm.backend.concatenate_entries(gathered)
 

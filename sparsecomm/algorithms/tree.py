@@ -4,16 +4,14 @@ Source: Shi et al., "A distributed synchronous SGD algorithm with global Top-k s
 networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses
 entries; this one supports any P.
 
-Cost: 2 ceil(log2 P) (alpha + k b beta) per rank.
-
     rank       0     1     2     3     4     5     6
     step 0    0+1 <- 1    2+3 <- 3    4+5 <- 5     6
     step 1   0..3 <------ 2+3        4..6 <------- 6
     step 2   0..6 <------------------ 4+5+6
     Then the result travels back along the same edges.
 
-Result: k entries, approximate, because rejected entries do not reach later merges. The same on all ranks, because one
-rank computes it. Dropped: rejected entries, by the rank that merges; rounding errors, by the rank that sends.
+The result is approximate, because rejected entries do not reach later merges. Rank 0 computes it. Dropped: rejected
+entries, by the rank that merges; rounding errors, by the rank that sends.
 """
 
 from __future__ import annotations

@@ -10,28 +10,18 @@ from sparsecomm.tensors.interop import Device
 
 __all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
 
-
-AT_ONCE = _cpu.AT_ONCE
-CpuBackend = _cpu.CpuBackend
-default_float_mode = _cpu.default_float_mode
+AT_ONCE, CpuBackend, default_float_mode = _cpu.AT_ONCE, _cpu.CpuBackend, _cpu.default_float_mode
 
 
 class Backends:
-    """The backends of one owner, such as a call queue, which uses them from one thread at a time.
-
-    There is one per CUDA device, made on first use. No other owner uses their memory or streams.
-    """
+    """The backends of one owner, such as a call queue, with their memory and streams. Serves one thread at a time."""
 
     def __init__(self) -> None:
         self._scratch = _cpu.Scratch()
         self._cuda: dict[int, Backend] = {}
 
     def of(self, device: Device) -> Backend:
-        """Return the owner's backend of ``device``.
-
-        Raises:
-            InvalidInputError: the device cannot be used; the text says what is missing.
-        """
+        """Return the owner's backend of ``device``. Raises `InvalidInputError` if the device cannot be used."""
         if device.kind == "cpu":
             return CpuBackend(scratch=self._scratch)  # a new one, because settings may have changed
         if device.index not in self._cuda:
@@ -50,9 +40,5 @@ _of_thread = _OfThread()
 
 
 def of(device: Device) -> Backend:
-    """Return the calling thread's own backend of ``device``, for work outside of calls.
-
-    Raises:
-        InvalidInputError: as `Backends.of`.
-    """
+    """Return the calling thread's own backend of ``device``, for work outside of calls: see `Backends.of`."""
     return _of_thread.backends.of(device)

@@ -7,7 +7,7 @@ from sparsecomm.backends.base import Backend
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 class Scratch:
-    """The scratch memory of one owner's backends, which calls use again one after another."""
+    """Memory that the backends of one owner reuse from call to call."""
 
 AT_ONCE: AbstractContextManager[None]
 

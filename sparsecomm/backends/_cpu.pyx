@@ -1,8 +1,5 @@
 # distutils: language = c++
-"""`CpuBackend`: the backend of host memory, which calls the C++ kernels in ``kernels/cpu``.
-
-Kernels run without the GIL, and those that compute in the processor's default float mode: see float_mode.hpp.
-"""
+"""`CpuBackend`: the backend of host memory, which calls the C++ kernels in ``kernels/cpu``, most of them without the GIL."""
 
 cimport cython
 from libc.string cimport memset
@@ -17,7 +14,7 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 
 cimport numpy as cnp
 
@@ -48,14 +45,24 @@ cdef inline cbool is_float64(Tensor x) noexcept:
     return x.code == <int> Type.f64
 
 
+cdef inline size_t width(Tensor x) noexcept:
+    """Return the bytes of an element in the accumulator dtype."""
+    return 8 if is_float64(x) else 4
+
+
 cdef inline Dense dense(Tensor x) noexcept:
-    """Return a tensor as a kernel argument; uninitialized for None."""
+    """Return a tensor as a kernel argument."""
     cdef Dense d
-    if x is not None:
-        d.data = <void*> x.pointer
-        d.type = <Type> x.code
-        d.size = <size_t> x.size
+    d.data, d.type, d.size = <void*> x.pointer, <Type> x.code, <size_t> x.size
     return d
+
+
+cdef inline Dense* dense_or_null(Tensor x, Dense* place) noexcept:
+    """Return ``place``, where the kernel argument is stored; NULL for None."""
+    if x is None:
+        return NULL
+    place[0] = dense(x)
+    return place
 
 
 cdef class Scratch:
@@ -97,14 +104,21 @@ cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
     return cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ITEMSIZE(array) == itemsize and cnp.PyArray_IS_C_CONTIGUOUS(array)
 
 
-cdef int expect(cnp.ndarray array, size_t itemsize, str name, Py_ssize_t size=-1) except -1:
-    """Raise unless an array is flat, contiguous and has ``size`` elements of ``itemsize`` bytes, as kernels require."""
+cdef void* checked(cnp.ndarray array, size_t itemsize, str name, Py_ssize_t size=-1) except? NULL:
+    """Return the elements of a flat contiguous array of ``size`` elements of ``itemsize`` bytes, as kernels require."""
     if not is_flat(array, itemsize) or size >= 0 and cnp.PyArray_DIM(array, 0) != size:
         raise ValueError(
             f"{name}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of "
             f"{f'{size} elements of ' if size >= 0 else ''}{itemsize} bytes each"
         )
-    return 0
+    return cnp.PyArray_DATA(array)
+
+
+cdef void* checked_residual(Tensor residual, Tensor x) except? NULL:
+    """Return the elements of a residual in the accumulator dtype of ``x``."""
+    if residual.size != x.size or residual.code != <int> (Type.f64 if is_float64(x) else Type.f32):
+        raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
+    return <void*> residual.pointer
 
 
 cdef class Entries:
@@ -135,6 +149,15 @@ cdef class Entries:
         if self.float64_values != float64_values:
             raise self.changed(float64_values)
         return 0
+
+    cdef const void* other_indices(self, others, size_t* count) except? NULL:
+        """Return the indices of a vector of the same size, and their number."""
+        cdef cnp.ndarray indices = others.indices
+        count[0] = <size_t> cnp.PyArray_SIZE(indices)
+        return checked(indices, 8 if self.int64_indices else 4, "indices of others")
+
+    cdef Room room(self, Scratch scratch, size_t count, shape):
+        return room(scratch, count, self.size, shape, self.float64_values)
 
 
 cdef inline Entries of(entries, cbool float64_values):
@@ -171,6 +194,11 @@ cdef Room room(Scratch scratch, size_t count, size_t size, shape, cbool float64_
     r.out.indices, r.out.values = cnp.PyArray_DATA(r.indices), cnp.PyArray_DATA(r.values)
     r.count, r.size, r.shape = count, size, shape
     return r
+
+
+cdef inline Room room_in(Tensor x, size_t count, Scratch scratch):
+    """Return room for entries of x."""
+    return room(scratch, count, x.size, x.shape, is_float64(x))
 
 
 cdef object new = object.__new__
@@ -251,177 +279,117 @@ class CpuBackend(Backend):
     # -- dense tensors ------------------------------------------------------------------------------------------------
 
     def topk(self, Tensor x not None, size_t k, Tensor residual):
-        cdef Dense data = dense(x), r = dense(residual)
-        cdef cbool has_residual = residual is not None
         cdef Scratch scratch = self.scratch
-        cdef Room entries = room(scratch, min(k, data.size), data.size, x.shape, is_float64(x))
-        cdef int threads = self.threads
-        cdef size_t found
-        with nogil:
-            found = c_topk(data, &r if has_residual else NULL, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
+        cdef Dense data = dense(x), r
+        cdef Room entries = room_in(x, min(k, data.size), scratch)
+        found = c_topk(
+            data, dense_or_null(residual, &r), k, of_int64(data.size), entries.out.indices, entries.out.values, self.threads, scratch.memory
+        )
         return entries.vector(found, True)
 
     def take_topk(self, Tensor x not None, size_t k):
-        cdef Dense data = dense(x)
         cdef Scratch scratch = self.scratch
-        cdef Room entries = room(scratch, min(k, data.size), data.size, x.shape, is_float64(x))
-        cdef int threads = self.threads
-        cdef size_t found
-        with nogil:
-            found = c_take_topk(data, k, of_int64(data.size), entries.out.indices, entries.out.values, threads, scratch.memory)
+        cdef Dense data = dense(x)
+        cdef Room entries = room_in(x, min(k, data.size), scratch)
+        found = c_take_topk(data, k, of_int64(data.size), entries.out.indices, entries.out.values, self.threads, scratch.memory)
         return entries.vector(found, True)
 
     def topk_by_chunk(self, Tensor x not None, size_t k, size_t chunk, Tensor residual, double decay=1.0):
-        cdef Dense data = dense(x), r = dense(residual)
-        cdef cbool has_residual = residual is not None
+        cdef Scratch scratch = self.scratch
+        cdef Dense data = dense(x), r
         chunk = min(chunk, max(data.size, k))
         if min(chunk, data.size) > (<size_t> 1 << 31):
             raise InvalidInputError(
                 f"chunk={chunk} of {data.size} elements: must be at most 2^31 on a CPU; select without chunks instead"
             )
-        cdef Scratch scratch = self.scratch
-        cdef Room entries = room(scratch, chunk_room(data.size, k, chunk), data.size, x.shape, is_float64(x))
-        cdef int threads = self.threads
-        cdef size_t found
-        with nogil:
-            found = c_topk_by_chunk(
-                data, &r if has_residual else NULL, k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values, threads,
-                scratch.memory,
-            )
+        cdef Room entries = room_in(x, chunk_room(data.size, k, chunk), scratch)
+        found = c_topk_by_chunk(
+            data, dense_or_null(residual, &r), k, chunk, decay, of_int64(data.size), entries.out.indices, entries.out.values,
+            self.threads, scratch.memory,
+        )
         return entries.vector(found, True)
 
     def threshold(self, Tensor x not None, double tau, Tensor residual):
-        cdef Dense data = dense(x), r = dense(residual)
-        cdef cbool has_residual = residual is not None
-        cdef int threads = self.threads
-        cdef size_t found = 0
         cdef Scratch scratch = self.scratch
-        cdef Collected* collected
+        cdef Dense r
+        cdef size_t found = 0
+        cdef Collected* collected = threshold_collect(dense(x), dense_or_null(residual, &r), tau, self.threads, &found, scratch.memory)
         cdef Room entries
-        with nogil:
-            collected = threshold_collect(data, &r if has_residual else NULL, tau, threads, &found, scratch.memory)
         try:
-            entries = room(scratch, found, data.size, x.shape, is_float64(x))
+            entries = room_in(x, found, scratch)
         except BaseException:
             threshold_free(collected)
             raise
-        with nogil:
-            threshold_write(collected, of_int64(data.size), entries.out.indices, entries.out.values)
+        threshold_write(collected, of_int64(x.size), entries.out.indices, entries.out.values)
         return entries.vector(found)
 
     def add_into(self, Tensor x not None, Tensor residual not None):
         if residual.dtype.itemsize == 2:
             return self.cast_into(self.accumulate(x, residual), residual)
-        cdef Dense data = dense(x), r = dense(residual)
-        cdef int threads = self.threads
-        with nogil:
-            c_widen(data, &r, r.data, threads)
+        cdef Dense r = dense(residual)
+        c_widen(dense(x), &r, r.data, self.threads)
 
     scale = default_float_mode(Backend.scale)
 
     def add_difference(self, cnp.ndarray minuend not None, Tensor x not None, Tensor residual not None, double decay, cbool if_finite):
-        cdef Dense data = dense(x), r = dense(residual)
-        expect(minuend, 8 if is_float64(x) else 4, "minuend", x.size)
-        if r.size != data.size or r.type != (Type.f64 if is_float64(x) else Type.f32):
-            raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
-        cdef const void* source = cnp.PyArray_DATA(minuend)
-        cdef int threads = self.threads
-        cdef cbool added
-        with nogil:
-            added = c_add_difference(source, data, decay, if_finite, r.data, threads)
-        return bool(added)
+        cdef void* source = checked(minuend, width(x), "minuend", x.size)
+        return bool(c_add_difference(source, dense(x), decay, if_finite, checked_residual(residual, x), self.threads))
 
     def add_quotient(self, Tensor x not None, cnp.ndarray squares not None, double eps, double scale, Tensor residual not None, cbool if_finite):
-        cdef Dense data = dense(x), r = dense(residual)
-        expect(squares, 8 if is_float64(x) else 4, "squares", x.size)
-        if r.size != data.size or r.type != (Type.f64 if is_float64(x) else Type.f32):
-            raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
-        cdef const void* under = cnp.PyArray_DATA(squares)
-        cdef int threads = self.threads
-        cdef cbool added
-        with nogil:
-            added = c_add_quotient(data, under, eps, scale, if_finite, r.data, threads)
-        return bool(added)
+        cdef void* under = checked(squares, width(x), "squares", x.size)
+        return bool(c_add_quotient(dense(x), under, eps, scale, if_finite, checked_residual(residual, x), self.threads))
 
     def adamw(self, Tensor weights not None, moments, cnp.ndarray residual not None, entries, cnp.ndarray table not None, double unit_eps, double eps, int step):
         cdef Dense to = dense(weights)
-        cdef size_t itemsize = 8 if is_float64(weights) else 4, size
+        cdef size_t itemsize = width(weights), size = to.size
         cdef Entries sparse
         cdef Sparse means
         cdef cbool int64_indices = False
-        cdef cnp.ndarray whole, mean = moments.mean, squares = moments.squares, last = moments.last, rows = table.reshape(-1)
+        cdef cnp.ndarray rows = table.reshape(-1)
         if isinstance(entries, DenseSum):
-            whole = entries.dense
-            expect(whole, itemsize, "entries", weights.size)
-            means.indices, means.values, means.count, size = NULL, cnp.PyArray_DATA(whole), to.size, to.size
+            means.indices, means.values, means.count = NULL, checked(entries.dense, itemsize, "entries", weights.size), to.size
         else:
             sparse = of(entries, is_float64(weights))
             means, int64_indices, size = sparse.data, sparse.int64_indices, sparse.size
-        expect(mean, itemsize, "mean", weights.size)
-        expect(squares, itemsize, "squares", weights.size)
-        expect(last, 4, "last", weights.size)
-        expect(residual, itemsize, "residual", weights.size)
-        expect(rows, itemsize, "table")
+        cdef Moments state
+        state.mean = checked(moments.mean, itemsize, "mean", weights.size)
+        state.squares = checked(moments.squares, itemsize, "squares", weights.size)
+        state.last = <int*> checked(moments.last, 4, "last", weights.size)
+        cdef void* waiting = checked(residual, itemsize, "residual", weights.size)
+        cdef const void* first = checked(rows, itemsize, "table")
         cdef size_t count = cnp.PyArray_SIZE(rows) // 6
         if size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
             raise ValueError(f"table of {cnp.PyArray_SIZE(rows)} numbers, entries of {size} elements; expected rows of 6, and {to.size}")
-        cdef Moments kept
-        kept.mean, kept.squares, kept.last = cnp.PyArray_DATA(mean), cnp.PyArray_DATA(squares), <int*> cnp.PyArray_DATA(last)
-        cdef const void* first = cnp.PyArray_DATA(rows)
-        cdef void* waiting = cnp.PyArray_DATA(residual)
-        cdef int threads = self.threads
-        with nogil:
-            c_adamw(to, kept, waiting, means, int64_indices, first, count, unit_eps, eps, step, threads)
+        c_adamw(to, state, waiting, means, int64_indices, first, count, unit_eps, eps, step, self.threads)
 
     def largest(self, Tensor x not None):
-        cdef Dense data = dense(x)
-        cdef int threads = self.threads
-        cdef double found
-        with nogil:
-            found = c_largest(data, threads)
-        return found
+        return c_largest(dense(x), self.threads)
 
     def cast_into(self, values, Tensor out not None):
         cdef Dense to = dense(out)
-        cdef int threads = self.threads
-        cdef const void* source
         cdef cnp.ndarray array
         if values is None:
             with nogil:
                 memset(to.data, 0, to.size * (8 if to.type == Type.f64 else 4 if to.type == Type.f32 else 2))
             return
         array = np.ascontiguousarray(values)
-        expect(array, 8 if is_float64(out) else 4, "values", out.size)
-        source = cnp.PyArray_DATA(array)
-        with nogil:
-            c_narrow(source, to, threads)
+        c_narrow(checked(array, width(out), "values", out.size), to, self.threads)
 
     def scatter_add(self, Tensor dense_tensor not None, entries):
-        cdef Dense to = dense(dense_tensor)
         cdef Entries added = of(entries, is_float64(dense_tensor))
-        with nogil:
-            c_scatter_add(to, added.data, added.int64_indices)
+        c_scatter_add(dense(dense_tensor), added.data, added.int64_indices)
 
     def scatter_add_where(self, Tensor dense_tensor not None, entries, others, cbool present):
-        cdef Dense to = dense(dense_tensor)
         cdef Entries added = of(entries, is_float64(dense_tensor))
-        cdef cnp.ndarray among = others.indices
-        expect(among, 8 if added.int64_indices else 4, "indices of others")
-        cdef const void* other = cnp.PyArray_DATA(among)
-        cdef size_t count = <size_t> cnp.PyArray_DIM(among, 0)
-        with nogil:
-            c_scatter_add_where(to, added.data, other, count, added.int64_indices, present)
+        cdef size_t count
+        cdef const void* among = added.other_indices(others, &count)
+        c_scatter_add_where(dense(dense_tensor), added.data, among, count, added.int64_indices, present)
 
     def densify(self, Tensor out not None, entries):
         if isinstance(entries, DenseSum):
             return self.cast_into(entries.dense, out)
-        cdef Dense to = dense(out)
-        cdef Entries given = of(entries, is_float64(out))
-        cdef int threads = self.threads
-        cdef cbool good
-        with nogil:
-            good = c_densify(to, given.data, given.int64_indices, threads)
-        if not good:
+        cdef Entries added = of(entries, is_float64(out))
+        if not c_densify(dense(out), added.data, added.int64_indices, self.threads):
             raise InvalidInputError(
                 f"SparseVector: an index is not in [0, {out.size}), because its array was modified; make a new vector instead"
             )
@@ -429,35 +397,21 @@ class CpuBackend(Backend):
     # -- dense sums ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, Tensor x not None, Tensor residual):
-        cdef Dense data = dense(x), r = dense(residual)
-        cdef cbool has_residual = residual is not None
-        cdef cnp.ndarray total = empty(self.scratch, data.size, value_type(is_float64(x)))
-        cdef void* to = cnp.PyArray_DATA(total)
-        cdef int threads = self.threads
-        with nogil:
-            c_widen(data, &r if has_residual else NULL, to, threads)
+        cdef Dense r
+        cdef cnp.ndarray total = empty(self.scratch, x.size, value_type(is_float64(x)))
+        c_widen(dense(x), dense_or_null(residual, &r), cnp.PyArray_DATA(total), self.threads)
         return total
 
     mixed = default_float_mode(Backend.mixed)
 
     def mix_into(self, Tensor x not None, cnp.ndarray values not None, double weight):
-        cdef Dense data = dense(x)
-        expect(values, 8 if is_float64(x) else 4, "values", x.size)
-        cdef const void* source = cnp.PyArray_DATA(values)
-        cdef int threads = self.threads
-        with nogil:
-            c_mix(data, weight, source, threads)
+        c_mix(dense(x), weight, checked(values, width(x), "values", x.size), self.threads)
 
     def add(self, cnp.ndarray total not None, cnp.ndarray addend not None):
-        cdef cbool float64_values = cnp.PyArray_ITEMSIZE(total) == 8
-        expect(total, 8 if float64_values else 4, "total")
-        cdef size_t size = <size_t> cnp.PyArray_DIM(total, 0)
-        expect(addend, 8 if float64_values else 4, "addend", <Py_ssize_t> size)
-        cdef void* to = cnp.PyArray_DATA(total)
-        cdef void* source = cnp.PyArray_DATA(addend)
-        cdef int threads = self.threads
-        with nogil:
-            c_add(to, source, size, float64_values, threads)
+        cdef size_t itemsize = 8 if cnp.PyArray_ITEMSIZE(total) == 8 else 4
+        cdef void* to = checked(total, itemsize, "total")
+        cdef Py_ssize_t size = cnp.PyArray_DIM(total, 0)
+        c_add(to, checked(addend, itemsize, "addend", size), size, itemsize == 8, self.threads)
 
     def nonzeros(self, dense_sum, shape):
         def find(values):
@@ -471,9 +425,8 @@ class CpuBackend(Backend):
     def merge(self, a, b):
         cdef Entries left = Entries.__new__(Entries, a)
         cdef Entries right = of(b, left.float64_values)
-        cdef Room total = room(self.scratch, left.data.count + right.data.count, left.size, a.shape, left.float64_values)
-        with nogil:
-            c_merge(left.data, right.data, left.int64_indices, left.float64_values, &total.out)
+        cdef Room total = left.room(self.scratch, left.data.count + right.data.count, a.shape)
+        c_merge(left.data, right.data, left.int64_indices, left.float64_values, &total.out)
         return total.vector(total.out.count)
 
     def sum_and_count(self, vectors):
@@ -486,23 +439,19 @@ class CpuBackend(Backend):
             given.push_back(each.data)
             number += each.data.count
         cdef Scratch scratch = self.scratch
-        cdef Room sums = room(scratch, number, first.size, vectors[0].shape, first.float64_values)
+        cdef Room sums = first.room(scratch, number, vectors[0].shape)
         cdef cnp.ndarray counts = empty(scratch, number, value_type(first.float64_values))
-        cdef void* counted = cnp.PyArray_DATA(counts)
-        with nogil:
-            c_sum_and_count(
-                given.data(), given.size(), first.int64_indices, first.float64_values, &sums.out, counted, scratch.memory
-            )
+        c_sum_and_count(
+            given.data(), given.size(), first.int64_indices, first.float64_values, &sums.out, cnp.PyArray_DATA(counts), scratch.memory
+        )
         found = sums.vector(sums.out.count)
         return found, trusted(found.indices, counts[: sums.out.count], first.size, found.shape)
 
     def means(self, entries, cnp.ndarray counts not None):
-        cdef Entries given = Entries.__new__(Entries, entries)
-        expect(counts, 8 if given.float64_values else 4, "counts", <Py_ssize_t> given.data.count)
-        cdef const void* by = cnp.PyArray_DATA(counts)
-        cdef Room quotients = room(self.scratch, given.data.count, given.size, entries.shape, given.float64_values)
-        with nogil:
-            c_divide_by(given.data, by, given.int64_indices, given.float64_values, &quotients.out)
+        cdef Entries sums = Entries.__new__(Entries, entries)
+        cdef void* by = checked(counts, 8 if sums.float64_values else 4, "counts", <Py_ssize_t> sums.data.count)
+        cdef Room quotients = sums.room(self.scratch, sums.data.count, entries.shape)
+        c_divide_by(sums.data, by, sums.int64_indices, sums.float64_values, &quotients.out)
         return quotients.vector(quotients.out.count)
 
     def merge_topk(self, a, b, size_t k):
@@ -510,24 +459,18 @@ class CpuBackend(Backend):
         cdef Entries right = of(b, left.float64_values)
         cdef size_t both = left.data.count + right.data.count
         cdef Scratch scratch = self.scratch
-        cdef Room kept = room(scratch, min(k, both), left.size, a.shape, left.float64_values)
-        cdef Room lost = room(scratch, both - k if both > k else 0, left.size, a.shape, left.float64_values)
-        with nogil:
-            c_merge_topk(
-                left.data, right.data, k, left.int64_indices, left.float64_values, &kept.out, &lost.out, scratch.memory
-            )
-        return kept.vector(kept.out.count), lost.vector(lost.out.count)
+        cdef Room kept = left.room(scratch, min(k, both), a.shape), rejected = left.room(scratch, both - k if both > k else 0, a.shape)
+        c_merge_topk(
+            left.data, right.data, k, left.int64_indices, left.float64_values, &kept.out, &rejected.out, scratch.memory
+        )
+        return kept.vector(kept.out.count), rejected.vector(rejected.out.count)
 
     def values_at(self, entries, others):
         cdef Entries given = Entries.__new__(Entries, entries)
-        cdef cnp.ndarray among = others.indices
-        expect(among, 8 if given.int64_indices else 4, "indices")
-        cdef size_t count = <size_t> cnp.PyArray_DIM(among, 0)
-        cdef const void* other = cnp.PyArray_DATA(among)
+        cdef size_t count
+        cdef const void* among = given.other_indices(others, &count)
         cdef cnp.ndarray found = empty(self.scratch, count, value_type(given.float64_values))
-        cdef void* to = cnp.PyArray_DATA(found)
-        with nogil:
-            c_values_at(given.data, other, count, given.int64_indices, given.float64_values, to)
+        c_values_at(given.data, among, count, given.int64_indices, given.float64_values, cnp.PyArray_DATA(found))
         return found
 
     def concatenate_entries(self, list vectors not None):
@@ -549,50 +492,39 @@ class CpuBackend(Backend):
 
     def well_formed(self, entries, size_t begin=0, end=None):
         cdef Entries given = Entries.__new__(Entries, entries)
-        cdef size_t stop = given.size if end is None else end
-        return bool(c_well_formed(given.data, begin, stop, given.int64_indices, given.float64_values))
+        return bool(c_well_formed(given.data, begin, given.size if end is None else end, given.int64_indices, given.float64_values))
 
     # -- packed entries -----------------------------------------------------------------------------------------------
 
     def pack(self, entries, kind):
         cdef Entries given = Entries.__new__(Entries, entries)
-        cdef Kind checked = checked_kind(kind, given.float64_values)
-        cdef size_t nbytes = packed_bytes(given.data, checked, given.int64_indices, given.float64_values)
+        cdef Kind sent = checked_kind(kind, given.float64_values)
+        cdef size_t nbytes = packed_bytes(given.data, sent, given.int64_indices, given.float64_values)
         cdef cnp.ndarray packed = empty(self.scratch, nbytes, cnp.NPY_UINT8)
-        cdef void* to = cnp.PyArray_DATA(packed)
-        with nogil:
-            c_pack(given.data, checked, given.int64_indices, given.float64_values, to)
+        c_pack(given.data, sent, given.int64_indices, given.float64_values, cnp.PyArray_DATA(packed))
         return packed
 
     def unpack(self, cnp.ndarray data not None, head, size_t count, size_t n, kind, cbool float64_values):
-        cdef Kind checked = checked_kind(kind, float64_values)
-        expect(data, 1, "data")
+        cdef Kind sent = checked_kind(kind, float64_values)
+        cdef const void* source = checked(data, 1, "data")
         cdef size_t nbytes = <size_t> cnp.PyArray_DIM(data, 0)
-        cdef const void* source = cnp.PyArray_DATA(data)
-        cdef const char* wrong = check_packed(source, nbytes, count, n, checked, float64_values)
-        if wrong:
-            raise ValueError(wrong.decode())
-        cdef Room entries = room(self.scratch, count, n, None, float64_values)
-        with nogil:
-            wrong = c_unpack(
-                source, nbytes, count, n, checked, of_int64(n), float64_values, entries.out.indices, entries.out.values
-            )
+        cdef const char* wrong = check_packed(source, nbytes, count, n, sent, float64_values)
+        cdef Room entries
+        if not wrong:
+            entries = room(self.scratch, count, n, None, float64_values)
+            wrong = c_unpack(source, nbytes, count, n, sent, of_int64(n), float64_values, entries.out.indices, entries.out.values)
         if wrong:
             raise ValueError(wrong.decode())
         return entries.indices, entries.values
 
     def quantize_values(self, cnp.ndarray values not None, kind):
-        cdef Kind checked = checked_kind(kind, False)
-        if checked == Kind.exact:
+        cdef Kind sent = checked_kind(kind, False)
+        if sent == Kind.exact:
             raise ValueError("the kind exact does not round values")
-        expect(values, 4, "values")
-        cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0), zeros
+        cdef const float* source = <const float*> checked(values, 4, "values")
+        cdef size_t count = <size_t> cnp.PyArray_DIM(values, 0)
         cdef cnp.ndarray rounded = empty(self.scratch, count, cnp.NPY_FLOAT32), errors = empty(self.scratch, count, cnp.NPY_FLOAT32)
-        cdef const float* source = <const float*> cnp.PyArray_DATA(values)
-        cdef float* to_rounded = <float*> cnp.PyArray_DATA(rounded)
-        cdef float* to_errors = <float*> cnp.PyArray_DATA(errors)
-        with nogil:
-            zeros = c_quantize_values(source, count, checked, to_rounded, to_errors)
+        zeros = c_quantize_values(source, count, sent, <float*> cnp.PyArray_DATA(rounded), <float*> cnp.PyArray_DATA(errors))
         return rounded, errors, zeros
 
 

@@ -28,12 +28,8 @@ class Moments(NamedTuple):
 def unit(xp: Any, squares: Array, eps: Any) -> Array:
     """Return the units in which AdamW exchanges gradients: sqrt(squares) + eps, rounded down to powers of two.
 
-    Dividing a gradient by its unit and multiplying a sum by it therefore does not round.
-
-    Args:
-        xp: the array library: numpy, cupy or jax.numpy.
-        squares: second moments, float32 or float64.
-        eps: a normal number of that dtype.
+    Dividing a gradient by its unit and multiplying a sum by it therefore does not round. ``squares`` are float32 or
+    float64, and ``eps`` is a normal number of that dtype.
     """
     root = xp.sqrt(squares) + eps
     word, exponent = (np.int64, 0x7FF << 52) if root.dtype.itemsize == 8 else (np.int32, 0x7F8 << 20)
@@ -52,7 +48,7 @@ def adamw_step(
     unit_eps: Any,
     eps: Any,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the changes of AdamW steps, element by element, for any array library.
+    """Return the changes of AdamW steps, element by element, for the array library ``xp``.
 
     With the coefficients c0 to c5 of `sparsecomm.optimizers.rule.coefficients`:
 
@@ -61,15 +57,9 @@ def adamw_step(
         squares = c2 * squares + c3 * g^2               with squares = 0 on the right if ``first``
         weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
 
-    Args:
-        xp: the array library: numpy, cupy or jax.numpy.
-        weight, quotient, mean, squares: arrays of one shape and dtype.
-        first: whether this is an element's first update. Before it, ``squares`` only sets the unit.
-        coefficients: six arrays of that shape, or numbers.
-        unit_eps, eps: numbers of that dtype.
-
-    Returns:
-        The change of the weight, the new mean and squares, and the factor by which a residual in units changes.
+    Arrays have one shape and dtype. ``first`` marks elements without an earlier update, whose ``squares`` only set the
+    unit. Returns the change of the weight, the new mean and squares, and the factor by which a residual in units
+    changes.
     """
     kept_mean, new_mean, kept_squares, new_squares, rate, decay = coefficients
     before = unit(xp, squares, unit_eps)

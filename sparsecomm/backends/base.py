@@ -23,13 +23,13 @@ from sparsecomm.tensors.arrays import library_of
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["Backend", "Timeline"]
 
 
 class Timeline(Protocol):
-    """The order of all work on some device memory that several streams use. Serves one thread at a time."""
+    """The order of all work on some device memory that several streams use, from one thread at a time."""
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context like `Backend.on_stream`. Work started in it follows all work of earlier contexts."""
@@ -92,15 +92,11 @@ class Backend:
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         """Return the first k entries of x, or of residual + x, in the order of selection; fewer if there are fewer.
 
-        Sets residual = residual + x, rounded to its dtype, with 0 at those entries. If memory runs out, the residual is
-        unchanged.
+        Sets residual = residual + x, rounded to its dtype, with 0 at those entries; not if memory runs out.
         """
 
     def take_topk(self, x: Tensor, k: int) -> SparseVector:
-        """Return the first k entries of x, as `topk`, and set x to 0 there.
-
-        If memory runs out, x is unchanged.
-        """
+        """Return the first k entries of x, as `topk`, and set x to 0 there; not if memory runs out."""
         entries = self.topk(x, k, None)
         self.clear(x, entries)
         return entries
@@ -109,15 +105,9 @@ class Backend:
         """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
 
         Chunks are ``chunk`` consecutive elements of the flat x; the last may be shorter. A chunk with fewer than k
-        nonzero elements contributes all of these. Sets residual = decay * residual + x, with 0 at the entries: the
-        product and the sum are rounded to the accumulator dtype, then to the residual's dtype. With a decay of 1, the
-        residual is as after `topk`. Reads and writes the data once. If memory runs out, the residual is unchanged.
-
-        Args:
-            x, residual: as in `topk`.
-            k: from 1 to ``chunk``.
-            chunk: at least 1; if it exceeds the size of x, there is one chunk.
-            decay: in (0, 1]; ignored without a residual.
+        nonzero elements contributes all of these; k is at most ``chunk``. Sets residual = decay * residual + x, with 0
+        at the entries: the product and the sum are rounded to the accumulator dtype, then to the residual's dtype.
+        If memory runs out, the residual is unchanged.
         """
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
@@ -140,12 +130,8 @@ class Backend:
     def add_difference(self, minuend: Array, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
         """Set residual = decay * residual + (minuend - x) and return whether it was set. Rounds each operation.
 
-        Args:
-            minuend: shape ``(size,)``, in the accumulator dtype.
-            x: subtrahend.
-            residual: in the accumulator dtype.
-            decay: in (0, 1].
-            if_finite: change nothing if a difference is NaN or infinite.
+        ``minuend`` and the residual have the accumulator dtype. ``if_finite``: change nothing if a difference is NaN or
+        infinite.
         """
         difference = minuend - self.accumulate(x, None)
         if if_finite and x.size and not self.finite(self.as_tensor(difference, x.shape)):
@@ -161,12 +147,8 @@ class Backend:
     ) -> bool:
         """Set residual = residual + scale * x / `unit` and return whether it was set. Rounds each operation.
 
-        Args:
-            x: dividend.
-            squares: shape ``(size,)``, in the accumulator dtype.
-            eps, scale: rounded to that dtype.
-            residual: in that dtype.
-            if_finite: change nothing if a quotient, or the square of scale * x, is NaN or infinite.
+        ``squares`` and the residual have the accumulator dtype, to which ``eps`` and ``scale`` are rounded.
+        ``if_finite``: change nothing if a quotient, or the square of scale * x, is NaN or infinite.
         """
         quotient = self.accumulate(x, None)
         quotient *= quotient.dtype.type(scale)
@@ -180,10 +162,7 @@ class Backend:
         return True
 
     def scale(self, dense: Tensor, factor: float) -> None:
-        """Set dense = factor * dense, in the accumulator dtype, rounded to the dtype of ``dense``.
-
-        A backend wraps this method in `sparsecomm.backends.default_float_mode`.
-        """
+        """Set dense = factor * dense, rounded once. A backend wraps this method in `default_float_mode`."""
         if dense.dtype.itemsize > 2:
             memory = self.memory_of(dense)
             memory *= factor
@@ -199,13 +178,7 @@ class Backend:
         """Set dense[indices] += values, rounded once to the dtype of ``dense``."""
 
     def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
-        """Call `scatter_add` for the entries whose index is (``present``) or is not among the indices of ``others``.
-
-        Args:
-            dense: changed in place.
-            entries, others: of the size of ``dense``; the values of ``others`` are ignored.
-            present: see above.
-        """
+        """Call `scatter_add` for the entries whose index is (``present``) or is not among the indices of ``others``."""
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its dtype."""
@@ -271,38 +244,22 @@ class Backend:
             self.scatter_add(weights, SparseVector.trusted(index, change, entries.size, entries.shape))
         mean[index], squares[index], last[index], residual[index] = m, v, step, scaled
 
-    def adamw_overflows(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        entries: SparseVector,
-        table: Array,
-        unit_eps: float,
-        eps: float,
-        step: int,
-    ) -> Array:
+    def adamw_overflows(self, weights: Tensor, moments: Moments, entries: SparseVector, *numbers: Any) -> Array:
         """Return the indices of weights that `adamw` would make infinite or NaN, or whose moments. Changes nothing.
 
         A weight that is not finite now is included only if its moments would not be finite. The arguments are those of
-        `adamw`.
+        `adamw`, without the residual.
         """
         xp = library_of(moments.mean)
         with np.errstate(over="ignore", invalid="ignore"):
-            index, before, (change, m, v, _) = self._adamw(weights, moments, entries, table, unit_eps, eps, step)
+            index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
             fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
         bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
         positions = xp.flatnonzero(bad)
         return positions if isinstance(entries, DenseSum) else entries.indices[positions]
 
     def _adamw(
-        self,
-        weights: Tensor,
-        moments: Moments,
-        entries: SparseVector,
-        table: Array,
-        unit_eps: float,
-        eps: float,
-        step: int,
+        self, weights: Tensor, moments: Moments, entries: SparseVector, table: Array, unit_eps: Any, eps: Any, step: int
     ) -> tuple[Any, Array, tuple[Array, Array, Array, Array]]:
         """Return the entries' indices, all weights in the accumulator dtype, and the result of `adamw_step`."""
         xp, (mean, squares, last) = library_of(moments.mean), moments
@@ -313,17 +270,9 @@ class Backend:
             index, quotient = entries.indices, entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        changes = adamw_step(
-            xp,
-            before[index],
-            quotient,
-            mean[index],
-            squares[index],
-            last[index] == 0,
-            [rows[:, j] for j in range(6)],
-            real(unit_eps),
-            real(eps),
-        )
+        w, m, v, first = before[index], mean[index], squares[index], last[index] == 0
+        coefficients = [rows[:, j] for j in range(6)]
+        changes = adamw_step(xp, w, quotient, m, v, first, coefficients, real(unit_eps), real(eps))
         return index, before, changes
 
     # -- sparse vectors: positions, indices and counts are on the host ------------------------------------------------
@@ -340,7 +289,11 @@ class Backend:
 
     def sum_and_count(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector]:
         """Return the result of `sum_in_pairs`, and the number of vectors with an entry at each of its indices."""
-        sums, counts = self.sum_in_pairs(vectors), self.sum_in_pairs([self._ones_like(vector) for vector in vectors])
+        ones = [
+            SparseVector.trusted(v.indices, library_of(v.values).zeros(v.nnz, v.values.dtype) + 1, v.size, v.shape)
+            for v in vectors
+        ]
+        sums, counts = self.sum_in_pairs(vectors), self.sum_in_pairs(ones)
         return sums, SparseVector.trusted(sums.indices, self.values_at(counts, sums), sums.size, sums.shape)
 
     def merge_topk(self, a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -352,14 +305,8 @@ class Backend:
     def well_formed(self, entries: SparseVector, begin: int = 0, end: int | None = None) -> bool:
         """Return whether indices increase strictly within [begin, end) and no value is zero.
 
-        Args:
-            entries: with any contents.
-            begin, end: 0 <= begin <= end <= size; ``end`` defaults to the size.
+        ``entries`` may have any contents; ``end`` is at most their size, which is the default.
         """
-
-    def empty_like(self, entries: SparseVector) -> SparseVector:
-        """Return a vector of the same size, shape and dtypes without entries."""
-        return entries.part(0, 0)
 
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
         """Return the same indices with other values, shape ``(nnz,)``, without zeros."""
@@ -371,12 +318,6 @@ class Backend:
         """Return a mask of the values that are not zero, however small."""
         mask: Array = values != 0
         return mask
-
-    def _ones_like(self, entries: SparseVector) -> SparseVector:
-        """Return a vector with the same indices and the value 1 at each."""
-        values = entries.values
-        ones = library_of(values).zeros(entries.nnz, values.dtype) + values.dtype.type(1)
-        return SparseVector.trusted(entries.indices, ones, entries.size, entries.shape)
 
     def means(self, entries: SparseVector, counts: Array) -> SparseVector:
         """Return the entries divided by ``counts``, shape ``(nnz,)``, without zeros."""
@@ -393,9 +334,7 @@ class Backend:
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
         """Return entries - counts * quotients, without zeros and values that are not finite.
 
-        Args:
-            entries, counts: ``counts`` has the shape ``(nnz,)``.
-            quotients: at some of their indices; zero at the others.
+        ``counts`` has the shape ``(nnz,)``. ``quotients`` may lack indices of ``entries``, where they are zero.
         """
         xp = library_of(entries.values)
         values = entries.values - counts * self.values_at(quotients, entries)
@@ -416,10 +355,7 @@ class Backend:
         return found
 
     def split_at_indices(self, entries: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-        """Split entries at ascending boundaries; return a flat vector for each range between two boundaries.
-
-        Values may be shared.
-        """
+        """Return a flat vector for each range between two ascending boundaries. May share memory."""
         ranges = list(pairwise(boundaries))
         if isinstance(entries, DenseSum):
             return [self.nonzeros(entries.dense[begin:end], (end - begin,)) for begin, end in ranges]
@@ -440,13 +376,8 @@ class Backend:
         """Return the entries at ascending positions from 0 to nnz - 1."""
         return entries.at(library_of(entries.indices).asarray(np.array(positions, np.int64)))
 
-    def nth_keys(self, entries: SparseVector, numbers: list[int]) -> list[int]:
-        """Call `sparsecomm.backends.keys.nth_keys`."""
-        return keys.nth_keys(entries, numbers)
-
-    def split_by_key(self, entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
-        """Call `sparsecomm.backends.keys.split_by_key`."""
-        return keys.split_by_key(entries, low, high)
+    nth_keys = staticmethod(keys.nth_keys)
+    split_by_key = staticmethod(keys.split_by_key)
 
     # -- packed entries: sparsecomm/wire/formats.py -------------------------------------------------------------------
 
@@ -475,9 +406,7 @@ class Backend:
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        """Decode ``count`` entries of a vector of ``n`` elements; return their indices and values.
-
-        `well_formed` must check the result.
+        """Decode ``count`` entries of a vector of ``n`` elements; return indices and values for `well_formed` to check.
 
         Args:
             data: bytes on the device, which need not be valid.

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecomm.tensors.arrays import Array, ArrayDType, library_of
+from sparsecomm.tensors.arrays import Array, library_of
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
 
-_FLOATS: dict[int, ArrayDType] = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 _MAX_PARTITIONS = 8  # positions in an order for which partitioning is faster than sorting
 
 
 def max_key(entries: SparseVector) -> int:
     """Return the largest possible key of a value of this dtype: the key of NaN."""
-    return (0x7FF << 52 if entries.values.itemsize == 8 else 0xFF << 23) + 1
+    return _key_of_nan(entries.values.itemsize)
 
 
 def keys_of(values: Array) -> list[int]:
@@ -40,12 +39,10 @@ def nth_keys(entries: SparseVector, numbers: list[int]) -> list[int]:
 def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
     """Return the key of a magnitude that has grown in proportion to the sum of other magnitudes.
 
-    Args:
-        entries: have the dtype of the magnitudes.
-        key: of the magnitude. It is returned unchanged if it is above all keys, or if a sum is zero or not finite.
-        before, now: keys of the other magnitudes.
+    Their keys are ``before`` and ``now``. The key is returned unchanged if it is above all keys, or if a sum is zero or
+    not finite. ``entries`` have the dtype of the magnitudes.
     """
-    values = _FLOATS[entries.values.itemsize]
+    values = np.dtype(f"f{entries.values.itemsize}")
     if key >= max_key(entries):
         return key
     magnitude, old, new = (
@@ -71,10 +68,7 @@ def largest_keys(keys: list[int], count: int, numbers: list[int]) -> tuple[Array
 
 
 def split_by_key(entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
-    """Return the entries whose key is at least ``high``, and the others whose key is at least ``low``.
-
-    ``high``: larger than ``low``; ``None`` is above all keys.
-    """
+    """Return the entries with keys of at least ``high`` (``None``: above all), and others of at least ``low``."""
     keys = _keys(entries.values)
     largest = int(np.iinfo(keys.dtype).max)
     reach = keys >= keys.dtype.type(min(low, largest))
@@ -85,8 +79,11 @@ def split_by_key(entries: SparseVector, low: int, high: int | None) -> tuple[Spa
 
 
 def _keys(values: Array) -> Array:
-    float64 = values.itemsize == 8
-    sign, infinity = (2**63, 0x7FF << 52) if float64 else (2**31, 0xFF << 23)  # as in `max_key`
-    unsigned = np.uint64 if float64 else np.uint32
-    found: Array = library_of(values).minimum(values.view(unsigned) & unsigned(sign - 1), unsigned(infinity + 1))
+    unsigned = np.uint64 if values.itemsize == 8 else np.uint32
+    magnitude = values.view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
+    found: Array = library_of(values).minimum(magnitude, unsigned(_key_of_nan(values.itemsize)))
     return found
+
+
+def _key_of_nan(itemsize: int) -> int:
+    return (0x7FF << 52 if itemsize == 8 else 0xFF << 23) + 1

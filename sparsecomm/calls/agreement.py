@@ -7,28 +7,27 @@ from dataclasses import replace
 import numpy as np
 
 from sparsecomm.backends import CpuBackend
-from sparsecomm.calls.call import Call
+from sparsecomm.calls.queue import Call
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
-from sparsecomm.signals import deferred
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 from sparsecomm.wire import PLAIN, CallSignature, Messages
 
-__all__ = ["NO_ENTRIES", "Realignment", "WordsBroadcast", "WordsComparison", "WordsGather"]
+__all__ = ["NO_ENTRIES", "Realignment", "WordsComparison", "WordsGather"]
 
 NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 
 
-class WordsBroadcast(Call):
-    """Gives all ranks the words of rank 0.
+class WordsGather(Call):
+    """Gives all ranks the words of all ranks, in order of rank.
 
     Attributes:
-        words: ints from 0 to 2^64 - 1, the same number of them on all ranks.
+        words: ints from 0 to 2^64 - 1, the same number of them on all ranks; afterwards the result.
     """
 
-    name = "words of the first rank"  # in the call signature
+    name = "words of all ranks"  # in the call signature
 
     def __init__(self, transport: Transport, words: list[int], label: int) -> None:
         super().__init__(transport)
@@ -50,31 +49,18 @@ class WordsBroadcast(Call):
         self._comm.begin(self._label)
 
     def _exchange(self) -> SparseVector:
-        self._received = self._exchange_words(self._comm)
+        self._received = self._exchange_words()
         return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:
         self.words = self._received
 
-    def _exchange_words(self, comm: Communicator) -> list[int]:
-        words = broadcast_words(comm, self.words, 0)
-        gather_words(comm, [], ROUNDS)  # a barrier: no rank is done before all have begun
-        return words
+    def _exchange_words(self) -> list[int]:
+        return [word for words in gather_words(self._comm, self.words, 0) for word in words]
 
 
-class WordsGather(WordsBroadcast):
-    """Gives all ranks the words of all ranks, in order of rank."""
-
-    name = "words of all ranks"
-
-    def _exchange_words(self, comm: Communicator) -> list[int]:
-        return [word for words in gather_words(comm, self.words, 0) for word in words]
-
-
-class WordsComparison(WordsBroadcast):
+class WordsComparison(WordsGather):
     """Compares each rank's words with those of rank 0.
-
-    Rank 0 sends its words, and each rank sends one position.
 
     Attributes:
         words: afterwards, for each rank, the position of its first word that differs, or the number of words.
@@ -82,22 +68,20 @@ class WordsComparison(WordsBroadcast):
 
     name = "comparison of words"
 
-    def _exchange_words(self, comm: Communicator) -> list[int]:
-        expected = broadcast_words(comm, self.words, 0)
+    def _exchange_words(self) -> list[int]:
+        expected = broadcast_words(self._comm, self.words, 0)
         pairs = enumerate(zip(self.words, expected, strict=True))
         first = next((i for i, (word, other) in pairs if word != other), len(expected))
-        return [position for (position,) in gather_words(comm, [first], ROUNDS)]
+        return [position for (position,) in gather_words(self._comm, [first], ROUNDS)]
 
 
-@deferred
 class Realignment:
-    """Makes all ranks give the next call the same number: see `sparsecomm.realign`."""
+    """Makes all ranks give the next call the same number: the task of `sparsecomm.realign`."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def run(self) -> SparseVector:
-        """Realign the ranks. The result is empty."""
         self._transport.realign()
         return NO_ENTRIES
 

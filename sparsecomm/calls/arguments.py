@@ -1,4 +1,7 @@
-"""Checks of a call's arguments, made before anything is sent, and the rank that error messages name."""
+"""Checks of a call's arguments, made before anything is sent, and the rank that error messages name.
+
+Each function raises `InvalidInputError` if its argument cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,12 @@ from sparsecomm.contribution import Chunks
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Comm, Transport, existing_transport, group_of, job
 
-__all__ = [
-    "chunk_of",
-    "chunks_of",
-    "count_of",
-    "decay_of",
-    "label_checksum",
-    "name_rank",
-    "naming_rank",
-    "note_skipped",
-    "rank_of",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
-    """Return the number of entries to select.
-
-    Args:
-        k: a count or a density.
-        size: number of elements to select from.
-        what: what ``size`` is, for messages.
-
-    Raises:
-        InvalidInputError: ``k`` is neither.
-    """
+    """Return the number of entries to select of ``size`` elements (called ``what``); ``k`` is a count or a density."""
     if type(k) is int and 0 < k <= size:  # fast path
         return k
     if isinstance(k, numbers.Integral):
@@ -55,32 +37,20 @@ def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
 
 
 def chunk_of(chunk: Any) -> int:
-    """Return the number of elements of a chunk.
-
-    Raises:
-        InvalidInputError: it is not a positive int.
-    """
+    """Return the number of elements of a chunk."""
     if (length := to_int(chunk, 1)) is None:
         raise InvalidInputError(f"chunk={quote(chunk)}: expected a number of elements, an int of at least 1")
     return length
 
 
 def chunks_of(k: Any, chunk: Any) -> Chunks:
-    """Return the selection of ``k``, a count or a density, of every ``chunk`` elements.
-
-    Raises:
-        InvalidInputError: one of the arguments cannot be used.
-    """
+    """Return the selection of ``k``, a count or a density, of every ``chunk`` elements."""
     length = chunk_of(chunk)
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
 
 def decay_of(decay: object, residual: object, algorithm: object) -> float:
-    """Return the factor of the residual.
-
-    Raises:
-        InvalidInputError: it is not in (0, 1], or is below 1 where there is no residual.
-    """
+    """Return the factor of the residual."""
     factor = to_float(decay)
     if not 0 < factor <= 1:  # true for NaN
         raise InvalidInputError(f"decay={quote(decay)}: expected a number in (0, 1]; 1 keeps all of the residual")
@@ -93,11 +63,7 @@ def decay_of(decay: object, residual: object, algorithm: object) -> float:
 
 
 def label_checksum(label: object) -> int:
-    """Return the checksum of a label, as messages carry it; 0 for an empty label.
-
-    Raises:
-        InvalidInputError: it is not a str, or UTF-8 cannot encode it.
-    """
+    """Return the checksum of a label, as messages carry it; 0 for an empty label."""
     if not isinstance(label, str):
         raise InvalidInputError(f"label={quote(label)}: expected a str")
     try:
@@ -107,10 +73,7 @@ def label_checksum(label: object) -> int:
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function so that its `InvalidInputError` names the rank, since other ranks may pass other arguments.
-
-    The function's communicator is its keyword argument ``comm``.
-    """
+    """Decorate a function, with a keyword argument ``comm``, so that its `InvalidInputError` names the rank."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -130,12 +93,10 @@ def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
 
 def note_skipped(comm: Comm, error: BaseException) -> None:
     """Record on the transport of ``comm`` that ``error`` prevented this rank's call."""
-    try:
+    with suppress(BaseException):  # not a communicator, a freed one, or an interrupt; the first error is raised
         transport = existing_transport(comm)
         if transport is not None:
             transport.skipped = type(error).__name__
-    except BaseException:
-        pass  # not a communicator, a freed one, or an interrupt; the first error is the one to raise
 
 
 def rank_of(comm: Any) -> int | None:

@@ -8,9 +8,9 @@ log2 P. On one node, only the choice of an algorithm needs them.
 from __future__ import annotations
 
 from sparsecomm.calls.agreement import NO_ENTRIES
-from sparsecomm.calls.call import Call, State
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.plan import Options
+from sparsecomm.calls.queue import Call, State, queue_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
@@ -18,16 +18,6 @@ from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.links import Links, Probe
 from sparsecomm.tuning.profile import KnownCosts
-
-__all__ = [
-    "LinkMeasurement",
-    "costs_for_steps",
-    "costs_matter",
-    "costs_of",
-    "measured_links",
-    "measurement_needed",
-    "plan_costs",
-]
 
 
 @deferred
@@ -55,19 +45,10 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
 def costs_for_steps(transport: Transport) -> KnownCosts:
     """Return `costs_of`. Where a thread makes calls, an interrupt ends only the wait, which the next call resumes."""
     queue = queue_of(transport)
-    handle = queue.measuring
-    if handle is None:
-        measurement = measurement_needed(transport)
-        if measurement is None:
-            return costs_of(transport)
-        queue.measuring = handle = queue.submit(measurement)
-    try:
-        handle.wait()
-    except BaseException:
-        if handle.error is not None:
-            queue.measuring = None
-        raise
-    queue.measuring = None
+    if queue.measuring is None and (measurement := measurement_needed(transport)) is not None:
+        queue.measuring = queue.submit(measurement)
+    if queue.measuring is not None:
+        _wait_for(queue.measuring, transport)
     return costs_of(transport)
 
 
@@ -76,7 +57,6 @@ def costs_matter(transport: Transport, options: Options) -> bool:
     return transport.num_nodes > 1 or options.chooses_algorithm
 
 
-@deferred
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
     """Return the costs by which a plan chooses, or None if its options leave nothing to choose on one node.
 
@@ -88,23 +68,29 @@ def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurem
     return None if options.decided else _known(transport) or profile.assumed()
 
 
-@deferred
 def measurement_needed(transport: Transport, options: Options | None = None) -> LinkMeasurement | None:
     """Return the call that `costs_of` has to make, or None if costs are known or ``options`` do not need them."""
     if options is not None and not costs_matter(transport, options):
         return None
-    queue = queue_of(transport)
-    if queue.measuring is not None and _known(transport) is None:  # a reducer's wait for it was interrupted
+    measuring = queue_of(transport).measuring
+    if measuring is not None and _known(transport) is None:  # a reducer's wait for it was interrupted
         try:
-            queue.measuring.wait()
-        except Exception:  # all ranks measure again
-            pass
-        except BaseException:
-            if queue.measuring.error is not None:
-                queue.measuring = None
-            raise
-        queue.measuring = None
+            _wait_for(measuring, transport)
+        except Exception:
+            if measuring.error is None:
+                raise
     return LinkMeasurement(transport) if _known(transport) is None else None
+
+
+def _wait_for(measuring: Handle, transport: Transport) -> None:
+    """Wait for the measurement of a reducer, and forget it once it is done or has failed."""
+    try:
+        measuring.wait()
+    except BaseException:
+        if measuring.error is not None:  # else the wait was interrupted, and the measurement continues
+            queue_of(transport).measuring = None
+        raise
+    queue_of(transport).measuring = None
 
 
 @deferred

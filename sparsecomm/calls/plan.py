@@ -1,36 +1,118 @@
-"""`Plan`: everything that calls of one signature on one communicator share, computed and checked once.
+"""`Options` and `Plan`: what calls of one signature on one communicator share, computed and checked once.
 
-It corresponds to a persistent collective of MPI, but a program need not ask for it: the queue of a communicator stores
-the plans of the latest signatures, and each call looks its plan up.
+A plan corresponds to a persistent collective of MPI, but programs need not ask for it: the queue of a communicator
+stores the plans of the latest signatures, and each call looks its plan up.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypedDict
+
 from sparsecomm import config
+from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, find, find_all, name_of
 from sparsecomm.backends import Backend
-from sparsecomm.calls.options import Options
+from sparsecomm.checks import check_choice
 from sparsecomm.contribution import Chunks
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
-from sparsecomm.tuning.choice import decide
+from sparsecomm.tuning.choice import CostQuery, decide
 from sparsecomm.tuning.profile import KnownCosts
-from sparsecomm.wire import OPS, CallSignature, Messages, shape_checksum
+from sparsecomm.wire import (
+    EXACT,
+    MEAN_OF_CONTRIBUTORS,
+    OPS,
+    WIRES,
+    CallSignature,
+    Messages,
+    Op,
+    WireName,
+    shape_checksum,
+)
 
-__all__ = ["Plan"]
+__all__ = ["CallOptions", "Options", "Plan"]
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of functions that pass them on to `Options.of`."""
+
+    algorithm: AlgorithmName | Algorithm
+    op: Op
+    wire: WireName
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call, as in `sparsecomm.sparse_allreduce`. The algorithm is a name."""
+
+    algorithm: str = "auto"
+    op: str = "sum"
+    wire: str = "auto"
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmName | Algorithm = "auto", op: Op = "sum", wire: WireName = "auto") -> Options:
+        """Return the options of a call; raise `InvalidInputError` if the algorithm is an unregistered object."""
+        return cls(name_of(algorithm), op, wire)
+
+    def check(self, dtype: str, *, by_chunk: bool = False) -> None:
+        """Raise `InvalidInputError` if an option is unknown, or not supported for such gradients.
+
+        Args:
+            dtype: name of the gradient's element type.
+            by_chunk: whether the ranks select entries by chunk.
+        """
+        find(self.algorithm)
+        check_choice("op", self.op, OPS)
+        check_choice("wire", self.wire, ("auto", *WIRES))
+        if dtype == "float64" and self.wire != "auto" and WIRES[self.wire].kind is not EXACT:
+            raise InvalidInputError(
+                f"wire={self.wire!r} carries values of float32 sums, and x is float64; pass wire='plain' or 'packed'"
+            )
+        algorithms = [algorithm for algorithm, _ in find_all(self.algorithm)]
+        if by_chunk and (unsupported := [each.name for each in algorithms if each is not None and not each.by_chunk]):
+            raise InvalidInputError(
+                f"chunk is not supported with algorithm={self.algorithm!r}: {unsupported[0]} selects from its own "
+                "ranges; leave chunk out, or choose another algorithm"
+            )
+        reasons = ["" if each is None else each.contributors_unknown for each in algorithms]
+        if self.op == MEAN_OF_CONTRIBUTORS and all(reasons):
+            supported = ", ".join(each.name for each in ALGORITHMS.values() if not each.contributors_unknown)
+            raise InvalidInputError(
+                f"op={self.op!r} with algorithm={self.algorithm!r}, which {reasons[0]}; expected auto or one of "
+                f"{supported}"
+            )
+
+    @property
+    def decided(self) -> bool:
+        """Whether nothing is left to choose, so that costs do not matter."""
+        return self.wire != "auto" and not self.chooses_algorithm
+
+    @property
+    def chooses_algorithm(self) -> bool:
+        """Whether costs decide which algorithm is used."""
+        return find(self.algorithm) is None
+
+    def whole(self) -> Options:
+        """Return the options of a call that sums dense gradients, to which all ranks contribute."""
+        return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
+
+    def query(self, transport: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
+        """Return the sizes that the choice depends on; ``value_bytes`` is the size of a value in a sum."""
+        counted = self.op == MEAN_OF_CONTRIBUTORS
+        return CostQuery(transport.size, transport.num_nodes, n, k, value_bytes, self.algorithm, self.wire, counted)
 
 
 class Plan:
     """The plan of calls with one signature on one communicator, of which at most one is in flight.
 
     Attributes:
-        transport: the transport of the communicator.
-        backend: of the gradient's device.
+        transport, backend: of the communicator, and of the gradient's device.
         k: number of entries that each rank selects.
         chunks: how they are selected by chunk; ``None`` selects from the whole gradient.
-        choice: the chosen algorithm and wire format, and their predicted time.
-        algorithm: the chosen algorithm.
+        choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
         costs: the costs that decided it; ``None`` if nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
         comm: the communicator that the algorithm uses.
@@ -53,16 +135,12 @@ class Plan:
 
         Args:
             transport, backend, k, chunks: as in the attributes.
-            dtype: the element type that the ranks must agree on.
-            shape, size: of the gradient.
+            dtype, shape, size: of the gradient.
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose:
                 assumed costs are used, since the ranks' profiles may differ.
             arrays: whether the caller passed a residual, and an ``out``. The ranks must agree on both and on the shape.
                 ``None`` if the label of calls covers all of this.
-
-        Raises:
-            InvalidInputError: the algorithm does not support such a call, or a setting cannot be used.
         """
         config.timeout()  # raises if it cannot be used; calls read it themselves
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs

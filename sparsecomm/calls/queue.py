@@ -1,40 +1,31 @@
-"""`CallQueue`: makes the calls on one communicator one after another. `Handle`: a call in flight.
+"""`Call`: one collective call. `CallQueue`: makes the calls on a communicator one after another.
 
-Calls are made in the order in which the program submitted them, whichever thread did and whether or not they block. A
-thread of the queue makes the non-blocking ones. Where the transport allows no other thread, they are made when the
-program waits for them.
+Calls are made in the order in which the program submits them, whichever thread does and whether or not they block. A
+thread of the queue makes the non-blocking ones. Where the transport allows no other thread, `Handle.wait` makes them.
 
-Within the gate of `sparsecomm.signals` a signal handler can raise only while a lock is awaited or a call is made.
+Within the gate of `sparsecomm.signals`, a signal handler can raise only while a lock is awaited or a call is made.
 """
 
 from __future__ import annotations
 
 import _thread
 import atexit
-import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from enum import Enum
 from queue import SimpleQueue
 from threading import Lock, get_ident
-from typing import Protocol
 from weakref import ref
 
-from sparsecomm import config
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.backends import Backends
+from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
+from sparsecomm.calls.handle import Handle, Task
 from sparsecomm.calls.plan import Plan
-from sparsecomm.checks import FAULTS, quote, to_float
-from sparsecomm.errors import (
-    CollectiveMismatchError,
-    InvalidInputError,
-    RankFailedError,
-    TimeoutError,
-    TransportError,
-    text_of,
-)
+from sparsecomm.checks import FAULTS
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TransportError, text_of
+from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import acquire, deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.tracing.observers import ObservedBackends, Observer, observe
@@ -43,131 +34,134 @@ from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
 
-__all__ = ["CallQueue", "Handle", "Plans", "Task", "queue_of"]
+__all__ = ["Call", "CallQueue", "Plans", "State", "queue_of"]
 
-_log = logging.getLogger("sparsecomm")
 _MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
 
 
-class Task(Protocol):
-    """A collective call that is ready to be made or left, once."""
+class State(Enum):
+    """The state of a call.
 
-    def run(self) -> SparseVector:
-        """Make the call, and return its result. The call has ended even if this raises."""
+        PLANNED ----> RUNNING ----> DECIDED ----> DONE
+            |             |
+            +-------------+-------> FAILED
 
-    def leave(self, error: BaseException) -> None:
-        """Leave the call without making it, and send the reason to the other ranks."""
-
-
-@deferred
-class Handle:
-    """A call in flight, returned by `sparsecomm.isparse_allreduce`.
-
-    Do not change x, residual and out, or rely on their contents, before the call is done.
+    PLANNED: the transport has not numbered it. RUNNING: anything may fail on any rank. DECIDED: the algorithm has
+    returned, and the ranks have voted if they do; now the result is applied, whatever happens. FAILED: the other ranks
+    know, and the gradient is rolled back into the residual.
     """
 
-    def __init__(self, queue: CallQueue, task: Task) -> None:
-        self._queue = queue
-        self._task: Task | None = task
-        self._refusal: BaseException | None = None  # if set, the call is left instead of made
-        self._outcome: tuple[SparseVector | None, BaseException | None] | None = None
-        self._pending = Lock()  # released when there is an outcome
-        self._pending.acquire()
-        self._error_seen = False
+    PLANNED = 0
+    RUNNING = 1
+    DECIDED = 2
+    DONE = 3
+    FAILED = 4
 
-    def wait(self, timeout: float | None = None) -> SparseVector:
-        """Wait until the call is done, and return its result. A second wait returns or raises the same again.
 
-        An interrupt (Ctrl-C) ends the wait and not the call, unless no thread makes calls and this one makes it here:
-        then it ends the call as it ends `sparse_allreduce`.
+class Call:
+    """A `Task`: a collective call on ``transport``. Subclasses define the methods from `_communicator` on."""
 
-        Args:
-            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, which
-                ``SPARSECOMM_TIMEOUT`` bounds.
+    def __init__(
+        self, transport: Transport, within: AbstractContextManager[object] | None = None, *, keeps: bool = False
+    ) -> None:
+        """Plan a call.
 
-        Raises:
-            TimeoutError: the call is not done yet. It continues; wait again.
-            SparseCommError: the error that the call raised, as in `sparse_allreduce`.
+        ``within``: a context in which it is made or left. ``keeps``: roll the gradient back even if it fails before it
+        begins, as for an invalid setting.
         """
-        if timeout is not None and math.isnan(to_float(timeout)):
-            raise InvalidInputError(f"timeout={quote(timeout)}: expected a number of seconds, or None")
+        self.transport, self.state = transport, State.PLANNED
+        self._within, self._keeps = AT_ONCE if within is None else within, keeps
+
+    @default_float_mode
+    def run(self) -> SparseVector:
+        with self._within:
+            return self._run()
+
+    @default_float_mode
+    def leave(self, error: BaseException) -> None:
+        """Leave the call without making it. Ignored after `run`."""
+        if self.state is State.PLANNED:
+            self._keeps = True
+            with self._within:
+                self._fail(error, self.transport.number)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the call has been decided, even if an exception was raised afterwards."""
+        return self.state is State.DECIDED or self.state is State.DONE
+
+    def describe(self) -> str:
+        """Return the properties that the ranks must agree on, as text."""
+        return self._communicator().description
+
+    def _run(self) -> SparseVector:
+        transport, last = self.transport, self.transport.number
+        if self.state is not State.PLANNED:
+            raise TransportError(f"rank {transport.rank}: this call was made before")
+        result: SparseVector | None = None
+        raised: BaseException | None = None
         try:
-            done = self._queue.run_or_wait(self, timeout)
-        except KeyboardInterrupt as interrupt:
-            describe = getattr(self._task, "describe", None)
-            if not interrupt.args and describe is not None:
-                interrupt.args = (f"rank {self._queue.rank} was interrupted while it waited for a call, {describe()}",)
-            raise
-        if not done:
-            raise TimeoutError(
-                f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it continues: wait again"
-            )
-        assert self._outcome is not None
-        result, error = self._outcome
-        if isinstance(error, CollectiveMismatchError) and not self._error_seen:
-            self._queue.use_measured(None)
-        self._error_seen = True
-        if error is not None:
-            raise error
+            self._begin()
+            self.state = State.RUNNING
+            result = self._exchange()
+            transport.conclude()
+        except BaseException as error:
+            if result is None or not transport.concluded:
+                self._fail(error, last)
+                raise
+            raised = error  # while votes were counted
+        self.state = State.DECIDED
         assert result is not None
+        for _ in range(2):  # the first attempt may run out of memory
+            try:
+                transport.end()
+                self._finish(result)
+                break
+            except BaseException as error:
+                raised = raised or error
+        else:
+            self._keep()
+        self.state = State.DONE
+        if raised is not None:
+            raise raised
         return result
 
-    def test(self) -> bool:
-        """Return whether the call is done, with a result or an error. Where no thread makes calls, this makes it."""
-        return self._outcome is not None or self._queue.run_or_wait(self, 0.0)
+    def _fail(self, error: BaseException, last: int) -> None:
+        """Leave the call, and begin it first if necessary, so that the other ranks learn of the error.
 
-    @property
-    def result(self) -> SparseVector:
-        """The result of the call.
-
-        Raises:
-            InvalidInputError: the call is not done yet.
-            SparseCommError: the error that the call raised.
+        ``last``: number of the call before it.
         """
-        if self._outcome is None:
-            raise InvalidInputError(f"rank {self._queue.rank}: the call is not done yet; call wait() first")
-        return self.wait()
+        self.state = State.FAILED
+        transport = self.transport
+        if isinstance(error, KeyboardInterrupt) and not error.args and transport.number != last:
+            where = f"rank {transport.rank} of {transport.size} was interrupted in call {transport.number}"
+            error.args = (f"{where}, {self.describe()}",)
+        with suppress(BaseException):  # the first error is the one to raise
+            if transport.number == last and not isinstance(error, InvalidInputError):
+                self._begin()
+        if transport.number == last:
+            transport.skipped = type(error).__name__
+        with suppress(BaseException):
+            transport.abort(error)
+        if self._keeps or transport.number != last or isinstance(error, TransportError):
+            self._keep()
 
-    @property
-    def error(self) -> BaseException | None:
-        """The error that the call raised; ``None`` if there is none, or the call is not done yet."""
-        return None if self._outcome is None else self._outcome[1]
+    def _communicator(self) -> Communicator:
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        if self._outcome is None:
-            return "Handle(in flight)"
-        return "Handle(done)" if self.error is None else f"Handle(failed: {text_of(self.error)})"
+    def _begin(self) -> None:
+        """Begin the call on the transport."""
+        raise NotImplementedError
 
-    def __del__(self) -> None:
-        outcome = getattr(self, "_outcome", None)
-        if outcome is not None and outcome[1] is not None and not self._error_seen:
-            _log.error(
-                "rank %s: a call failed, and no wait() raised its error: %s", self._queue.rank, text_of(outcome[1])
-            )
+    def _exchange(self) -> SparseVector:
+        """Exchange messages with the other ranks, and return the result. May fail on any rank."""
+        raise NotImplementedError
 
-    def _run(self) -> None:
-        """Make or leave the call, and wake the threads that wait for it."""
-        task, refusal = self._task, self._refusal
-        assert task is not None
-        try:
-            if refusal is None:
-                self._outcome = task.run(), None
-            else:
-                task.leave(refusal)
-                self._outcome = None, refusal
-        except BaseException as error:
-            self._outcome = None, refusal or error
-        self._task = None
-        self._pending.release()
-        del self  # which the traceback of its error would keep
+    def _finish(self, result: SparseVector) -> None:
+        """Apply the result. If this raises, it is called again and must continue where it stopped."""
 
-    def _wait(self, timeout: float | None) -> bool:
-        """Wait at most this many seconds; return whether the call is done."""
-        if self._outcome is None:
-            bound = -1.0 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
-            if acquire(self._pending, bound):
-                self._pending.release()
-        return self._outcome is not None
+    def _keep(self) -> None:
+        """Roll back: keep on this rank the gradient that it would have contributed."""
 
 
 class Plans:
@@ -178,11 +172,10 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Plan] = {}
-        self._settings, self._algorithms = config.texts(), len(ALGORITHMS)  # for which the plans are valid
+        self._settings, self._algorithms = Transport.settings(), len(ALGORITHMS)  # for which the plans are valid
 
     def find(self, key: Hashable) -> Plan | None:
-        """Return the plan stored for a key, if it is still valid."""
-        settings, algorithms = config.texts(), len(ALGORITHMS)
+        settings, algorithms = Transport.settings(), len(ALGORITHMS)
         if self._settings is not settings or self._algorithms != algorithms:
             self._plans.clear()
             self._settings, self._algorithms = settings, algorithms
@@ -199,29 +192,19 @@ class Plans:
             self._plans[key] = plan
 
     def clear(self) -> None:
-        """Drop all plans."""
         self._plans.clear()
 
 
 @deferred
 class CallQueue:
-    """The call queue of one transport. All methods may be called from any thread.
-
-    Attributes:
-        rank: of the transport.
-        plans: plans of its calls.
-        backends: backends for its calls, which are made one at a time.
-        observers: observers of its calls.
-        users: number of `Reducer` objects that use it.
-        measured: costs that the ranks have measured; None if they have not.
-        measuring: a call that measures them, which a reducer waits for or will wait for again.
-    """
+    """The call queue of one transport. All methods may be called from any thread."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.plans, self.backends, self.users = transport.rank, Plans(), Backends(), 0
+        self.rank, self.plans, self.backends = transport.rank, Plans(), Backends()
+        self.users = 0  # number of `Reducer` objects that use it
         self.observers: list[Observer] = []
-        self.measured: KnownCosts | None = None
-        self.measuring: Handle | None = None
+        self.measured: KnownCosts | None = None  # costs that the ranks have measured
+        self.measuring: Handle | None = None  # their measurement, which a reducer waits for or will wait for again
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._calling = Lock()  # held by the thread that makes calls
@@ -344,9 +327,7 @@ class CallQueue:
             self.enqueue(handle)
             return handle.wait()
         except BaseException as error:
-            if (
-                handle._outcome is None
-            ):  # leave it, unless it has begun; only then do x and the others belong to the caller
+            if handle._outcome is None:  # leave it, unless it has begun; then x and the others are the caller's again
                 handle._refusal = error
                 self.run_or_wait(handle, None)
             handle._error_seen = True
@@ -370,16 +351,14 @@ class CallQueue:
         acquire(self._calling)
         try:
             self._caller = get_ident()
-            try:
-                if self._handles:
-                    handle = self._handles.popleft()
-                    handle._run()
-                    if isinstance(handle.error, TransportError) and handle._refusal is None:
-                        self._refuse_handles(handle.error)
-                    self._leave_refused()
-            finally:
-                self._caller = 0
+            if self._handles:
+                handle = self._handles.popleft()
+                handle._run()
+                if isinstance(handle.error, TransportError) and handle._refusal is None:
+                    self._refuse_handles(handle.error)
+                self._leave_refused()
         finally:
+            self._caller = 0
             self._calling.release()
         self._run_postponed()
         try:
@@ -394,12 +373,11 @@ class CallQueue:
     def _refuse_handles(self, error: TransportError) -> None:
         """Refuse the calls in the queue, so that none of them waits for a broken job again."""
         for i in range(len(self._handles)):  # other threads may append; only this one removes
-            handle = self._handles[i]
             text = f"rank {self.rank} did not make this call, since an earlier one failed: {text_of(error)}"
             dead = error.ranks if isinstance(error, RankFailedError) else None
             refusal = TransportError(text) if dead is None else RankFailedError(text, dead)
             refusal.__cause__ = error
-            handle._refusal = refusal
+            self._handles[i]._refusal = refusal
 
     def _run_postponed(self) -> None:
         while self._after_current:

@@ -1,27 +1,103 @@
-"""`sparse_allreduce`: checks its arguments, looks up the plan, and passes a call to the queue."""
+"""`sparse_allreduce`: checks its arguments, looks up the plan, and passes a `SumCall` to the queue."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from sparsecomm import backends
 from sparsecomm.algorithms import Algorithm, AlgorithmName
+from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
-from sparsecomm.calls.call import SumCall
+from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.plan import Plan
-from sparsecomm.calls.queue import CallQueue, Handle, queue_of
+from sparsecomm.calls.plan import Options, Plan
+from sparsecomm.calls.queue import Call, CallQueue, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
+from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, existing_transport, transport_of
 from sparsecomm.wire import Op, WireName
 
-__all__ = ["isparse_allreduce", "prepare", "sparse_allreduce"]
+__all__ = ["SumCall", "isparse_allreduce", "prepare", "sparse_allreduce"]
+
+
+class SumCall(Call):
+    """The sum of the contributions of all ranks: ``contribution`` is this rank's, and ``plan`` its plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        contribution: Contribution,
+        label: int = 0,
+        write: Callable[[SparseVector], None] | None = None,
+        within: AbstractContextManager[object] | None = None,
+        *,
+        deferred: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        """Plan a sum. No other call of the plan may be in flight when this call is made.
+
+        Args:
+            plan, contribution, within, keeps: as above and in `Call`.
+            label: a checksum that the ranks' calls must share; 0 for none.
+            write: called with the result when the call is decided. Must be idempotent.
+            deferred: leave it to `settle` to commit the contribution.
+        """
+        super().__init__(plan.transport, within, keeps=keeps)
+        self.plan, self.contribution = plan, contribution
+        self._label, self._write, self._deferred = label, write, deferred
+        self._total: SparseVector | None = None  # the sum, before it is divided for a mean
+
+    @default_float_mode
+    def settle(self, *, usable: bool) -> None:
+        """Commit the contribution of a deferred call, or roll it back if the result is not usable on all ranks.
+
+        Does nothing after a failed call, and nothing the second time.
+        """
+        if self._deferred and self.succeeded:
+            if usable:
+                self._commit()
+            else:
+                self.contribution.rollback()
+            self._deferred = False
+
+    def _run(self) -> SparseVector:
+        counters = self.transport.counters
+        counters.begin_sum()
+        try:
+            return super()._run()
+        finally:
+            counters.end_sum()
+
+    def _communicator(self) -> Communicator:
+        return self.plan.comm
+
+    def _begin(self) -> None:
+        self.plan.comm.begin(self._label)
+
+    def _exchange(self) -> SparseVector:
+        plan, contribution, size = self.plan, self.contribution, self.transport.size
+        self._total = total = plan.algorithm.run(plan.comm, contribution, plan.k)
+        return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
+
+    def _finish(self, result: SparseVector) -> None:
+        if not self._deferred:
+            self._commit()
+        if self._write is not None:
+            self._write(result)
+
+    def _commit(self) -> None:
+        assert self._total is not None
+        self.contribution.commit(self._total, rejects=self.plan.algorithm.rejects)
+
+    def _keep(self) -> None:
+        self.contribution.rollback()
 
 
 @deferred
@@ -42,8 +118,8 @@ def sparse_allreduce(
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
     With a residual, no gradient is lost: summed over all ranks, ``residual`` plus the result is afterwards what
-    ``residual + x`` was before (with ``op="mean"``, plus the result times the number of ranks; accordingly with
-    ``op="mean_of_contributors"``). The result is bit-identical on all ranks.
+    ``residual + x`` was before. (A mean counts times the number by which it was divided.) The result is bit-identical
+    on all ranks.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
@@ -57,8 +133,8 @@ def sparse_allreduce(
             algorithms, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s. "auto" is the same,
             or "dense" where that costs less.
         op: "sum"; "mean", the sum divided by the number of ranks; or "mean_of_contributors", the sum at each index
-            divided by the number of ranks that sent an entry there. Only some algorithms know that number
-            (docs/algorithms/index.md), and "auto" chooses among them. The result has the same indices as for "sum".
+            divided by the number of ranks that sent an entry there, which only some algorithms know
+            (docs/algorithms/index.md). The result has the same indices as for "sum".
         residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
             Pass it on all ranks or on none.
         out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
@@ -77,8 +153,8 @@ def sparse_allreduce(
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
-        float64. They are NumPy arrays, or CuPy arrays on a GPU, also for tensors of PyTorch: pass ``out=x`` to get the
-        dense sum in a tensor, or call `SparseVector.to_torch`.
+        float64, in NumPy arrays, or in CuPy arrays on a GPU. For a dense sum in a tensor of PyTorch, pass ``out=x``;
+        for a sparse one, call `SparseVector.to_torch`.
 
     Raises:
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
@@ -153,12 +229,8 @@ def prepare(
 
     The arguments are those of `sparse_allreduce`; ``background`` says whether a thread of the queue makes the call.
 
-    Raises:
-        InvalidInputError: an argument cannot be used.
-        TransportError: from `sparsecomm.transport.transport_of`. The residual is as after a failed call.
-        CollectiveMismatchError: the measurement of links failed. The residual is as after a failed call.
-        BaseException: any other, such as an interrupt. The residual is as after a failed call if links have been
-            measured, and unchanged otherwise.
+    After a `TransportError`, or once a measurement of links has begun, the residual is as after a failed call. After
+    other errors it is unchanged.
     """
     measurement: LinkMeasurement | None = None
     try:

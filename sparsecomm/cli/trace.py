@@ -29,9 +29,8 @@ from sparsecomm.cli import options
 from sparsecomm.cli.outputs import Column, table_head, table_line
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import bytes_text, number_text
-from sparsecomm.tracing.events import Message, Rank, clock_offsets, late_senders, messages, read
+from sparsecomm.tracing.events import Message, Rank, clock_offsets, late_senders, messages, read, verdicts
 from sparsecomm.tracing.observers import PARTS
-from sparsecomm.tracing.verdict import verdicts
 from sparsecomm.tuning.clocks import Offset
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -33,16 +33,14 @@ def register(
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         sparse = sparsecomm.integrations.accelerate.register(accelerator, model, optimizer)
 
-    `sparsecomm.torch.SparseAdamW` exchanges gradients itself; with any other optimizer a hook of DDP does. Call
-    ``accelerator.save_state`` and ``load_state`` on all ranks, as Accelerate asks. Residuals are in the folder
-    ``sparsecomm`` of each checkpoint.
+    Residuals are in the folder ``sparsecomm`` of each checkpoint.
 
     Args:
         accelerator: which has prepared the model.
         model: as returned by ``prepare``. Register each model of an accelerator.
         optimizer: as returned by ``prepare``; a list if the model has several.
         density, options: as in `sparsecomm.torch.register`, with the accelerator's scaler by default. They are ignored
-            for `SparseAdamW`, which has its own options.
+            for `sparsecomm.torch.SparseAdamW`, which exchanges gradients itself.
 
     Raises:
         InvalidInputError: the model is not in DDP, or was registered already; the accelerator has not prepared the
@@ -108,7 +106,7 @@ def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int
 
 
 def _optimizer_number(accelerator: Accelerator, optimizer: object) -> int | None:
-    found = (
-        number for number, each in enumerate(accelerator._optimizers) if getattr(each, "optimizer", each) is optimizer
-    )
-    return next(found, None)
+    for number, each in enumerate(accelerator._optimizers):
+        if getattr(each, "optimizer", each) is optimizer:
+            return number
+    return None

@@ -42,11 +42,7 @@ class Attached:
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        optimizers: list[SparseAdamW],
-        objects: dict[str, Any],
-        reducers: tuple[Reducer, ...],
+        self, ddp: DistributedDataParallel, optimizers: list[SparseAdamW], objects: dict[str, Any], *reducers: Reducer
     ) -> None:
         self.ddp, self.optimizers, self.objects, self.reducers = ddp, optimizers, objects, reducers
         self._run: str | None = None
@@ -79,17 +75,12 @@ class Attached:
         _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
-        """Load the residuals of a checkpoint, on any number of ranks. Collective.
-
-        If there are none, log a warning and begin with empty residuals.
+        """Load the residuals of a checkpoint, on any number of ranks. If there are none, drop all and warn. Collective.
 
         Args:
             folder: as in `save`; it may differ between ranks.
             checkpoint: the id in the framework's checkpoint, or ``None``.
             source: the framework's checkpoint, for the warning.
-
-        Raises:
-            InvalidInputError: the residuals cannot be read, or do not fit the model.
         """
         known = isinstance(checkpoint, str) and re.fullmatch(r"[0-9a-f]{16}-\d+", checkpoint)
         files = _files(folder, str(checkpoint) if known else "none")
@@ -126,6 +117,16 @@ class Attached:
                 each.rmdir()
 
 
+def _files(folder: Path, checkpoint: str) -> CheckpointFolder:
+    return CheckpointFolder(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
+
+
+def _modified(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
 def attach(
     model: object,
     optimizers: Iterable[object],
@@ -153,19 +154,15 @@ def attach(
         return before
     if not sparse:
         state = register(ddp, density, **options)
-        return Attached(ddp, [], {"hook": state}, (state.reducer,))
+        return Attached(ddp, [], {"hook": state}, state.reducer)
     if before is None or not before.optimizers:
         keep_local(ddp)
     apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
-    return Attached(ddp, sparse, apart, tuple(optimizer.reducer for optimizer in sparse))
+    return Attached(ddp, sparse, apart, *(optimizer.reducer for optimizer in sparse))
 
 
 def ddp_of(model: object) -> DistributedDataParallel:
-    """Return the DDP model in a model that may be compiled, or wrapped by another module.
-
-    Raises:
-        InvalidInputError: there is no DDP model, or there are several.
-    """
+    """Return the only DDP model in a model that may be compiled, or wrapped by another module."""
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
     found = ddps_in(model)
@@ -212,13 +209,3 @@ def _check(ddp: DistributedDataParallel, optimizers: list[object], sparse: list[
                 f"optimizer: no SparseAdamW has {name}, so its gradient would not be exchanged; pass all optimizers "
                 "of the model as a list, or freeze the parameter"
             )
-
-
-def _files(folder: Path, checkpoint: str) -> CheckpointFolder:
-    return CheckpointFolder(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
-
-
-def _modified(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.stat().st_mtime_ns
-    return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -65,7 +66,7 @@ class SparseDDPStrategy(DDPStrategy):
             self.sparse = attach(self.model, self.optimizers, self._density, options)
 
     def setup_optimizers(self, trainer: lightning.Trainer) -> None:
-        """Make the optimizers of a ``fit``; those of the last one, and its residuals, are no longer used."""
+        """Make the optimizers of a ``fit``, which no longer uses those of the last one and its residuals."""
         if self.sparse is not None:
             if self.sparse.step and not trainer.ckpt_path and self.is_global_zero:
                 _log.warning(
@@ -82,24 +83,21 @@ class SparseDDPStrategy(DDPStrategy):
         super().teardown()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint and each rank's residuals, on all ranks; no residuals where it has no optimizers' state."""
+        """Save a checkpoint, and each rank's residuals if it contains the optimizers' states. Collective."""
         if self.sparse is None or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        place = _Place(filepath)
+        files, residuals = _residuals_of(filepath)
         saved = f"{self.sparse.run}-{checkpoint['global_step']}"
         try:
-            if place.local:
-                self.sparse.save(Path(place.residuals), saved)
+            if isinstance(files, LocalFileSystem):
+                self.sparse.save(Path(residuals), saved)
             else:
-                self._upload(self.sparse, place, saved)
+                self._upload(self.sparse, files, residuals, saved)
             checkpoint[KEY] = saved
         finally:  # an error of ours does not cost Lightning's checkpoint
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        if place.local:
-            self.sparse.prune(Path(place.residuals), keep=1)
-        elif self.is_global_zero:
-            place.remove(keep=saved)
+        self._remove(self.sparse, files, residuals, keep=saved)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Load a checkpoint, and note where it is."""
@@ -110,99 +108,83 @@ class SparseDDPStrategy(DDPStrategy):
         """Load the optimizers' states, and the residuals of the same checkpoint. Collective."""
         super().load_optimizer_state_dict(checkpoint)
         if self.sparse is not None:
-            saved, place = checkpoint.get(KEY), _Place(self._loaded_from)
-            with place.folder_with(saved, self.global_rank, self.world_size) as folder:
+            saved = checkpoint.get(KEY)
+            with self._folder_with(saved) as folder:
                 self.sparse.load(folder, saved, self._loaded_from)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and its residuals, on all ranks."""
         super().remove_checkpoint(filepath)
-        if self.sparse is None:
-            return
-        place = _Place(filepath)
-        if place.local:
-            self.sparse.prune(Path(place.residuals), keep=0)
-            self.barrier()
-            with suppress(OSError):  # it was not there, or has other files
-                Path(place.residuals).rmdir()
+        if self.sparse is not None:
+            self._remove(self.sparse, *_residuals_of(filepath))
+
+    def _remove(self, sparse: Attached, files: AbstractFileSystem, residuals: str, keep: str | None = None) -> None:
+        """Remove the residuals of a checkpoint, except those in the folder ``keep``."""
+        if isinstance(files, LocalFileSystem):  # of this node alone, perhaps
+            sparse.prune(Path(residuals), keep=0 if keep is None else 1)
+            if keep is None:
+                self.barrier()
+                with suppress(OSError):  # it was not there, or has other files
+                    Path(residuals).rmdir()
         elif self.is_global_zero:
-            place.remove()
+            files.invalidate_cache()
+            for each in files.ls(residuals, detail=False) if files.isdir(residuals) else []:
+                if _name(each) != keep:
+                    files.rm(each, recursive=True)
+            if keep is None and files.isdir(residuals):
+                files.rm(residuals, recursive=True)
 
-    def _upload(self, sparse: Attached, place: _Place, saved: str) -> None:
-        """Save residuals on a remote file system.
-
-        Raises:
-            InvalidInputError: a rank cannot write there.
-        """
+    def _upload(self, sparse: Attached, files: AbstractFileSystem, residuals: str, saved: str) -> None:
+        """Save residuals on a remote file system, or raise an error on all ranks."""
         error: Exception | None = None
         with tempfile.TemporaryDirectory() as folder:
             sparse.save(Path(folder), saved)
             try:
-                place.upload(Path(folder, saved))
+                files.makedirs(f"{residuals}/{saved}", exist_ok=True)
+                for path in Path(folder, saved).iterdir():
+                    files.put_file(str(path), f"{residuals}/{saved}/{path.name}")
             except Exception as raised:  # of any file system's client
                 error = raised
         if not self.reduce_boolean_decision(error is None):
             raise InvalidInputError(
-                f"{place.residuals}: residuals could not be written: {error or 'another rank failed'}"
+                f"{residuals}: residuals could not be written: {error or 'another rank failed'}"
             ) from error
 
-
-class _Place:
-    """The place of a checkpoint's residuals: a folder beside the checkpoint, on any file system of fsspec.
-
-    Attributes:
-        local: it is a path of this machine.
-        residuals: the folder.
-    """
-
-    def __init__(self, checkpoint: Any) -> None:
-        self._files: AbstractFileSystem
-        self._files, self._checkpoint = url_to_fs(str(checkpoint))
-        self.local = isinstance(self._files, LocalFileSystem)
-        self.residuals = f"{self._checkpoint}.ranks"
-
     @contextmanager
-    def folder_with(self, saved: object, rank: int, size: int) -> Iterator[Path]:
-        """Provide a local folder that contains the folder ``saved``, if that is found for this rank.
+    def _folder_with(self, saved: object) -> Iterator[Path]:
+        """Provide a local folder that contains the folder ``saved``, if it is found for this rank.
 
-        A checkpoint may be a link or a copy of another one in the same folder, whose residuals are named after that.
+        A checkpoint may be a link to another one in the same folder, or a copy of it, without residuals of its own.
         """
-        checkpoints = [self._checkpoint, *([os.path.realpath(self._checkpoint)] if self.local else [])]
-        self._files.invalidate_cache()
-        folders = [self.residuals]
+        files, residuals = _residuals_of(self._loaded_from)
+        local = isinstance(files, LocalFileSystem)
+        files.invalidate_cache()
+        folders = [residuals]
         if isinstance(saved, str):
-            for each in checkpoints:
+            for each in (residuals, *([os.path.realpath(residuals.removesuffix(".ranks"))] if local else [])):
                 pattern = f"{escape(each.rpartition('/')[0])}/*.ranks/{escape(saved)}"
-                folders += [found.rpartition("/")[0] for found in self._files.glob(pattern)]
-        found = next((each for each in folders if self._files.isdir(f"{each}/{saved}")), self.residuals)
-        if self.local:
+                folders += [found.rpartition("/")[0] for found in files.glob(pattern)]
+        found = next((each for each in folders if files.isdir(f"{each}/{saved}")), residuals)
+        if local:
             yield Path(found)
             return
+        own = re.compile(rf"-rank{self.global_rank}-of{self.world_size}\b")
         with tempfile.TemporaryDirectory() as folder:
             try:
-                self._download(f"{found}/{saved}", Path(folder, str(saved)), rank, size)
+                paths = files.ls(f"{found}/{saved}", detail=False)
+                Path(folder, str(saved)).mkdir()
+                for path in [path for path in paths if own.search(_name(path))] or paths:
+                    files.get_file(path, str(Path(folder, str(saved), _name(path))))
             except Exception as error:  # of any file system's client; the ranks agree that there are no residuals
                 _log.warning("%s: %s: %s", found, type(error).__name__, error)
             yield Path(folder)
 
-    def _download(self, folder: str, to: Path, rank: int, size: int) -> None:
-        names = [name.rpartition("/")[2] for name in self._files.ls(folder, detail=False)]
-        own = [name for name in names if f"-rank{rank}-of{size}." in name or f"-rank{rank}-of{size}-" in name]
-        to.mkdir()
-        for name in own or names:
-            self._files.get_file(f"{folder}/{name}", str(to / name))
 
-    def upload(self, folder: Path) -> None:
-        """Copy a folder's files."""
-        self._files.makedirs(f"{self.residuals}/{folder.name}", exist_ok=True)
-        for path in folder.iterdir():
-            self._files.put_file(str(path), f"{self.residuals}/{folder.name}/{path.name}")
+def _residuals_of(checkpoint: Any) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a checkpoint, and the folder of its residuals there."""
+    files, path = url_to_fs(str(checkpoint))
+    return files, f"{path}.ranks"
 
-    def remove(self, keep: str | None = None) -> None:
-        """Remove all residuals of the checkpoint, except those in the folder ``keep``."""
-        self._files.invalidate_cache()
-        if self._files.isdir(self.residuals):
-            found = self._files.ls(self.residuals, detail=False) if keep else [self.residuals]
-            for each in found:
-                if each.rstrip("/").rpartition("/")[2] != keep:
-                    self._files.rm(each, recursive=True)
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

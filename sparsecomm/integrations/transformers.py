@@ -31,15 +31,14 @@ def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> S
         sparsecomm.integrations.transformers.register(trainer)
         trainer.train()
 
-    `SparseAdamW`, as here or made in ``create_optimizer``, exchanges gradients itself. With any other optimizer a hook
-    of DDP does. Then pass ``max_grad_norm=0`` to `TrainingArguments`, which would clip the averaged gradient, and
-    ``clip=1.0`` here. Residuals are in the folder ``sparsecomm`` of each checkpoint, unless ``save_only_model`` leaves
-    the optimizer out as well.
+    With another optimizer than `SparseAdamW`, pass ``max_grad_norm=0`` to `TrainingArguments`, which would clip the
+    averaged gradient, and ``clip=1.0`` here. Residuals are in the folder ``sparsecomm`` of each checkpoint, unless
+    ``save_only_model`` leaves the optimizer out as well.
 
     Args:
         trainer: before ``train()``.
-        density, options: as in `sparsecomm.torch.register`, with the Trainer's scaler by default. `SparseAdamW` ignores
-            them, since it has options of its own.
+        density, options: as in `sparsecomm.torch.register`, with the Trainer's scaler by default. They are ignored for
+            `SparseAdamW`, which exchanges gradients itself.
 
     Returns:
         The callback; its ``sparse.reducers`` have counters once the training has begun.

@@ -13,12 +13,10 @@
 `sparse_adamw` is an optimizer of optax, for transformers and anything else that trains by AdamW. `sparsify` averages
 gradients in an optax chain that ends with SGD, `allreduce_tree` in a training loop without optax, and
 `sparse_allreduce` sums one array. All work eagerly and under `jax.jit`, in `jax.lax.scan`, `fori_loop` and
-`while_loop`, and in a branch of `jax.lax.cond` that all ranks take. `LocalSteps` averages, from Python, how far the
-ranks have moved in many steps of their own.
+`while_loop`, and in a branch of `jax.lax.cond` that all ranks take. `LocalSteps` is called from Python.
 
 **Ranks.** A rank is one process with one device. Start the ranks with ``mpirun``; `jax.distributed` is not needed.
-Arrays that are sharded over devices, `jax.shard_map` and `jax.pmap` are not supported. There are no derivatives, and
-`jax.vmap` is not supported: take the gradient first, then call this on it.
+Arrays that are sharded over devices, `jax.shard_map`, `jax.pmap`, `jax.vmap` and derivatives are not supported.
 
 **Under jit** the exchange of a whole tree is one ordered callback, so that all ranks make the same calls in the same
 order. XLA may run it on a thread of its own: call `jax.effects_barrier()` before you use the same communicator
@@ -27,13 +25,12 @@ yourself. Eager calls do so. Ctrl-C takes effect when the call has ended.
 **Copies.** On a CPU, arrays are read in place; residuals, several leaves in one call, and results under jit are copied
 once. On a GPU, eager calls stay in device memory (by DLPack, with CuPy), and calls under jit go through the host.
 
-**Errors.** Invalid shapes, types and options raise `InvalidInputError` while tracing. Errors of the exchange are raised
-by eager calls as they are. Under jit JAX raises `jax.errors.JaxRuntimeError`, whose text ends with the type and the
-text of the original. After an error nothing has been written, and the gradient is not in the residual: pass both again,
-unless they were donated.
+**Errors.** Invalid arguments raise `InvalidInputError` while tracing. Under jit, JAX raises errors of the exchange as
+`jax.errors.JaxRuntimeError`, whose text ends with the type and the text of the original. After an error nothing has
+been written, and the gradient is not in the residual: pass both again, unless they were donated.
 
-**Weights** must be the same on all ranks. `sparsify` compares the parameters passed to ``update`` in step 0, and in
-more steps with ``check_weights_every``. In a loop without it, call `sparsecomm.check_weights` on all ranks.
+**Weights** must be the same on all ranks. The optimizers compare them: see ``check_weights_every``. In a loop without
+them, call `sparsecomm.check_weights` on all ranks.
 
 **Checkpoints.** Residuals are part of the training state, an ordinary pytree. They differ between ranks: each rank
 saves and loads its own, for example by `sparsecomm.save`.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm.backends.adamw import adamw_step, unit
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
@@ -29,19 +29,15 @@ __all__ = ["SparseAdamWState", "sparse_adamw"]
 class SparseAdamWState(NamedTuple):
     """The state of `sparse_adamw`: the same on all ranks, except the residuals.
 
-    Attributes:
-        step: the number of steps made; int32, of shape ().
-        mu, nu: averages of gradients and of their squares, in float32 (float64 for float64). Before an element's first
-            update ``nu`` is only the unit in which its gradients are sent.
-        last: int32, the step of each weight's last update; 0: none yet.
-        residuals: what this rank has not sent, divided by ``unit(nu)``.
+    ``mu`` and ``nu`` are averages of gradients and of their squares, in float32 (float64 for float64). Before an
+    element's first update ``nu`` is only the unit in which its gradients are sent.
     """
 
-    step: jax.Array
+    step: jax.Array  # the number of steps made; int32, of shape ()
     mu: PyTree
     nu: PyTree
-    last: PyTree
-    residuals: PyTree
+    last: PyTree  # int32, the step of each weight's last update; 0: none yet
+    residuals: PyTree  # what this rank has not sent, divided by ``unit(nu)``
 
 
 def sparse_adamw(
@@ -65,8 +61,7 @@ def sparse_adamw(
     This is a whole optimizer, not a link of a chain: pass ``update`` this rank's gradients, and the parameters. It is
     collective, and all ranks make the same updates, bit for bit. If a gradient is not finite on some rank, or the step
     would make a parameter or a moment infinite, all ranks skip the step; finite gradients stay in the residuals, and
-    elements that would overflow are dropped. At ``density=1.0`` it is ``optax.adamw`` with dense, exact means. See
-    `sparsecomm.SparseAdamW`.
+    elements that would overflow are dropped. At ``density=1.0`` it is ``optax.adamw`` of exact means.
 
     Args:
         learning_rate: a number, or a schedule of optax: a function of the step, from 0.
@@ -78,12 +73,7 @@ def sparse_adamw(
         check_weights_every: as in `sparsify`; moments are compared, too.
 
     Returns:
-        A transformation whose state is `SparseAdamWState`, a pytree.
-
-    Raises:
-        ImportError: optax is not installed.
-        InvalidInputError: an argument is out of range; ``update`` raises it without parameters, and otherwise as
-            `allreduce_tree`.
+        A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises as `allreduce_tree`.
     """
     try:
         import optax

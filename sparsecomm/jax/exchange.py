@@ -1,4 +1,4 @@
-"""The calls for the leaves of a tree, made at once, or by XLA when it has the values."""
+"""The calls for the leaves of a tree, made at once, or by XLA when it has the values: `Exchange`, `call_from_xla`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from sparsecomm import api
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax import staged
 from sparsecomm.reducer.options import density_at, training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype"]
+__all__ = ["ONE_DEVICE", "Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "call_from_xla"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
-
+ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"
 _ALIGNMENT = 64  # bytes: JAX takes over host memory with this alignment, and copies other memory
 
 
@@ -40,48 +42,29 @@ def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
 
 @dataclass(frozen=True)
 class LeafBucket:
-    """The leaves that one `sparsecomm.sparse_allreduce` sends, one after another in one vector.
+    """The leaves that one `sparsecomm.sparse_allreduce` sends, one after another in one vector."""
 
-    Attributes:
-        leaves: positions of the leaves.
-        dtype: of the vector.
-        dense: whether the leaves are summed whole.
-        label: of the call: the shapes, which must be the same on all ranks.
-    """
-
-    leaves: tuple[int, ...]
-    dtype: np.dtype
-    dense: bool
-    label: str
+    leaves: tuple[int, ...]  # their positions
+    dtype: np.dtype  # of the vector
+    dense: bool  # whether the leaves are summed whole
+    label: str  # of the call: the shapes, which must be the same on all ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """All calls for a tree.
+    """All calls for a tree, with arguments as of `sparsecomm.sparse_allreduce`."""
 
-    Attributes:
-        buckets: one per call.
-        k: as in `sparsecomm.sparse_allreduce`, or a function from the step to a density.
-        comm, options: as in `sparsecomm.sparse_allreduce`.
-        chunk: as in `sparsecomm.sparse_allreduce`, for buckets that are not dense.
-        training: whether "auto" is the recommended setting for training, and density 1.0 a dense sum.
-    """
-
-    buckets: tuple[LeafBucket, ...]
+    buckets: tuple[LeafBucket, ...]  # one per call
     k: int | Density
     comm: Comm
     options: Options
-    chunk: int | None = None
-    training: bool = False
+    chunk: int | None = None  # for buckets that are not dense
+    training: bool = False  # whether "auto" is the recommended setting for training, and density 1.0 a dense sum
 
     def run(
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array = 0
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results and the new residuals as JAX arrays, also while JAX is tracing.
-
-        Raises:
-            SparseCommError: as `sparsecomm.sparse_allreduce`, if the calls are made at once.
-        """
+        """Return the results and the new residuals as JAX arrays, also while JAX is tracing."""
         if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
             return self._stage(leaves, residuals, step)
         jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
@@ -103,7 +86,7 @@ class Exchange:
             results, kept = self.on_host(step, arrays[:count], arrays[count:])
             return results + kept
 
-        outputs = staged.call(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
+        outputs = call_from_xla(host, leaves + residuals, jnp.asarray(step), *leaves, *residuals)
         return outputs[:count], outputs[count:]
 
     @default_float_mode  # XLA's threads flush denormals
@@ -113,11 +96,6 @@ class Exchange:
         """Make all calls in host memory. Return the results and the new residuals, in the shapes and types of these.
 
         XLA may be the caller: this must not compute with JAX, which could wait for the thread that it runs on.
-
-        Args:
-            step: a number, or an array of shape ().
-            leaves: arrays in host memory.
-            residuals: one for each leaf, or none.
         """
         k = self._k_at(step)
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views
@@ -138,15 +116,7 @@ class Exchange:
     def on_device(
         self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Do the same in the memory of a GPU, through DLPack and CuPy.
-
-        Args:
-            step, leaves, residuals: as in `on_host`.
-            arrays: the library whose arrays can be written on the device.
-
-        Raises:
-            InvalidInputError: the library is not installed.
-        """
+        """Do the same in the memory of a GPU, through DLPack and a library whose arrays can be written there."""
         try:
             writable: Any = importlib.import_module(arrays)
         except ImportError as error:
@@ -178,7 +148,7 @@ class Exchange:
             k, chunk, options = 1.0, None, options.whole()
         elif self.training:
             options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
-        return api.sparse_allreduce(
+        return sparse_allreduce(
             x, k, comm=self.comm, residual=residual, out=out, chunk=chunk, label=bucket.label, **asdict(options)
         )
 
@@ -205,3 +175,69 @@ def _empty(size: int, dtype: DTypeLike) -> Array:
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return memory[begin : begin + nbytes].view(dtype)
+
+
+# -- callbacks of XLA --------------------------------------------------------------------------------------------------
+
+Host: TypeAlias = Callable[..., Sequence[Array]]
+Avals: TypeAlias = "tuple[jax.core.ShapedArray, ...]"
+
+# JAX's own effect of ordered callbacks, which keep the order of the program, within a function and between functions.
+(_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+_exchange_p: Any = Primitive("sparsecomm_exchange")
+_exchange_p.multiple_results = True
+
+
+def call_from_xla(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
+    """Call ``host(*operands)`` when XLA has the operands, and return its results.
+
+    It replaces `jax.experimental.io_callback`, which copies operands that XLA has not aligned to 64 bytes into JAX
+    arrays, on a thread of XLA's pool. The callback runs on such a thread and waits for the copy, for ever if the pool
+    has no other: a rank that is bound to one core, as by mpirun, hangs.
+
+    Args:
+        host: takes NumPy arrays in XLA's memory, which it must neither write nor keep, and returns NumPy arrays.
+        like: arrays of the shapes and types of the results.
+        operands: the arguments of ``host``.
+    """
+    avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
+    results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)
+    return results
+
+
+def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.core.ShapedArray], set[object]]:
+    return list(avals), {_ORDERED}
+
+
+def _at_once(*operands: jax.Array, host: Host, avals: Avals) -> list[jax.Array]:
+    """Call in traces that have values, such as `jax.checkpoint` outside of jit."""
+    return [jax.device_put(result) for result in host(*operands)]
+
+
+def _lower(ctx: Any, *operands: Any, host: Host, avals: Avals) -> Any:
+    devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if devices != 1:
+        raise InvalidInputError(f"sparsecomm.jax in a function that is compiled for {devices} devices; {ONE_DEVICE}")
+    results, token, _ = mlir.emit_python_callback(
+        ctx, host, ctx.tokens_in.get(_ORDERED), list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True
+    )
+    ctx.set_tokens_out(mlir.TokenSet({_ORDERED: token}))
+    return results
+
+
+def _no_vmap(*_: object, **__: object) -> NoReturn:
+    raise InvalidInputError(
+        "sparsecomm.jax under jax.vmap would be a call for every element; call it on the whole batch"
+    )
+
+
+def _no_derivative(*_: object, **__: object) -> NoReturn:
+    raise InvalidInputError("sparsecomm.jax has no derivative; take the gradient first, then call this on it")
+
+
+_exchange_p.def_effectful_abstract_eval(_abstract)
+_exchange_p.def_impl(_at_once)
+mlir.register_lowering(_exchange_p, _lower)
+batching.primitive_batchers[_exchange_p] = _no_vmap
+ad.primitive_jvps[_exchange_p] = _no_derivative

@@ -46,9 +46,6 @@ class LocalSteps(Adapter):
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, applied to
             one leaf at a time; a `sparsecomm.OuterOptimizer`; or ``None``: global = global - mean.
         options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former.
-
-    Raises:
-        InvalidInputError: an argument is invalid.
     """
 
     @with_options(LocalStepsOptions, core.LocalSteps.__init__, **DEFAULTS)
@@ -70,19 +67,13 @@ class LocalSteps(Adapter):
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.
 
-        Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.step`. The leaves that were set to the global ones replace those
-                that are passed to the next call.
+        After an error, the leaves that were set to the global ones replace leaves that are passed to the next call.
         """
         self._core.step(self._leaves.of(params))
         return self._leaves.tree(params)
 
     def finish(self, params: PyTree) -> PyTree:
-        """Wait for the exchanges in flight, and apply them now. Return the parameters to continue with.
-
-        Raises:
-            SparseCommError: as `step`.
-        """
+        """Wait for the exchanges in flight, and apply them now. Return the parameters to continue with."""
         self._core.finish(self._leaves.of(params))
         return self._leaves.tree(params)
 
@@ -91,14 +82,7 @@ class LocalSteps(Adapter):
         return self._leaves.unflatten(map(_as_jax, self._core.global_parameters().values()))
 
     def rebuild(self, comm: Comm, params: PyTree, *, joining: bool = False) -> tuple[Rebuilt, PyTree]:
-        """Continue with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
-
-        Returns:
-            What it found, and the parameters to continue with: on a new rank the global ones.
-
-        Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
-        """
+        """Call `sparsecomm.LocalSteps.rebuild`. Return its result, too, before the parameters to continue with."""
         rebuilt = self._core.rebuild(comm, self._leaves.of(params), joining=joining)
         return rebuilt, self._leaves.tree(params)
 
@@ -113,11 +97,7 @@ class _Leaves(ImmutableParameters):
         self._like = {name: (leaf.shape, leaf.dtype, leaf.sharding) for name, leaf in self._leaves.items()}
 
     def of(self, params: PyTree) -> _Leaves:
-        """Take the leaves of a tree, and return this object.
-
-        Raises:
-            InvalidInputError: the tree has another structure, or a leaf is not an array on one device.
-        """
+        """Take the leaves of a tree, and return this object."""
         found, structure = jax.tree_util.tree_flatten_with_path(params)
         if structure != self._structure:
             raise InvalidInputError(
@@ -140,7 +120,6 @@ class _Leaves(ImmutableParameters):
         return self.unflatten(leaves)
 
     def unflatten(self, leaves: Any) -> PyTree:
-        """Return a tree of this structure."""
         return jax.tree.unflatten(self._structure, leaves)
 
     def replace(self, name: str, values: Array) -> None:
@@ -182,11 +161,7 @@ class _OptaxOuter:
         self._leaves = {name: [np.array(leaf) for leaf in leaves] for name, leaves in state["leaves"].items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Check that the loaded state has the form that the transformation makes for these parameters.
-
-        Raises:
-            InvalidInputError: it has not.
-        """
+        """Check that the loaded state has the form that the transformation makes for these parameters."""
         for name, leaves in self._leaves.items():
             if name not in specs:
                 raise InvalidInputError(f"outer state: it has leaves of {name!r}, which is not a parameter")

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsecomm import api
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
+from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax import staged
-from sparsecomm.jax.exchange import Comm, Density
+from sparsecomm.jax.exchange import Comm, Density, call_from_xla
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
-from sparsecomm.states.weights import check_every
+from sparsecomm.states.weights import check_every, check_weights
 from sparsecomm.tensors.sparse import Array
 
 if TYPE_CHECKING:
@@ -27,18 +26,13 @@ __all__ = ["SparsifyState", "all_finite", "check_parameters", "check_wire", "sel
 
 
 class SparsifyState(NamedTuple):
-    """The state of `sparsify`.
+    """The state of `sparsify`."""
 
-    Attributes:
-        step: number of steps made, without those that were skipped; int32, of shape ().
-        residuals: what this rank has not sent yet: see `init_residuals`. They differ between ranks.
-    """
-
-    step: jax.Array
-    residuals: PyTree
+    step: jax.Array  # number of steps made, without those that were skipped; int32, of shape ()
+    residuals: PyTree  # what this rank has not sent yet: see `init_residuals`. They differ between ranks
 
 
-@with_options(CallOptions, api.sparse_allreduce, op="mean")
+@with_options(CallOptions, sparse_allreduce, op="mean")
 def sparsify(
     density: Density = DENSITY,
     *,
@@ -58,8 +52,8 @@ def sparsify(
 
     If a gradient is not finite on some rank, or a sum overflows, all ranks skip the step: ``update`` returns zeros and
     does not count it. Finite gradients of the step stay in the residuals; other gradients, and entries whose sum has
-    overflowed, are dropped. Later links of the chain see zeros, so momentum and weight decay still act. Do not wrap
-    ``sparsify`` in ``optax.apply_if_finite``, which would skip the exchange on some ranks only.
+    overflowed, are dropped. Momentum and weight decay still act. Do not wrap ``sparsify`` in ``optax.apply_if_finite``,
+    which would skip the exchange on some ranks only.
 
     Args:
         density: in (0, 1], or a function from the step (an int, from 0) to it, such as a warm-up or a schedule of
@@ -73,12 +67,7 @@ def sparsify(
             not begin with step 0.
 
     Returns:
-        A transformation whose state is `SparsifyState`, a pytree.
-
-    Raises:
-        ImportError: optax is not installed.
-        InvalidInputError: density or check_weights_every is out of range; ``update`` raises it for all else, as
-            `allreduce_tree`.
+        A transformation whose state is `SparsifyState`, a pytree. ``update`` raises as `allreduce_tree`.
     """
     try:
         import optax
@@ -119,11 +108,7 @@ def training_step(
 ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
     """Average gradients over all ranks in a step that all ranks make, or skip.
 
-    Args:
-        grads: this rank's gradients.
-        finite: whether they are finite. If not, this rank sends NaN, so that all ranks skip the step.
-        residuals: before the step.
-        exchange: returns the means of gradients and the new residuals.
+    If this rank's gradients are not ``finite``, it sends NaN, so that all ranks skip the step.
 
     Returns:
         The means; the residuals after the step; the residuals if it is skipped, which hold this rank's gradients except
@@ -149,25 +134,13 @@ def select(condition: Any, chosen: PyTree, other: PyTree) -> PyTree:
 
 
 def check_wire(options: Options, residuals: PyTree) -> None:
-    """Check that the wire format of the options supports sums of the types of residuals.
-
-    Raises:
-        InvalidInputError: it does not.
-    """
+    """Check that the wire format of the options supports sums of the types of residuals."""
     for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
         options.check(dtype)
 
 
 def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int | None, *, comm: Comm) -> None:
-    """Check that all ranks have the same trees, in steps that are multiples of ``every``.
-
-    Args:
-        every: 0: check in step 0 only; ``None``: never.
-        trees, step, comm: the trees by name, the step, and the ranks.
-
-    Raises:
-        SparseCommError: as `sparsecomm.check_weights`, if the check is made at once.
-    """
+    """Call `sparsecomm.check_weights` in steps that are multiples of ``every``; 0: in step 0 only; ``None``: never."""
     if every is None:
         return
     leaves, _ = jax.tree_util.tree_flatten_with_path(trees)
@@ -175,12 +148,12 @@ def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int
     due = step % every == 0 if every else step == 0
 
     def host(*arrays: Array) -> list[Array]:
-        api.check_weights(list(zip(names, arrays, strict=True)), comm=comm)
+        check_weights(list(zip(names, arrays, strict=True)), comm=comm)
         return []
 
     operands: list[Any] = [jnp.asarray(leaf) for _, leaf in leaves]
     if any(isinstance(a, jax.core.Tracer) for a in (step, *operands)):
-        jax.lax.cond(due, lambda operands: staged.call(host, [], *operands), lambda _: [], operands)
+        jax.lax.cond(due, lambda operands: call_from_xla(host, [], *operands), lambda _: [], operands)
     elif due:
         jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
         host(*operands)

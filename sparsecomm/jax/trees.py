@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm import api
-from sparsecomm.calls import arguments
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls import arguments, sparse
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import Comm, Density, Exchange, LeafBucket, accumulator_dtype
-from sparsecomm.jax.staged import ONE_DEVICE
+from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, Exchange, LeafBucket, accumulator_dtype
 from sparsecomm.reducer.bucket import TensorSpec, layout
 from sparsecomm.reducer.options import check_layout, density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
@@ -29,7 +27,7 @@ TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
-@with_options(CallOptions, api.sparse_allreduce)
+@with_options(CallOptions, sparse.sparse_allreduce)
 def sparse_allreduce(
     x: jax.Array,
     k: int | float,
@@ -54,10 +52,7 @@ def sparse_allreduce(
         new_residual)``.
 
     Raises:
-        InvalidInputError: an argument is invalid, or sharded over devices. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparsecomm.sparse_allreduce`, but
-            the gradient is not in the residual. Under jit JAX raises `jax.errors.JaxRuntimeError`, whose text ends with
-            the type and the text of the error.
+        SparseCommError: as `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
     """
     leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
@@ -65,7 +60,7 @@ def sparse_allreduce(
     return results[0] if residual is None else (results[0], kept[0])
 
 
-@with_options(CallOptions, api.sparse_allreduce, op="mean")
+@with_options(CallOptions, sparse.sparse_allreduce, op="mean")
 def allreduce_tree(
     grads: PyTree,
     density: float,
@@ -79,7 +74,7 @@ def allreduce_tree(
 ) -> PyTree:
     """Average, or sum, a tree of gradients over all ranks. Collective: every rank passes the same structure.
 
-    A NaN or an infinity on one rank makes some of the result not finite on all ranks, and may enter the new residuals.
+    If one rank has a NaN or an infinity, some of the result is not finite on all ranks, and new residuals may not be.
     Then skip the step on all ranks, and keep the residuals that you passed, as `sparsify` does.
 
     Args:
@@ -91,17 +86,12 @@ def allreduce_tree(
             their own.
         chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
             ``density * chunk`` entries are selected, at least one.
-        dense_below: leaves of fewer elements are sent whole, in one dense call. 0: none. With
-            ``op="mean_of_contributors"`` they are divided by the number of ranks.
+        dense_below: leaves of fewer elements are sent whole, in one dense call.
         comm: as in `sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        A tree like ``grads``; with residuals ``(tree, new_residuals)``.
-
-    Raises:
-        InvalidInputError: an argument is invalid; the message names the leaf. Nothing was sent.
-        CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `sparse_allreduce`.
+        A tree like ``grads``; with residuals ``(tree, new_residuals)``. It raises as `sparse_allreduce`.
     """
     options.setdefault("op", "mean")
     result, kept = tree_step(
@@ -115,9 +105,6 @@ def init_residuals(tree: PyTree) -> PyTree:
 
     Args:
         tree: parameters or gradients: arrays as `sparse_allreduce` takes them, or `jax.ShapeDtypeStruct`.
-
-    Raises:
-        InvalidInputError: a leaf is not such an array; the message names it.
     """
 
     def zeros(path: Any, leaf: Any) -> jax.Array:
@@ -139,14 +126,7 @@ def tree_step(
     comm: Comm,
     training: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Do what `allreduce_tree` does, with a density that may depend on the step, which may be traced.
-
-    Args:
-        training: see `Exchange`. All others: see `allreduce_tree`.
-
-    Returns:
-        The tree of results, and the tree of new residuals or ``None``.
-    """
+    """Return the results of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
     leaves, kept = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, density, scope, dense_below, options, chunk, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
@@ -159,11 +139,7 @@ def tree_step(
 def checked(
     grads: PyTree, residuals: PyTree, name: str, beside: str, *, tree: bool = True, comm: Comm
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the leaves of both trees as JAX arrays; with ``tree=False`` they are single arrays.
-
-    Raises:
-        InvalidInputError: a leaf is invalid, or the trees do not fit together.
-    """
+    """Return the leaves of both trees as JAX arrays, checked; with ``tree=False`` they are single arrays."""
     is_leaf = None if tree else lambda _: True
     found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
     structure: object = jax.tree.structure(grads, is_leaf=is_leaf)
@@ -203,11 +179,7 @@ def _array(leaf: Any, name: str) -> jax.Array:
 
 
 def _check_leaf(leaf: Any, name: str, *others: type) -> None:
-    """Check that a leaf is an array of a supported type, or of one of the classes ``others``.
-
-    Raises:
-        InvalidInputError: it is not; the message calls it ``name``.
-    """
+    """Check that a leaf is an array of a supported type, or of one of the classes ``others``."""
     if not isinstance(leaf, (jax.Array, np.ndarray, *others)):
         raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
     dtype: Any = leaf.dtype  # type: ignore[attr-defined]
@@ -229,11 +201,7 @@ def _plan(
     comm: Comm,
     training: bool = False,
 ) -> Exchange:
-    """Distribute the leaves over calls, the same on all ranks.
-
-    Raises:
-        InvalidInputError: an option is invalid for these leaves.
-    """
+    """Check the options, and distribute the leaves over calls, the same on all ranks."""
     dense_below = check_layout(scope, dense_below, get_args(TreeScope))
     chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):

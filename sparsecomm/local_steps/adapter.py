@@ -12,7 +12,7 @@ __all__ = ["Adapter"]
 
 
 class Adapter:
-    """Converts the arrays of a framework, and leaves all else to a `sparsecomm.LocalSteps`."""
+    """Converts the arrays of a framework, and forwards all else to a `sparsecomm.LocalSteps`, which documents it."""
 
     _core: LocalSteps
 
@@ -28,7 +28,7 @@ class Adapter:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The number of local steps of each rank in this round, by rank."""
+        """The number of local steps of each rank in this round."""
         return self._core.steps
 
     @property
@@ -47,27 +47,23 @@ class Adapter:
         return self._core.fragments
 
     def report(self) -> str:
-        """Return a small table of this rank: see `sparsecomm.LocalSteps.report`."""
+        """Return a small table of this rank."""
         return self._core.report()
 
     def rest(self) -> None:
-        """Disable the deadline until the next local step: see `sparsecomm.LocalSteps.rest`."""
+        """Disable the deadline until the next local step."""
         self._core.rest()
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop what was not sent, of all parameters or of these names: see `sparsecomm.LocalSteps.discard`."""
+        """Drop what was not sent, of all parameters or of these names."""
         self._core.discard(names)
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state: see `sparsecomm.LocalSteps.state_dict`."""
+        """Return this rank's state."""
         return self._core.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Load what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective.
-
-        Raises:
-            InvalidInputError, CollectiveMismatchError: as `sparsecomm.LocalSteps.load_state_dict`.
-        """
+        """Load what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective."""
         self._core.load_state_dict(state)
 
     def __repr__(self) -> str:

@@ -10,8 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
 
-import numpy as np
-
+from sparsecomm.calls.agreement import NO_ENTRIES
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import TransportError
 from sparsecomm.local_steps.exchange import gather_of
@@ -22,27 +21,28 @@ from sparsecomm.transport import Transport
 __all__ = ["Deadline"]
 
 _log = logging.getLogger("sparsecomm")
-_NOTHING = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))
 _MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two questions whether another rank waits
 _MAX_WAIT = 1e6  # seconds
 
 
 class Program(Protocol):
-    """The local steps that a deadline watches. It calls these methods with its lock held."""
+    """The local steps that a deadline watches. It calls these methods with its lock held.
 
-    def expected_seconds(self, step: int) -> float | None:
-        """Return the expected time from ``step`` of the schedule to the next exchange; ``None``: no deadline holds."""
+    ``expected_seconds`` returns the expected time from a step of the schedule to the next exchange, or ``None`` if no
+    deadline holds; ``leave_out`` begins this exchange without the program; after ``rest`` no deadline holds until the
+    next local step.
+    """
 
-    def leave_out(self) -> None:
-        """Begin the next exchange without the program."""
+    def expected_seconds(self, step: int) -> float | None: ...
 
-    def rest(self) -> None:
-        """Let no deadline hold until the next local step."""
+    def leave_out(self) -> None: ...
+
+    def rest(self) -> None: ...
 
 
 @dataclass
 class _Exchange:
-    """The exchange that began last, after ``step`` of the schedule; ``ended``: the time at which its calls ended."""
+    """The exchange that began last, after ``step`` of the schedule, and when its calls ended."""
 
     transport: Transport
     step: int
@@ -54,11 +54,8 @@ class Deadline:
 
     The time runs from the end of the last exchange on this rank, so clocks need not agree. It is over after ``factor``
     times the expected time of the local steps since then. If another rank waits by then, a thread begins the exchange
-    in place of the program. A rank says that it waits after a quarter of a second, and then less and less often.
-
-    Attributes:
-        factor: see above; 0: no deadline, and then only the lock is used.
-        lock: the program and the thread hold it while they use the local steps.
+    in place of the program. With a ``factor`` of 0 only the lock is used, which the program and the thread hold while
+    they use the local steps.
     """
 
     def __init__(self, factor: float) -> None:
@@ -104,10 +101,8 @@ class Deadline:
             del watched
 
     def check(self, program: Program) -> float | None:
-        """Leave the program out if it is late. Return the seconds until the next check; ``None``: when woken.
-
-        The lock is not held while this waits for calls in the queue, so that the program's local steps go on.
-        """
+        """Leave the program out if it is late. Return the seconds until the next check; ``None``: when woken."""
+        # The lock is not held while this waits for calls in the queue, so that the program's local steps continue.
         if (last := self._last) is None:
             return None
         if last.ended is None:
@@ -136,12 +131,7 @@ class Deadline:
 
 
 class _Probe:
-    """A task that notes when its turn in the call queue comes, and whether another rank waits then. It sends nothing.
-
-    Attributes:
-        time: when its turn came.
-        awaited: whether another rank waits for this one in an exchange that this one has not begun.
-    """
+    """A task that only notes when its turn in the call queue comes, and whether another rank's exchange waits then."""
 
     def __init__(self, transport: Transport) -> None:
         self.time, self.awaited, self._transport = 0.0, False, transport
@@ -150,7 +140,7 @@ class _Probe:
         self.time = self._transport.clock()
         with suppress(TransportError):  # which the next call raises
             self.awaited = self._transport.awaited(gather_of(self._transport).description)
-        return _NOTHING
+        return NO_ENTRIES
 
     def leave(self, error: BaseException) -> None:
         self.time = self._transport.clock()

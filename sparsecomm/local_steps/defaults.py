@@ -1,4 +1,4 @@
-"""The defaults of local steps for the options of a `Reducer`."""
+"""The options that local steps and their adapters share, and the defaults for the options of a `Reducer`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ class LocalStepsOptions(ReducerOptions, total=False):
 
 
 def auto(sync_every: int) -> AlgorithmName:
-    """Return the algorithm that "auto" stands for: the faster of two to equal loss, in rounds of so many local steps.
+    """Return the algorithm that "auto" means: the faster of two to equal loss, in rounds of so many local steps.
 
     `_BEST_LOSS` trains better in equally many rounds. So the time of `_FEWEST_BYTES` is multiplied by how many more
-    rounds it takes to the same loss in the trainings of docs/reports/local-steps.md. Only exchanges count, which
-    favours fewer bytes.
+    rounds it takes to the same loss (docs/reports/local-steps.md). Only exchanges count, which favours fewer bytes.
     """
     H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
     more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)
@@ -51,13 +50,9 @@ def auto(sync_every: int) -> AlgorithmName:
 
 
 def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpack[ReducerOptions]) -> ReducerOptions:
-    """Return options of a `Reducer`, with the defaults that trained best (docs/reports/local-steps.md).
+    """Return options of a `Reducer`, with the defaults that trained best and fit the other options.
 
-    Defaults give way to the options: not every algorithm counts contributors, a dense sum leaves no residual to decay,
-    and float64 sums are sent exactly. "auto" becomes `auto`.
-
-    Raises:
-        InvalidInputError: the algorithm is unknown.
+    Not every algorithm counts contributors, a dense sum leaves no residual to decay, and float64 sums are sent exactly.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto(sync_every) if isinstance(name, str) and name == "auto" else name

@@ -1,26 +1,36 @@
-"""The exchange of one fragment, and the comparison of the ranks' positions in the schedule."""
+"""The exchange of one fragment: it begins, pseudo-gradients are pushed, and their means are applied."""
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
+import numpy as np
+
+from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.queue import Handle, queue_of
+from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
+from sparsecomm.local_steps.global_parameters import GlobalParameters
+from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
+from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer import Reducer
-from sparsecomm.reducer.step import Accept, error_of
+from sparsecomm.reducer.bucket import on_streams
+from sparsecomm.reducer.step import error_of
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["FragmentExchange", "Outcome", "gather_of"]
+__all__ = ["FragmentExchange", "Outcome", "Rules", "gather_of"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
-_WORDS = 6  # round, fragment, division, checksum, nanoseconds, late
+_WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
 _COMPARED = 4  # the first of them
 
 
@@ -33,123 +43,135 @@ class Outcome(Enum):
     FAILED = auto()  # a call raised an error
 
 
+class Rules(NamedTuple):
+    """When fragments are exchanged, and how this changes parameters: with which ``fragment_update_alpha`` and decay."""
+
+    schedule: SyncSchedule
+    outer: OuterOptimizer | None
+    alpha: float
+    decay: float
+
+
 def gather_of(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> WordsGather:
-    """Return the call in which the ranks of an exchange gather these six words of each rank."""
+    """Return the call in which the ranks of an exchange gather the six words of each rank."""
     return WordsGather(transport, list(words), _LABEL)
 
 
 class FragmentExchange:
     """An exchange that has begun, or ended, and is not applied yet.
 
-    The reducer's calls sum the pseudo-gradients. One more call gathers six words per rank: the round, the fragment, how
-    the round is divided into local steps, a checksum of the global parameters, the duration of a local step, and
-    whether the rank is late. The first four are also in the label of the reducer's calls. If they differ, all ranks
-    raise, the pseudo-gradients stay in the residuals, and the words tell what differs. So the words may come last, and
-    nobody waits for them unless the sums have failed.
-
-    Attributes:
-        fragment, round: the fragment, and the round in which it is applied.
-        late: whether the deadline's thread has begun the exchange, without the program's parameters.
-        outcome: see `Outcome`.
-        error: why it has failed.
-        sums: the sums by name, without those that are zero.
-        means: dense means by name, in place of ``sums``, of an exchange that was loaded from a state.
-        without_gradient: names of parameters that no rank has trained. They are not changed.
-        nanoseconds: duration of a local step, by rank; empty: unknown.
-        left_out: the ranks that were late.
-        overflows: by name, the indices at which the outer step would overflow.
-        stepped: names whose global parameter has been updated.
-        saved: if late, by name, whether there was a pseudo-gradient, which is then in the residual.
-        written: names whose local parameter has been written.
+    The reducer's calls sum the pseudo-gradients. One more call gathers six words of each rank. The first four are also
+    in the label of the reducer's calls. If they differ, all ranks raise, the pseudo-gradients stay in the residuals,
+    and the words tell what differs. So the words may come last, and nobody waits for them unless the sums have failed.
+    Each method may be called again after an interrupt.
     """
 
-    def __init__(self, fragment: int, round_no: int, late: bool) -> None:
-        self.fragment, self.round, self.late = fragment, round_no, late
+    def __init__(
+        self, fragment: int, round_no: int, reducer: Reducer, shared: GlobalParameters, rules: Rules, late: bool
+    ) -> None:
+        self.fragment, self.round = fragment, round_no  # in which it is applied
+        self.late = late  # whether the deadline's thread has begun it, without the program's parameters
+        self.names = reducer.names
         self.outcome = Outcome.PENDING
         self.error: BaseException | None = None
-        self.sums: Mapping[str, SparseVector] = {}
-        self.means: dict[str, Array] = {}
-        self.without_gradient: frozenset[str] = frozenset()
-        self.nanoseconds: tuple[int, ...] = ()
-        self.left_out: tuple[int, ...] = ()
-        self.overflows: dict[str, Array] = {}
-        self.stepped: set[str] = set()
-        self.saved: dict[str, bool] = {}
-        self.written: set[str] = set()
+        self.without_gradient: frozenset[str] = frozenset()  # names that no rank has trained, and that do not change
+        self.nanoseconds: tuple[int, ...] = ()  # of a local step, by rank; empty: unknown
+        self.left_out: tuple[int, ...] = ()  # the ranks that were late
+        self._reducer, self._shared, self._rules = reducer, shared, rules
         self._comparison: Handle | None = None
         self._raised: BaseException | None = None  # by the reducer
+        self._sums: Mapping[str, SparseVector] = {}  # without those that are zero
+        self._means: dict[str, Array] = {}  # in place of sums, of an exchange that was loaded from a state
+        self._overflows: dict[str, Array] = {}  # the indices at which the outer step would overflow
+        self._stepped: set[str] = set()  # names whose global parameter has been updated
+        self._saved: dict[str, bool] = {}  # if late: whether there was a pseudo-gradient, which is then in the residual
+        self._written: set[str] = set()  # names whose local parameter has been written
 
-    @classmethod
-    def loaded(
-        cls,
-        fragment: int,
-        round_no: int,
-        late: bool,
-        means: Mapping[str, Array] | None,
-        nanoseconds: tuple[int, ...],
-        without_gradient: Iterable[str],
-    ) -> FragmentExchange:
-        """Return an exchange that has ended, from a state; without ``means`` it is not usable."""
-        exchange = cls(fragment, round_no, late)
-        exchange.means, exchange.nanoseconds = dict(means or {}), nanoseconds
-        exchange.without_gradient = frozenset(without_gradient)
-        exchange.outcome = Outcome.NOT_FINITE if means is None else Outcome.USABLE
-        return exchange
+    def state(self) -> StateDict:
+        """Return the results of an exchange that has ended, for a state. Without means it is not usable."""
+        shared, means = self._shared, None
+        if self.outcome is Outcome.USABLE:
+            names = shared.on_streams([name for name in self.names if name not in self.without_gradient])
+            means = shared.to_host({name: self._mean(name) for name in names})
+        return {
+            "fragment": self.fragment,
+            "round": self.round,
+            "nanoseconds": list(self.nanoseconds),
+            "means": means,
+            "without_gradient": sorted(self.without_gradient),
+        }
 
-    def begin(
-        self,
-        transport: Transport,
-        reducer: Reducer,
-        division: int,
-        checksum: int,
-        nanoseconds: int,
-        *,
-        by_speed: bool,
-        words_first: bool,
-    ) -> None:
-        """Begin. Pushes come next, then `end_pushes`.
+    def load(self, state: State) -> None:
+        """Take the results that `state` returned."""
+        if (means := state["means"]) is not None:
+            self._means = self._shared.from_host(means)
+        self.outcome = Outcome.NOT_FINITE if means is None else Outcome.USABLE
+        self.nanoseconds, self.without_gradient = tuple(state["nanoseconds"]), frozenset(state["without_gradient"])
 
-        Args:
-            transport, reducer: make the calls.
-            division: local steps since the fragment's previous exchange; ``by_speed``: a checksum of the pace.
-            checksum: of the global parameters; 0: not compared. If only some ranks compare, the exchange fails.
-            nanoseconds: duration of a local step; 0: unknown.
-            by_speed: whether ranks take different numbers of local steps.
-            words_first: whether the words are gathered before the sums, since all ranks need them.
+    # -- pseudo-gradients go in ---------------------------------------------------------------------------------------
+
+    def begin(self, transport: Transport, steps: Sequence[int], nanoseconds: int) -> None:
+        """Begin; `push` comes next.
+
+        ``steps``: of each rank in the round, by speed; ``nanoseconds``: of a local step of this rank, 0 if unknown.
         """
-        self._reducer, self._step, self._transport = reducer, reducer.step, transport
-        self._by_speed, self._words_first = by_speed, words_first
+        self._step, self._transport, schedule = self._reducer.step, transport, self._rules.schedule
+        division = schedule.steps_between(self.fragment, self.round)
+        if schedule.by_speed:
+            division = zlib.crc32(repr((schedule, steps)).encode())
+        compared = self._shared.compared  # if only some ranks compare, the exchange fails
+        checksum = 0 if self.fragment in compared else self._shared.checksum(self.names)
         words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
         self._gather = gather_of(transport, words)
-        reducer.label = " ".join(map(str, words[:_COMPARED]))
-        if words_first:
+        self._reducer.label = " ".join(map(str, words[:_COMPARED]))
+        self._words_first = bool(schedule.by_speed or schedule.deadline)  # all ranks need them
+        if self._words_first:
             self._comparison = queue_of(transport).submit(self._gather)
+        compared.add(self.fragment)
 
-    def lacks(self, name: str) -> bool:
-        """Return whether the pseudo-gradient of a parameter has yet to be pushed."""
-        return self._reducer.step == self._step and not self._reducer.pushed(name)
+    def push(self, parameters: Mapping[str, object]) -> None:
+        """Push the pseudo-gradients, and begin the calls."""
+        shared = self._shared
+        for name in self.names:
+            if self._reducer.step == self._step and not self._reducer.pushed(name):
+                with shared.on_stream(name, parameters[name]) as local:
+                    self._push(name, parameters[name] if shared.trained(name, local) else self._zeros(name))
+        self._end_pushes()
 
-    def push(self, name: str, before: Array, after: object | None) -> None:
-        """Push before - after: a flat global parameter less the local one; without ``after`` there is no gradient."""
+    def push_residuals(self) -> None:
+        """Push only what this rank trained when it was late before, which is in the residuals, and begin the calls."""
+        with on_streams(self._shared.on_stream_of(name) for name in self.names):
+            for name in self.names:
+                self._push(name, self._zeros(name))
+        self._end_pushes()
+
+    def _push(self, name: str, after: object | None) -> None:
+        """Push the global parameter less the local one; without ``after`` there is no gradient."""
+        before = self._shared[name]
         self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
 
-    def end_pushes(self) -> None:
+    def _zeros(self, name: str) -> Array | None:
+        """Return the global parameter, for a pseudo-gradient of zeros, if the residual holds what was trained late."""
+        shared = self._shared
+        return shared[name].reshape(shared.specs[name].shape) if name in shared.unsent else None
+
+    def _end_pushes(self) -> None:
         """Begin the calls that an interrupt of a push has left, and gather the words unless they came first."""
         self._reducer.start_ready()
         if self._comparison is None:
             self._comparison = queue_of(self._transport).submit(self._gather)
+        self._shared.unsent.difference_update(self.names)
 
-    def wait(self, accept: Accept | None = None) -> None:
-        """Wait until the calls have ended. If an interrupt ends the wait, call it again.
+    # -- sums come out ------------------------------------------------------------------------------------------------
 
-        Args:
-            accept: as of `Reducer.wait`.
-        """
+    def wait(self) -> None:
+        """Wait until the calls have ended. The exchange is usable if the outer step leaves all values finite."""
         if self.outcome is not Outcome.PENDING:
             return
         if self._reducer.step == self._step:
+            known = self._rules.outer is None or type(self._rules.outer) is NesterovSGD
             try:
-                self._reducer.wait(accept)
+                self._reducer.wait(self._fits if known else None)
             except BaseException as error:
                 if self._reducer.step == self._step:
                     raise  # the wait was interrupted
@@ -162,18 +184,21 @@ class FragmentExchange:
                 different = None  # the words were not gathered, since a call of the sums had failed
             self.error, self.outcome = different or raised, Outcome.FAILED
             return
-        self.sums, self.without_gradient = step.left, step.without_gradient
+        self._sums, self.without_gradient = step.left, step.without_gradient
         self.outcome = Outcome.USABLE if step.usable else Outcome.NOT_FINITE
         if raised is not None or (different is not None and not isinstance(different, SparseCommError)):
             raise raised or different  # type: ignore[misc]  # an interrupt, after the sums were complete
         if different is not None:
             _log.info("fragment %s was summed, although the ranks could not be compared: %s", self.fragment, different)
 
-    def drop_overflows(self) -> None:
-        """Drop from the residuals the entries that made the outer step overflow."""
-        for name, indices in self.overflows.items():
-            self._reducer.residual(name).reshape(-1)[indices] = 0
-        self.overflows = {}
+    def _fits(self, sums: Mapping[str, SparseVector], largest: float) -> bool:
+        """Return whether the outer step leaves all values finite: see `Reducer.wait`."""
+        shared, outer = self._shared, self._rules.outer
+        nesterov = outer if isinstance(outer, NesterovSGD) else None
+        names = shared.on_streams([name for name in self.names if name in sums])
+        found = {name: shared.overflows(name, sums[name], largest, nesterov) for name in names}
+        self._overflows = {name: indices for name, indices in found.items() if len(indices)}
+        return not self._overflows
 
     def end_comparison(self) -> None:
         """Wait until the words have been gathered, so that no call is in flight."""
@@ -195,8 +220,7 @@ class FragmentExchange:
                 return WeightMismatchError(
                     f"rank {rank}: the global parameters of rank {other} in fragment {self.fragment} are not those of "
                     "rank 0. Create LocalSteps with the same parameters on all ranks: load one checkpoint, or "
-                    "broadcast them (PyTorch: sparsecomm.torch.broadcast_parameters). If an interrupt came during a "
-                    "step of an outer optimizer, call LocalSteps.rebuild on all ranks"
+                    "broadcast them. If an interrupt ended an outer step, call LocalSteps.rebuild on all ranks"
                 )
         self.nanoseconds = tuple(theirs[4] for theirs in by_rank)
         self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
@@ -204,16 +228,92 @@ class FragmentExchange:
 
     def _uneven(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
         """Return the error for ranks that are at different positions in the schedule."""
+        by_speed = self._rules.schedule.by_speed
         positions = " and ".join(
             f"rank {who} exchanges fragment {fragment} for round {round_no}"
-            + ("" if self._by_speed else f" after {steps} local steps")
+            + ("" if by_speed else f" after {steps} local steps")
             for who, (round_no, fragment, steps, *_) in ((rank, mine), (other, theirs))
         )
-        if self._by_speed and mine[:2] == theirs[:2]:
+        if by_speed and mine[:2] == theirs[:2]:
             positions = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
-        counts = "" if self._by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
+        counts = "" if by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
         return CollectiveMismatchError(
             f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
             f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
-            "that were saved together; LocalSteps.rebuild brings all ranks to one place"
+            "saved together; LocalSteps.rebuild brings all ranks to one place"
         )
+
+    # -- means are applied --------------------------------------------------------------------------------------------
+
+    @default_float_mode
+    def apply(self, parameters: Mapping[str, object], rank: int) -> list[str]:
+        """Apply an exchange that has ended. Return the names of the local parameters that were replaced.
+
+        If it is late, no call of its fragment's reducer may be in flight.
+        """
+        shared, usable, names = self._shared, self.outcome is Outcome.USABLE, [*self.names]
+        if self.late:
+            self._save_unsent(parameters)
+        if usable:
+            names = [name for name in names if name not in self.without_gradient]
+            self._step_outer([name for name in names if name not in self._stepped], parameters)
+        if self.late:
+            names = [name for name in self.names if (usable and name in names) or self._saved[name]]
+        if self.outcome is Outcome.NOT_FINITE:
+            for name, indices in self._overflows.items():  # of the residuals, so that they do not overflow again
+                self._reducer.residual(name).reshape(-1)[indices] = 0
+            text = "rank %s: round %s, fragment %s was not applied: a pseudo-gradient, or the outer step, is not finite"
+            _log.warning(text, rank, self.round, self.fragment)
+            names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]
+        alpha = self._rules.alpha if usable and not self.late else 0.0
+        for name in names:
+            if name not in self._written:
+                with shared.on_stream(name, parameters[name], writable=True) as local:
+                    shared.mix_into(parameters, name, local, alpha)
+                    self._written.add(name)
+                if alpha:  # after an interrupt before this the parameter counts as trained
+                    shared.record_mixed(name, parameters[name])
+        return names
+
+    def _save_unsent(self, parameters: Mapping[str, object]) -> None:
+        """Move what this rank has trained, and a late exchange does not contain, from local parameters to residuals."""
+        shared = self._shared
+        for name in self.names:
+            with shared.on_stream(name, parameters[name]) as local:
+                if name in self._saved:
+                    continue
+                trained = local.size > 0 and shared.trained(name, local)
+                if trained:
+                    residual = self._reducer.residual(name).reshape(-1)
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        unsent = shared.difference(name, local) / residual.dtype.type(self._rules.decay)
+                    if np.isfinite(unsent).all():  # the next exchange lets the residual decay before it is sent
+                        residual += unsent
+                        shared.unsent.add(name)
+                self._saved[name] = trained
+
+    def _step_outer(self, names: list[str], parameters: Mapping[str, object]) -> None:
+        """Update global parameters by the means."""
+        outer, shared = self._rules.outer, self._shared
+        together = getattr(outer, "step_together", None)
+        try:
+            with on_streams(shared.on_stream(name, parameters[name]) for name in names):
+                if together is not None and names:
+                    together({name: (shared[name], self._mean(name)) for name in names})
+                    self._stepped.update(names)
+                    return
+                for name in names:
+                    if outer is not None:
+                        outer.step(name, shared[name], self._mean(name))
+                    elif (mean := self._means.get(name, self._sums.get(name))) is not None:
+                        shared.subtract(name, mean)
+                    self._stepped.add(name)
+        except BaseException:
+            if outer is not None and type(outer) is not NesterovSGD:  # it may have made a part of its step
+                shared.compared.discard(self.fragment)
+            raise
+
+    def _mean(self, name: str) -> Array:
+        """Return a mean as a flat array, on the stream of the global parameter."""
+        mean = self._means.get(name)
+        return self._shared.dense(name, self._sums.get(name)) if mean is None else mean

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from sparsecomm.backends import Backends, default_float_mode
-from sparsecomm.checks import quote
-from sparsecomm.errors import InvalidInputError, did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.local_steps.outer import NesterovSGD
 from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
@@ -40,23 +39,25 @@ class GlobalParameters:
 
     Attributes:
         specs: of the parameters, by name.
+        compared: fragments whose global parameters the ranks know to be equal.
+        mixed: checksums of local parameters as an exchange with an alpha has left them, by name.
+        unsent: names of parameters whose residual holds what this rank trained while it was late.
     """
 
     def __init__(self, parameters: NamedTensors) -> None:
-        """Copy the local parameters.
-
-        Raises:
-            InvalidInputError: a parameter has an unsupported type, or is read-only (except `ImmutableParameters`).
-        """
+        """Copy the local parameters, which must be writable unless they are `ImmutableParameters`."""
         pairs = interop.named(parameters, "parameters")
         self.specs: dict[str, TensorSpec] = specs_of(pairs)
+        self.compared: set[int] = set()
+        self.mixed: dict[str, int] = {}
+        self.unsent: set[str] = set()
+        self._in_place = not isinstance(parameters, ImmutableParameters)
         self._backends = Backends()
         self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
         self._arrays: dict[str, Array] = {}
         self._limits: dict[str, float] = {}  # magnitudes from which a value is infinite in the parameter's type
-        writable = not isinstance(parameters, ImmutableParameters)
         for name, parameter in pairs:
-            with self.on_stream(name, parameter, writable=writable) as local:
+            with self.on_stream(name, parameter, writable=True) as local:
                 self._arrays[name] = self._backends.of(local.device).accumulate(local, None)
                 self._limits[name] = local.dtype.rounds_to_infinity
 
@@ -70,7 +71,7 @@ class GlobalParameters:
     @contextmanager
     def on_stream(self, name: str, parameter: object, *, writable: bool = False) -> Iterator[interop.Tensor]:
         """Work with a local parameter and the global one, on the stream on which the local one is ready."""
-        local = interop.tensor(parameter, name, writable=writable)
+        local = interop.tensor(parameter, name, writable=writable and self._in_place)
         with self._timelines[local.device].on_stream(local):
             yield local
 
@@ -85,50 +86,41 @@ class GlobalParameters:
                 yield name
 
     def check(self, parameters: object, names: Iterable[str] = ()) -> None:
-        """Check the names and shapes of local parameters, and the types and devices of ``names``.
-
-        Raises:
-            InvalidInputError: they differ from the constructor's, or one of ``names`` is read-only.
-        """
+        """Check the names and shapes of local parameters, and that exchanges of ``names`` can read and write them."""
         if not isinstance(parameters, Mapping):
             raise InvalidInputError(f"parameters: got {type(parameters).__name__}; expected a dictionary of tensors")
         if parameters.keys() != self.specs.keys():
             missing = [name for name in self.specs if name not in parameters]
             unknown = [name for name in parameters if name not in self.specs]
             raise InvalidInputError(
-                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; expected the {len(self.specs)} "
-                "names that LocalSteps was created with"
+                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; pass those of the constructor"
             )
         for name, parameter in parameters.items():
             shape = getattr(parameter, "shape", None)
             if shape is not None and tuple(shape) != self.specs[name].shape:
                 raise InvalidInputError(
-                    f"parameters: {name!r} has shape {tuple(shape)}; expected {self.specs[name].shape}, as when "
-                    "LocalSteps was created; create a new one if the model has changed"
+                    f"parameters: {name!r} has shape {tuple(shape)}; expected {self.specs[name].shape}; create a new "
+                    "LocalSteps if the model has changed"
                 )
         for name in names:
-            self.specs[name].tensor(parameters[name], name, writable=not isinstance(parameters, ImmutableParameters))
+            self.specs[name].tensor(parameters[name], name, writable=self._in_place)
 
-    def known(self, names: object = None) -> set[str]:
-        """Return names of parameters as a set; ``None``: all names.
+    # -- local parameters ---------------------------------------------------------------------------------------------
 
-        Raises:
-            InvalidInputError: a name is unknown.
+    @default_float_mode
+    def trained(self, name: str, local: interop.Tensor) -> bool:
+        """Return whether this rank has changed a parameter, bit for bit, since its last exchange.
+
+        A parameter without elements counts as trained, so that the ranks need not agree that it was not. Otherwise the
+        local and the rounded global parameter are read up to the block that holds the first difference.
         """
-        listing = self.specs if names is None else [names] if isinstance(names, str) else names
-        if not isinstance(listing, Iterable):
-            raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
-        found = set()
-        for name in listing:
-            if not isinstance(name, str) or name not in self.specs:
-                raise InvalidInputError(
-                    f"names: {quote(name)} is not one of the {len(self.specs)} parameters, {listed(self.specs)}"
-                    f"{did_you_mean(name, self.specs)}"
-                )
-            found.add(name)
-        return found
-
-    # -- arithmetic ---------------------------------------------------------------------------------------------------
+        expected, memory = self._arrays[name], self._backends.of(local.device).memory_of(local)
+        begin, count, equal = 0, _FIRST_PART, local.size > 0
+        while equal and begin < local.size:
+            block = slice(begin, begin + count)
+            equal = not (memory[block] != _rounded(expected[block], local.dtype)).any()
+            begin, count = begin + count, min(8 * count, _LARGEST_PART)
+        return not equal and (name not in self.mixed or self.mixed[name] != _checksum([memory]))
 
     @default_float_mode
     def difference(self, name: str, local: interop.Tensor) -> Array:
@@ -136,20 +128,28 @@ class GlobalParameters:
         pseudo_gradient: Array = self._arrays[name] - self._backends.of(local.device).accumulate(local, None)
         return pseudo_gradient
 
-    @default_float_mode
-    def equals(self, name: str, local: interop.Tensor) -> bool:
-        """Return whether a local parameter equals the global one, rounded to the local type, bit for bit.
+    def finite(self, name: str, parameter: object) -> bool:
+        """Return whether a local parameter holds neither NaN nor infinity."""
+        with self.on_stream(name, parameter) as local:
+            return self._backends.of(local.device).finite(local)
 
-        Both are read only up to the block that holds the first difference.
-        """
-        expected, memory = self._arrays[name], self._backends.of(local.device).memory_of(local)
-        begin, count = 0, _FIRST_PART
-        while begin < local.size:
-            block = slice(begin, begin + count)
-            if (memory[block] != _rounded(expected[block], local.dtype)).any():
-                return False
-            begin, count = begin + count, min(8 * count, _LARGEST_PART)
-        return True
+    def mix_into(self, parameters: Mapping[str, object], name: str, local: interop.Tensor, alpha: float) -> None:
+        """Set a local parameter to alpha * local + (1 - alpha) * global, rounded to its type."""
+        backend, array = self._backends.of(local.device), self._arrays[name]
+        self.mixed.pop(name, None)
+        if isinstance(parameters, ImmutableParameters):
+            parameters.replace(name, backend.mixed(local, array, alpha) if alpha else array)
+        elif alpha:
+            backend.mix_into(local, array, alpha)
+        else:
+            backend.cast_into(array, local)
+
+    def record_mixed(self, name: str, parameter: object) -> None:
+        """Note that a local parameter is as `mix_into` has left it, so that it does not count as trained."""
+        with self.on_stream(name, parameter) as local:
+            self.mixed[name] = _checksum([self._backends.of(local.device).memory_of(local)])
+
+    # -- means --------------------------------------------------------------------------------------------------------
 
     @default_float_mode
     def subtract(self, name: str, mean: Array | SparseVector) -> None:
@@ -163,21 +163,16 @@ class GlobalParameters:
             parameter -= mean.dense if isinstance(mean, DenseSum) else mean
 
     @default_float_mode
-    def overflows(self, name: str, mean: Array | SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
+    def overflows(self, name: str, mean: SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
         """Return the indices at which an outer step would make a parameter or its velocity infinite. Nothing changes.
 
-        Args:
-            name: of the parameter.
-            mean: the mean pseudo-gradient.
-            largest: the largest magnitude in ``mean``.
-            outer: the outer optimizer; ``None``: the mean is subtracted.
+        ``largest`` is at least the largest magnitude in ``mean``. Without ``outer`` the mean is subtracted.
         """
         parameter, indices, limit = self._arrays[name], None, self._limits[name]
         with np.errstate(over="ignore", invalid="ignore"):
             if outer is not None:
-                dense = self.dense(name, mean) if isinstance(mean, SparseVector) else mean
-                after = outer.preview(name, parameter, dense)
-            elif isinstance(mean, SparseVector) and not isinstance(mean, DenseSum):
+                after = outer.preview(name, parameter, self.dense(name, mean))
+            elif not isinstance(mean, DenseSum):
                 indices = mean.indices
                 parameter = parameter[indices]
                 after = parameter - mean.values
@@ -185,27 +180,9 @@ class GlobalParameters:
                 bound = min(limit, float(np.finfo(parameter.dtype).max)) * (1 - 1e-6)  # sums are rounded
                 if not parameter.size or float(abs(parameter).max()) + largest < bound:
                     return np.empty(0, np.int64)
-                after = parameter - (mean.dense if isinstance(mean, DenseSum) else mean)
+                after = parameter - mean.dense
             bad = (~(abs(after) < limit) & (abs(parameter) < limit)).nonzero()[0]
         return bad if indices is None else indices[bad]
-
-    def mix_into(self, parameters: Mapping[str, object], name: str, local: interop.Tensor, alpha: float) -> None:
-        """Set a local parameter to alpha * local + (1 - alpha) * global, rounded to its type."""
-        backend, array = self._backends.of(local.device), self._arrays[name]
-        if isinstance(parameters, ImmutableParameters):
-            parameters.replace(name, backend.mixed(local, array, alpha) if alpha else array)
-        elif alpha:
-            backend.mix_into(local, array, alpha)
-        else:
-            backend.cast_into(array, local)
-
-    def finite(self, local: interop.Tensor) -> bool:
-        """Return whether a local parameter holds neither NaN nor infinity."""
-        return self._backends.of(local.device).finite(local)
-
-    def checksum_of(self, local: interop.Tensor) -> int:
-        """Return a 64-bit checksum of the bits of a local parameter."""
-        return _checksum([self._backends.of(local.device).memory_of(local)])
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
         """Return a flat array of the size of a global parameter with these entries; ``None``: zeros."""

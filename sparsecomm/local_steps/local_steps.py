@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsecomm import config, transport
 from sparsecomm.checks import quote, to_bool, to_float, with_options
-from sparsecomm.errors import InvalidInputError, SparseCommError
+from sparsecomm.errors import InvalidInputError, SparseCommError, did_you_mean, listed
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
-from sparsecomm.local_steps.exchange import FragmentExchange, Outcome
-from sparsecomm.local_steps.fragments import split_names
+from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, Rules
 from sparsecomm.local_steps.global_parameters import GlobalParameters
-from sparsecomm.local_steps.members import compared_members
-from sparsecomm.local_steps.outer import OuterOptimizer, broadcast_outer, load_outer
-from sparsecomm.local_steps.schedule import Event, Pace, Pacing, StepTimer, SyncSchedule
+from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
+from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members
+from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, split_names
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
-from sparsecomm.local_steps.synchronizer import Synchronizer
 from sparsecomm.reducer import Rebuilt, Reducer
 from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.counters import Counters
@@ -66,30 +64,16 @@ class LocalSteps:
         model = local.global_parameters()
 
     What is not sent stays in the residuals, which replace outer momentum (SparseLoCo: Sarfi et al., 2025, Algorithm 1).
-    docs/reports/local-steps.md compares the defaults with alternatives.
-
-    **Schedule.** Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round. With a delay of
-    d, its exchange begins d local steps earlier, in the first round after the first one at the earliest.
-
-    **Speed.** With ``by_speed``, faster ranks take more local steps in a round: P * ``sync_every`` in all, divided so
-    that ranks wait as little as possible, by the times from the end of `step` to its next call. In the first round each
-    takes ``sync_every``. Schedule and delays scale with a rank's number of local steps; the mean is not weighted. Train
-    until `round` reaches a limit, not for a number of steps.
-
-    **Deadline.** With ``deadline``, a thread takes part in an exchange for a rank that comes too late, and contributes
-    only from its residual. `left_out` and a warning tell. When the rank comes, its pseudo-gradient is added to its
-    residual for the next exchange, and it continues from the global parameters, where the others are: `round` may rise
-    by several. Do what all ranks must do together, such as saving states, right after `step` and only if `left_out` is
-    empty. A rank that does not come for ``SPARSECOMM_TIMEOUT`` seconds, or whose process is stopped or dead, is waited
-    for until the others raise `TimeoutError`.
+    Fragment i of F is exchanged after local step (i + 1) * sync_every // F of each round; with a delay of d, its
+    exchange begins d local steps earlier. docs/start/local-steps.md describes ``by_speed`` and ``deadline``.
 
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
     last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
 
-    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. Nothing is
-    applied, the fragment's local parameters are set to the global ones, and the pseudo-gradient stays in the residual.
-    The local step has been counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some
-    ranks already had the result (docs/footguns.md), `rebuild` makes the global parameters equal.
+    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. The fragment's
+    local parameters are set to the global ones, and the pseudo-gradient stays in the residual. The local step has been
+    counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks already had the result
+    (docs/footguns.md), `rebuild` makes the global parameters equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
     it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer
@@ -101,30 +85,25 @@ class LocalSteps:
     in the residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set
     to the global ones. Reset the inner optimizer's state where it holds NaN.
 
-    **Checkpoints.** `state_dict` holds global parameters, residuals, the outer optimizer's state, and the results of
-    exchanges in flight. Save local parameters and the inner optimizer's state yourself, on each rank.
-
     Args:
-        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place. The
-            global parameters begin as copies of them. They must be the same on all ranks; the first exchange compares.
+        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place, the
+            same on all ranks. The first exchange compares them.
         density: share of the entries that each rank selects, or a function from the number of a fragment's exchange to
-            it: as in `Reducer`. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
+            it. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
         sync_every: local steps of a round; with ``by_speed`` on average over the ranks.
-        by_speed: whether faster ranks take more local steps in a round.
-        deadline: a rank is left out of an exchange that it reaches later than this multiple of the expected time; above
-            1. The constructor is then collective. ``None``: every rank is waited for.
+        by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
+        deadline: a rank that reaches an exchange later than this multiple, above 1, of the expected time is left out,
+            and its `round` may rise by several. The constructor is then collective. ``None``: every rank is waited for.
         fragments: the number of fragments, of neighbouring tensors and about equal size; or the names of each.
-        fragment_sync_delay: local steps from the beginning of an exchange to its application, for a rank that takes
-            ``sync_every`` in a round.
-        fragment_update_alpha: how an exchange is applied: local = alpha * local + (1 - alpha) * global. With a delay, 0
-            discards the local steps taken since the exchange began.
+        fragment_sync_delay: local steps from the beginning of an exchange to its application.
+        fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
+            the local steps taken since the exchange began.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
         comm: as in `sparse_allreduce`.
         skip_nonfinite: as in `Reducer`.
         options: of the `Reducer`, with other defaults: ``scope="chunk"``, ``op="mean_of_contributors"`` where the
             algorithm counts them, ``decay=0.8``, and ``wire="packed_int2"`` unless a parameter is float64.
-            ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time. One call
-            sends all tensors of a fragment, except small ones.
+            ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time.
 
     Attributes:
         left_out: the ranks that were late for the exchange applied last; the same on all ranks.
@@ -155,19 +134,16 @@ class LocalSteps:
         self._globals = GlobalParameters(parameters)
         specs = self._globals.specs
         self.fragments = split_names({name: spec.size for name, spec in specs.items()}, fragments)
-        self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay)
-        self._pacing = Pacing.of(self._schedule, by_speed, deadline)
+        self._schedule = SyncSchedule(sync_every, len(self.fragments), fragment_sync_delay, by_speed, deadline)
         alpha, self._outer = to_float(fragment_update_alpha), outer
         if not 0 <= alpha <= 1:
             raise InvalidInputError(f"fragment_update_alpha={quote(fragment_update_alpha)}: must be from 0 to 1")
         if outer is not None and not callable(getattr(outer, "step", None)):
-            raise InvalidInputError(
-                f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD(), or None"
-            )
+            raise InvalidInputError(f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD, or None")
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
         self._comm: transport.Comm = comm  # replaced by its transport on first use
-        if self._pacing.deadline and not (ranks := self._connect()).threaded:
+        if self._schedule.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
                 f"rank {ranks.rank}: deadline={quote(deadline)}: {ranks.library} does not support calls from a thread. "
                 "Use an MPI that provides MPI_THREAD_MULTIPLE, a process group of PyTorch, or deadline=None"
@@ -177,17 +153,14 @@ class LocalSteps:
             Reducer({name: specs[name] for name in names}, density, comm=comm, skip_nonfinite=skip_nonfinite, **options)
             for names in self.fragments
         )
-        self._sync = Synchronizer(self._globals, self.fragments, self.reducers, outer, alpha, float(options["decay"]))
+        self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
         compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
         self._settings: dict[str, object] = {  # `rebuild` compares them
             "model (names, shapes or types of parameters)": [
                 (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
             ],
             "division into fragments": self.fragments,
-            "sync_every": self._schedule.sync_every,
-            "by_speed": self._pacing.by_speed,
-            "deadline": self._pacing.deadline,
-            "fragment_sync_delay": self._schedule.delay,
+            **asdict(self._schedule),
             "fragment_update_alpha": alpha,
             "density": density_at(density, 0),
             "type of outer optimizer": type(outer).__name__,
@@ -198,7 +171,7 @@ class LocalSteps:
         self._place = 0, 0, 0
         self._paces = Pace(), Pace()  # of this round, and the last one that is known
         self._timer = StepTimer(self._comm.clock if isinstance(self._comm, transport.Transport) else time.monotonic)
-        self._deadline = Deadline(self._pacing.deadline)
+        self._deadline = Deadline(self._schedule.deadline or 0.0)
         # By fragment and round, in the order in which they began: exchanges that are not applied yet.
         self._exchanges: dict[tuple[int, int], FragmentExchange] = {}
         self._due: deque[Event] = deque()  # to be begun or applied now, in this order
@@ -235,8 +208,7 @@ class LocalSteps:
         """Count a local step; begin and apply the exchanges that are due after it.
 
         Args:
-            parameters: the local parameters after the local step, with the names, shapes, types and devices of the
-                constructor's.
+            parameters: the local parameters, with the names, shapes, types and devices of the constructor's.
 
         Returns:
             The names of the parameters that were replaced, in place; usually none.
@@ -257,7 +229,11 @@ class LocalSteps:
                 self._globals.check(parameters, self._names(due))
                 self._place, self._due, self._phase = place, deque(due), Phase.EXCHANGING
                 errors += self._perform(parameters)
-            return self._end(errors, Phase.TRAINING)
+            replaced = self._end(errors)
+            self._phase, self._timer.started = Phase.TRAINING, self._timer.clock()
+            if self._deadline.factor:
+                self._deadline.step_begun(self)
+            return replaced
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
         """Wait for the exchanges in flight, and apply them now. Begin none, and disable the deadline until `step`.
@@ -265,7 +241,7 @@ class LocalSteps:
         Returns, Raises: as `step`.
         """
         with self._deadline.lock:
-            self._timer.cancel()
+            self._timer.started = None
             self._globals.check(parameters, self._names(self._exchanges))
             applications = [Event(*key, False) for key in self._exchanges]
             self._due.extend([event for event in applications if event not in self._due])
@@ -275,7 +251,7 @@ class LocalSteps:
             if self._latest is not None:
                 self._latest.end_comparison()
                 self._latest = None
-            return self._end(errors, Phase.RESTING)
+            return self._end(errors)
 
     def rest(self) -> None:
         """Disable the deadline, and do not measure this rank's time, until the next local step.
@@ -283,9 +259,124 @@ class LocalSteps:
         With a deadline, call it before the program does anything else for which the other ranks should wait.
         """
         with self._deadline.lock:
-            self._timer.cancel()
+            self._timer.started = None
             if self._phase is Phase.TRAINING:
                 self._phase = Phase.RESTING
+
+    def _after_local_step(self) -> tuple[tuple[int, int, int], list[Event]]:
+        """Return the place after one more local step, and what is due there."""
+        (round_no, local_step, passed), sync_every = self._place, self._schedule.sync_every
+        now = max(passed, self._schedule.passed(local_step + 1, self._local_steps(round_no)))
+        due = self._schedule.events(round_no * sync_every + passed, round_no * sync_every + now)
+        return (round_no, local_step + 1, now) if now < sync_every else (round_no + 1, 0, 0), due
+
+    def _perform(self, parameters: Mapping[str, object]) -> list[BaseException]:
+        """Begin and apply what is due. Return the errors of exchanges."""
+        errors: list[BaseException] = []
+        while self._due:
+            event = self._due[0]
+            exchange = self._exchanges.get(event[:2])
+            if event.begins:
+                exchange = exchange or self._new_exchange(event)
+                exchange.push(parameters)
+                self._count_deadline(exchange)
+            elif exchange is not None:
+                for each in self._exchanges.values():
+                    if each is exchange or (exchange.late and each.fragment == exchange.fragment):
+                        each.wait()
+                self._replaced += exchange.apply(parameters, self._connect().rank)
+                if exchange.error is not None:
+                    errors.append(exchange.error)
+                    self._deadline.reset()
+                self._follow_speeds(exchange)
+                self.left_out, self._latest = exchange.left_out, exchange
+                del self._exchanges[event[:2]]
+            self._due.popleft()
+        return errors
+
+    def _end(self, errors: list[BaseException]) -> tuple[str, ...]:
+        """Rest, and return the names of replaced parameters, or raise the first error."""
+        self._phase = Phase.RESTING
+        if errors:
+            raise errors[0]
+        replaced, self._replaced = tuple(dict.fromkeys(self._replaced)), []
+        return replaced
+
+    def _new_exchange(self, event: Event, *, late: bool = False) -> FragmentExchange:
+        """Return an exchange that has begun, to which nothing has been pushed."""
+        fragment, round_no, _ = event
+        exchange = FragmentExchange(fragment, round_no, self.reducers[fragment], self._globals, self._rules, late)
+        begun_in = (self._schedule.begun_at(fragment, round_no) - 1) // self._schedule.sync_every
+        exchange.begin(self._connect(), self._pace(begun_in).steps, self._timer.nanoseconds())
+        self._exchanges[fragment, round_no] = exchange
+        return exchange
+
+    # -- the pace of the ranks, and the deadline ----------------------------------------------------------------------
+
+    def _pace(self, round_no: int) -> Pace:
+        """Return the pace of a round: the present one, the one before, or the next one if it is known."""
+        return self._paces[round_no >= self._paces[1].round]
+
+    def _local_steps(self, round_no: int) -> int:
+        """Return the number of this rank's local steps in a round."""
+        steps = self._pace(round_no).steps
+        return steps[self._connect().rank] if steps else self._schedule.sync_every
+
+    def _passed(self) -> int:
+        """Return the number of steps of the schedule that have passed, over all rounds."""
+        return self._place[0] * self._schedule.sync_every + self._place[2]
+
+    def _follow_speeds(self, exchange: FragmentExchange) -> None:
+        """Take the pace of the next round from the durations in the last exchange of this one."""
+        schedule, last, round_no = self._schedule, self._paces[1], exchange.round + 1
+        follows = (schedule.by_speed or schedule.deadline) and exchange.fragment == schedule.fragments - 1
+        if follows and round_no > last.round and exchange.outcome is not Outcome.FAILED and exchange.nanoseconds:
+            seconds = [1e-9 * each for each in exchange.nanoseconds]
+            self._paces = self._pace(exchange.round), schedule.pace_after(last, round_no, seconds, exchange.left_out)
+
+    def _count_deadline(self, exchange: FragmentExchange) -> None:
+        if self._deadline.factor:
+            self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
+
+    def expected_seconds(self, step: int) -> float | None:
+        """See `Program`."""
+        started, schedule = self._timer.started, self._schedule
+        if started is None or self._timer.clock() - started > config.timeout():
+            return None
+        for exchange in self._exchanges.values():
+            exchange.wait()
+            self._follow_speeds(exchange)
+            if exchange.outcome is Outcome.FAILED:
+                return None
+        part = (schedule.next_beginning(self._passed()) - step) / schedule.sync_every
+        return part * self._pace(self.round).seconds or None
+
+    def leave_out(self) -> None:
+        """Begin the next exchange without the program, and move on to its place in the schedule: see `Program`."""
+        schedule, passed = self._schedule, self._passed()
+        step = schedule.next_beginning(passed)
+        due = schedule.events(passed, step)
+        round_no, passed = divmod(step, schedule.sync_every)
+        local_step = passed * self._local_steps(round_no) // schedule.sync_every
+        if round_no == self.round:
+            local_step = max(local_step, self.local_step)
+        self._place, self._phase = (round_no, local_step, passed), Phase.LEFT_OUT
+        self._due.extend(event for event in due if not event.begins)
+        for event in due:
+            if event.begins:
+                exchange = self._new_exchange(event, late=True)
+                exchange.push_residuals()
+                self._count_deadline(exchange)
+                _log.warning(
+                    "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
+                    "contributes only from its residual",
+                    self._connect().rank,
+                    event.fragment,
+                    event.round,
+                    self._timer.clock() - (self._timer.started or 0.0),
+                )
+
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def global_parameters(self) -> dict[str, Array]:
         """Return the global parameters: the model to evaluate and to save.
@@ -304,28 +395,34 @@ class LocalSteps:
         return "\n".join([total.table("round"), *first.report_lines(others)])
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Set residuals to zero, which drops pseudo-gradients that have not been sent. Call it on all ranks.
-
-        Args:
-            names: names of parameters; ``None``: all of them.
+        """Drop pseudo-gradients that have not been sent, of these parameters or of all. Call it on all ranks.
 
         Raises:
-            InvalidInputError: a name is unknown, an exchange is in flight, or a step was interrupted. Nothing has
-                changed.
+            InvalidInputError: a name is unknown, an exchange is in flight, or a step was interrupted.
         """
         with self._deadline.lock:
-            wanted = self._globals.known(names)
+            known = self._globals.specs
+            listing: Any = known if names is None else [names] if isinstance(names, str) else names
+            if not isinstance(listing, Iterable):
+                raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
+            wanted = list(listing)
+            if unknown := [name for name in wanted if not isinstance(name, str) or name not in known]:
+                raise InvalidInputError(
+                    f"names: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
+                    f"{did_you_mean(unknown[0], known)}"
+                )
             self._check_idle("discard", ended=True)
             for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
-                reducer.discard([name for name in fragment if name in wanted])
-            self._sync.unsent -= wanted
+                reducer.discard(set(fragment).intersection(wanted))
+            self._globals.unsent.difference_update(wanted)
 
     # -- states and other ranks ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return this rank's state: NumPy arrays, numbers, lists and strings. Also in the middle of a round.
 
-        It waits for exchanges in flight, saves their results, and raises their errors when they are applied.
+        It has the global parameters, residuals, the outer optimizer's state, and the results of exchanges in flight,
+        which it waits for. Save local parameters and the inner optimizer's state yourself, on each rank.
 
         Raises:
             InvalidInputError: an interrupt has ended `step`, or this rank was left out of an exchange since its last
@@ -335,7 +432,7 @@ class LocalSteps:
             ranks, (round_no, local_step, passed) = self._check_idle("state_dict"), self._place
             exchanges = self._exchanges.values()
             for exchange in exchanges:
-                self._sync.wait(exchange)
+                exchange.wait()
             fields = {
                 "sync_every": self._schedule.sync_every,
                 "fragment_sync_delay": self._schedule.delay,
@@ -349,62 +446,39 @@ class LocalSteps:
                 "global_parameters": self._globals.to_host(),
                 "outer": None if self._outer is None else self._outer.state_dict(),
                 "reducers": [reducer.state_dict() for reducer in self.reducers],
-                "exchanges": [
-                    {
-                        "fragment": exchange.fragment,
-                        "round": exchange.round,
-                        "nanoseconds": list(exchange.nanoseconds),
-                        "means": self._sync.means_on_host(exchange) if exchange.outcome is Outcome.USABLE else None,
-                        "without_gradient": sorted(exchange.without_gradient),
-                    }
-                    for exchange in exchanges
-                ],
+                "exchanges": [exchange.state() for exchange in exchanges],
                 "late": [[exchange.fragment, exchange.round] for exchange in exchanges if exchange.late],
-                "unsent": sorted(self._sync.unsent),
-                "mixed": dict(self._sync.mixed),
+                "unsent": sorted(self._globals.unsent),
+                "mixed": dict(self._globals.mixed),
             }
             return LOCAL_STEPS.state(ranks, fields)
 
     def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned on this rank, or `reshard` made, and continue bit for bit. Collective.
 
-        All ranks load, or none. Load the local parameters and the inner optimizer's state, too.
-
-        Raises:
-            InvalidInputError: the state of this or another rank does not fit; the message names the rank, the key, the
-                value and the expected value. Nothing has changed on any rank.
-            CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: as `Reducer.load_state_dict`.
+        All ranks load, or none. Load the local parameters and the inner optimizer's state, too. It raises what
+        `Reducer.load_state_dict` raises.
         """
         self.load_with(lambda undo: self.prepare_state(state, undo))
 
     def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
-        """Load a state on all ranks, or on none, with an adapter's own state. Collective.
-
-        Args:
-            prepare: as of `sparsecomm.states.loading.load`; it calls `prepare_state`.
-        """
+        """Call `sparsecomm.states.loading.load` with a function that calls `prepare_state`. Collective."""
         inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
         with self._deadline.lock:
             load(self._connect(), "LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
 
     def prepare_state(self, state: State, undo: Undo) -> Prepared:
-        """Convert and check a state for `load_with`. Nothing is sent, and only the outer optimizer changes.
-
-        Args:
-            state: as of `load_state_dict`.
-            undo: a function that restores the outer optimizer's state is appended to it.
-
-        Raises:
-            InvalidInputError: the state does not fit.
-        """
+        """Convert and check a state for `load_with`. Only the outer optimizer changes, which ``undo`` restores."""
         ranks, shared, outer = self._check_idle("load_state_dict", ended=True), self._globals, self._outer
-        settings = self.fragments, self._schedule, self._pacing.by_speed, outer is not None
-        found = fit(LOCAL_STEPS.read_own(state, ranks), shared.specs, *settings)
+        found = LOCAL_STEPS.read_own(state, ranks)
+        found = fit(found, shared.specs, self.fragments, self._schedule, outer is not None)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
-        exchanges = [
-            FragmentExchange.loaded(i, round_no, late, means and shared.from_host(means), nanoseconds, without)
-            for i, round_no, late, means, nanoseconds, without in found["under_way"]
-        ]
+        exchanges = {}
+        for saved in found["exchanges"]:
+            fragment, round_no = key = saved["fragment"], saved["round"]
+            late = [fragment, round_no] in found["late"]
+            exchanges[key] = FragmentExchange(*key, self.reducers[fragment], shared, self._rules, late)
+            exchanges[key].load(saved)
         parameters = shared.from_host(found["global_parameters"])
         found["outer"] = None if outer is None else load_outer(outer, found["outer"], shared.specs, undo)
         common = {key: found[key] for key in LOCAL_STEPS.keys}
@@ -419,9 +493,9 @@ class LocalSteps:
             self._place = found["round"], found["local_step"], found["passed"]
             self._paces = (Pace(found["round"], found["steps"], found["round_seconds"]),) * 2
             self._timer = StepTimer(self._timer.clock, found["step_seconds"])
-            self._sync.compared.update(range(len(self.fragments)))
-            self._exchanges = {(each.fragment, each.round): each for each in exchanges}
-            self._sync.mixed, self._sync.unsent = dict(found["mixed"]), set(found["unsent"])
+            self._exchanges = exchanges
+            shared.compared.update(range(len(self.fragments)))
+            shared.mixed, shared.unsent = dict(found["mixed"]), set(found["unsent"])
             self._deadline.reset()
 
         return Prepared(common, commit)
@@ -431,218 +505,69 @@ class LocalSteps:
 
         Exchanges in flight are ended: complete ones are applied, failed ones stay in the residuals. Then all ranks get
         the global parameters and the outer optimizer's state of the lowest rank that is not new, and the most advanced
-        place in the schedule. Other ranks keep their residuals and local parameters. If it fails because another rank
-        died, shrink and call it again.
+        place in the schedule. If it fails because another rank died, shrink and call it again.
 
         Args:
             comm: as of the constructor.
-            parameters: the local parameters. Those of a new rank are set to the global ones.
+            parameters: the local parameters. Those of a new rank are set to the global ones, others stay.
             joining: whether this rank is new. At least one rank must not be.
 
         Returns:
-            The ranks lost and joined, and what was lost with them: see `Reducer.rebuild`. ``step`` is the round, and
-            ``steps_apart`` counts local steps of a rank that takes ``sync_every`` in a round.
+            As `Reducer.rebuild`. ``step`` is the round, and ``steps_apart`` counts local steps of a rank that takes
+            ``sync_every`` in a round.
 
         Raises:
-            InvalidInputError: all ranks join, an argument is invalid, or the outer optimizer's state cannot be sent or
-                loaded. All ranks raise it before anything changes.
+            InvalidInputError: all ranks join, or the outer optimizer's state cannot be sent or loaded. All ranks raise.
             CollectiveMismatchError: a rank has another model, other settings or another version of the library.
             TransportError: a rank did not answer, or died.
         """
         with self._deadline.lock:
-            self._timer.cancel()
+            self._timer.started = None
             self._globals.check(parameters, self._globals.specs)
             with suppress(SparseCommError):  # the pseudo-gradients of failed exchanges are in the residuals
                 self.finish(parameters)
             self._exchanges, self._due, self._phase = {}, deque(), Phase.RESTING
             self._deadline.reset()
-            ranks, specs, sync_every = transport.transport_of(comm), self._globals.specs, self._schedule.sync_every
+            ranks, shared, sync_every = transport.transport_of(comm), self._globals, self._schedule.sync_every
             nanoseconds = 0 if joining else self._timer.nanoseconds()
             members = compared_members(ranks, self._comm, joining, self._passed(), self._settings, nanoseconds)
-            broadcast_outer(ranks, members.lead, self._outer, specs)
+            broadcast_outer(ranks, members.lead, self._outer, shared.specs)
             for reducer in self.reducers:
                 reducer.rebuild(comm, joining=joining)
-            self._globals.broadcast(ranks, members.lead)
+            shared.broadcast(ranks, members.lead)
             if joining:
-                for name in specs:
-                    with self._sync.writing(name, parameters) as local:
-                        self._globals.mix_into(parameters, name, local, 0.0)
+                for name in shared.specs:
+                    with shared.on_stream(name, parameters[name], writable=True) as local:
+                        shared.mix_into(parameters, name, local, 0.0)
             self._comm, self._timer.clock, self.left_out = ranks, ranks.clock, ()
             round_no, passed = divmod(max(member.step for member in members.stay), sync_every)
-            pace = self._pacing.after(Pace(round_no), round_no, [1e-9 * member.words[-1] for member in members.all])
-            self._paces = pace, pace
+            seconds = [1e-9 * member.words[-1] for member in members.all]
+            self._paces = (self._schedule.pace_after(Pace(round_no), round_no, seconds),) * 2
             self._place = round_no, passed * self._local_steps(round_no) // sync_every, passed
-            self._sync.compared.update(range(len(self.fragments)))
-            elements = sum(spec.size for spec in specs.values())
+            shared.compared.update(range(len(self.fragments)))
+            elements = sum(spec.size for spec in shared.specs.values())
             return members.rebuilt(elements, steps_of_unit=sync_every, unit="round")
-
-    # -- the schedule -------------------------------------------------------------------------------------------------
-
-    def _pace(self, round_no: int) -> Pace:
-        """Return the pace of a round: the present one, the one before, or the next one if it is known."""
-        return self._paces[round_no >= self._paces[1].round]
-
-    def _local_steps(self, round_no: int) -> int:
-        """Return the number of this rank's local steps in a round."""
-        steps = self._pace(round_no).steps
-        return steps[self._connect().rank] if steps else self._schedule.sync_every
-
-    def _passed(self) -> int:
-        """Return the number of steps of the schedule that have passed, over all rounds."""
-        return self._place[0] * self._schedule.sync_every + self._place[2]
-
-    def _after_local_step(self) -> tuple[tuple[int, int, int], list[Event]]:
-        """Return the place after one more local step, and what is due there."""
-        (round_no, local_step, passed), sync_every = self._place, self._schedule.sync_every
-        now = max(passed, self._schedule.passed(local_step + 1, self._local_steps(round_no)))
-        due = self._schedule.events(round_no * sync_every + passed, round_no * sync_every + now)
-        return (round_no, local_step + 1, now) if now < sync_every else (round_no + 1, 0, 0), due
-
-    def _follow_speeds(self, exchange: FragmentExchange) -> None:
-        """Take the pace of the next round from the durations in the last exchange of this one."""
-        pacing, last, round_no = self._pacing, self._paces[1], exchange.round + 1
-        follows = (pacing.by_speed or pacing.deadline) and exchange.fragment == len(self.fragments) - 1
-        if follows and round_no > last.round and exchange.outcome is not Outcome.FAILED and exchange.nanoseconds:
-            seconds = [1e-9 * each for each in exchange.nanoseconds]
-            self._paces = self._pace(exchange.round), pacing.after(last, round_no, seconds, exchange.left_out)
-
-    # -- the deadline, whose thread calls these methods ---------------------------------------------------------------
-
-    def expected_seconds(self, step: int) -> float | None:
-        """Return the expected time from ``step`` of the schedule to the next exchange; ``None``: no deadline holds."""
-        started, schedule = self._timer.started, self._schedule
-        if started is None or self._timer.clock() - started > config.timeout():
-            return None
-        for exchange in self._exchanges.values():
-            self._sync.wait(exchange)
-            self._follow_speeds(exchange)
-            if exchange.outcome is Outcome.FAILED:
-                return None
-        part = (schedule.next_beginning(self._passed()) - step) / schedule.sync_every
-        return part * self._pace(self.round).seconds or None
-
-    def leave_out(self) -> None:
-        """Begin the next exchange without the program, and move on to its place in the schedule.
-
-        Only parameters whose residual holds what the program trained when it was late before have a gradient, of zeros.
-        """
-        schedule, passed = self._schedule, self._passed()
-        step = schedule.next_beginning(passed)
-        due = schedule.events(passed, step)
-        round_no, passed = divmod(step, schedule.sync_every)
-        local_step = passed * self._local_steps(round_no) // schedule.sync_every
-        if round_no == self.round:
-            local_step = max(local_step, self.local_step)
-        self._place, self._phase = (round_no, local_step, passed), Phase.LEFT_OUT
-        self._due.extend(event for event in due if not event.begins)
-        for event in due:
-            if event.begins:
-                exchange = self._new_exchange(event, late=True)
-                self._sync.push_residuals(exchange)
-                self._end_pushes(exchange)
-                _log.warning(
-                    "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
-                    "contributes only from its residual",
-                    self._connect().rank,
-                    event.fragment,
-                    event.round,
-                    self._timer.clock() - (self._timer.started or 0.0),
-                )
-
-    # -- exchanges ----------------------------------------------------------------------------------------------------
-
-    def _perform(self, parameters: Mapping[str, object]) -> list[BaseException]:
-        """Begin and apply what is due. Return the errors of exchanges."""
-        errors: list[BaseException] = []
-        while self._due:
-            event = self._due[0]
-            exchange = self._exchanges.get(event[:2])
-            if event.begins:
-                exchange = exchange or self._new_exchange(event)
-                self._sync.push(exchange, parameters)
-                self._end_pushes(exchange)
-            elif exchange is not None:
-                for each in self._exchanges.values():
-                    if each is exchange or (exchange.late and each.fragment == exchange.fragment):
-                        self._sync.wait(each)
-                self._replaced += self._sync.apply(exchange, parameters, self._connect().rank)
-                if exchange.error is not None:
-                    errors.append(exchange.error)
-                    self._deadline.reset()
-                self._follow_speeds(exchange)
-                self.left_out, self._latest = exchange.left_out, exchange
-                del self._exchanges[event[:2]]
-            self._due.popleft()
-        return errors
-
-    def _end(self, errors: list[BaseException], phase: Phase) -> tuple[str, ...]:
-        """End a call: enter a phase, and return the names of replaced parameters, or raise the first error."""
-        self._phase = Phase.RESTING
-        if errors:
-            raise errors[0]
-        if phase is Phase.TRAINING:
-            self._phase = phase
-            self._timer.start()
-            if self._deadline.factor:
-                self._deadline.step_begun(self)
-        replaced = tuple(dict.fromkeys(self._replaced))
-        self._replaced = []
-        return replaced
-
-    def _new_exchange(self, event: Event, *, late: bool = False) -> FragmentExchange:
-        """Return an exchange that has begun, to which nothing has been pushed."""
-        (fragment, round_no, _), schedule, by_speed = event, self._schedule, self._pacing.by_speed
-        division = schedule.steps_between(fragment, round_no)
-        if by_speed:
-            begun_in = (schedule.begun_at(fragment, round_no) - 1) // schedule.sync_every
-            division = zlib.crc32(repr((self._pacing, schedule, self._pace(begun_in).steps)).encode())
-        exchange = FragmentExchange(fragment, round_no, late)
-        exchange.begin(
-            self._connect(),
-            self.reducers[fragment],
-            division,
-            0 if fragment in self._sync.compared else self._globals.checksum(self.fragments[fragment]),
-            self._timer.nanoseconds(),
-            by_speed=by_speed,
-            words_first=bool(by_speed or self._pacing.deadline),
-        )
-        self._exchanges[fragment, round_no] = exchange
-        self._sync.compared.add(fragment)
-        return exchange
-
-    def _end_pushes(self, exchange: FragmentExchange) -> None:
-        """Begin the calls of an exchange to which everything has been pushed."""
-        exchange.end_pushes()
-        self._sync.unsent.difference_update(self.fragments[exchange.fragment])
-        if self._deadline.factor:
-            self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
 
     def _names(self, keys: Iterable[tuple[int, ...]]) -> list[str]:
         """Return the names of the fragments with which these keys or events begin."""
         return [name for fragment, *_ in keys for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
-        self._comm = ranks = transport.transport_of(self._comm)  # the transport of a transport is itself
-        return ranks
+        if not isinstance(self._comm, transport.Transport):
+            self._comm = transport.transport_of(self._comm)
+        return self._comm
 
     def _check_idle(self, doing: str, *, ended: bool = False) -> transport.Transport:
-        """Stop the timer, and return the transport.
-
-        Raises:
-            InvalidInputError: a step was interrupted, the rank is late, or with ``ended`` an exchange is in flight.
-        """
+        """Rest, and return the transport. Refuse after an interrupt, if late, and if ``ended`` during an exchange."""
         ranks = self._connect()
         self.rest()
         if self._phase is Phase.LEFT_OUT:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} by a rank that was left out of an exchange since its last local step; "
-                "call step or finish first, with the local parameters. Save states right after a step, and call rest "
-                "before anything that takes long"
+                "call step or finish first, and call rest before anything that takes long"
             )
         if self._phase is Phase.EXCHANGING:
-            raise InvalidInputError(
-                f"rank {ranks.rank}: {doing} after an interrupted step; call finish first, with the local parameters"
-            )
+            raise InvalidInputError(f"rank {ranks.rank}: {doing} after an interrupted step; call finish first")
         pending = any(exchange.outcome is Outcome.PENDING for exchange in self._exchanges.values())
         if ended and pending:
             raise InvalidInputError(f"rank {ranks.rank}: {doing} with an exchange in flight; call finish first")

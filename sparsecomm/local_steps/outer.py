@@ -12,12 +12,10 @@ import numpy as np
 from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.states.loading import Prepared, Undo, as_float, error_text, load, reading
-from sparsecomm.states.values import from_bytes, to_bytes
+from sparsecomm.states.loading import Undo, as_float, reading
 from sparsecomm.tensors.arrays import Array, from_host, to_host
-from sparsecomm.transport import Transport
 
-__all__ = ["NesterovSGD", "OuterOptimizer", "broadcast_outer", "load_outer"]
+__all__ = ["NesterovSGD", "OuterOptimizer", "load_outer"]
 
 
 class OuterOptimizer(Protocol):
@@ -33,27 +31,17 @@ class OuterOptimizer(Protocol):
     """
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
-        """Update a parameter in place.
+        """Update a global parameter in place, once per usable exchange, with the same bits on all ranks.
 
-        Called once per parameter and usable exchange, in the same order on all ranks. All ranks must compute the same
-        bits.
-
-        Args:
-            name: the parameter's name.
-            parameter: the global parameter: a flat array of float32 (float64 for float64), of NumPy, or of CuPy on a
-                GPU.
-            gradient: the mean pseudo-gradient, of the same shape and type. It may be overwritten.
+        Both arrays are flat, float32 (float64 for float64), of NumPy, or of CuPy on a GPU. ``gradient``, the mean
+        pseudo-gradient, may be overwritten.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return a copy of the state: NumPy arrays, numbers, strings, lists and dictionaries."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            InvalidInputError: the state does not fit. Nothing has changed.
-        """
+        """Load what `state_dict` returned; or raise `InvalidInputError`, and change nothing."""
 
 
 class NesterovSGD:
@@ -66,9 +54,6 @@ class NesterovSGD:
         learning_rate: must be positive.
         momentum: from 0 to below 1; 0 keeps no velocities.
         nesterov: look ahead by one step.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
@@ -119,11 +104,7 @@ class NesterovSGD:
         self._velocities = {name: np.array(velocity) for name, velocity in velocities.items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Convert the loaded velocities to the types of the parameters.
-
-        Raises:
-            InvalidInputError: a velocity has the name or the size of no parameter.
-        """
+        """Convert the loaded velocities to the types of the parameters: see `OuterOptimizer`."""
         fitting = {}
         for name, velocity in self._velocities.items():
             if name not in specs:
@@ -134,16 +115,7 @@ class NesterovSGD:
 
 
 def load_outer(outer: OuterOptimizer, state: Any, specs: Mapping[str, TensorSpec], undo: Undo) -> object:
-    """Load a state into an outer optimizer, and return the state that it then has.
-
-    Args:
-        outer, state: the optimizer and its new state.
-        specs: of the parameters.
-        undo: a function that restores the present state is appended to it.
-
-    Raises:
-        InvalidInputError: the optimizer refuses the state.
-    """
+    """Load a state into an outer optimizer, which ``undo`` restores. Return the state that it then has."""
     with reading("outer", f"what {type(outer).__name__}.state_dict() returned"):
         if hasattr(outer, "snapshot"):
             undo.append(outer.snapshot())
@@ -161,37 +133,3 @@ def _restore(outer: OuterOptimizer, state: Mapping[str, Any], attributes: dict[s
         outer.load_state_dict(state)
     except Exception:
         vars(outer).update(attributes)
-
-
-def broadcast_outer(
-    transport: Transport, root: int, outer: OuterOptimizer | None, specs: Mapping[str, TensorSpec]
-) -> None:
-    """Give all ranks the state of rank ``root``'s outer optimizer. Collective.
-
-    Raises:
-        InvalidInputError: the state cannot be sent, or a rank cannot load it. All ranks raise, and nothing has changed.
-    """
-    data, failed = np.empty(0, np.uint8), ""
-    if transport.rank == root:
-        try:
-            data = to_bytes(None if outer is None else outer.state_dict())
-        except Exception as error:  # sent as a length of 0, so that all ranks raise
-            failed = f": {error_text(error)}"
-    length = np.array([len(data)], "<u8")
-    transport.broadcast(length.view(np.uint8), root)
-    nbytes, limit = int(length[0]), (64 << 20) + 64 * sum(spec.nbytes for spec in specs.values())
-    if not 0 < nbytes <= limit:
-        raise InvalidInputError(
-            f"rank {transport.rank}: the state of rank {root}'s outer optimizer cannot be sent{failed}. Its state_dict "
-            f"must return numbers, strings, arrays, lists and dictionaries, of at most {limit:,} bytes; got {nbytes:,}"
-        )
-    data = data if transport.rank == root else np.empty(nbytes, np.uint8)
-    transport.broadcast(data, root)
-
-    def prepare(undo: Undo) -> Prepared:
-        state = from_bytes(data)
-        if outer is not None and transport.rank != root:
-            state = load_outer(outer, state, specs, undo)
-        return Prepared({"outer": state}, lambda: None)
-
-    load(transport, "LocalSteps.rebuild", ["outer"], prepare)

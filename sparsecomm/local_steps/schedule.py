@@ -1,20 +1,60 @@
-"""The schedule of rounds: when fragments are exchanged, and how many local steps each rank takes."""
+"""The division of a model into fragments, and of training into rounds: `SyncSchedule`, `Pace` and `StepTimer`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sparsecomm.checks import quote, to_bool, to_float, to_int
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.checks import is_real, quote, to_bool, to_float, to_int
+from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
-__all__ = ["Event", "Pace", "Pacing", "StepTimer", "SyncSchedule"]
+__all__ = ["Event", "Pace", "StepTimer", "SyncSchedule", "split_by_size", "split_names"]
 
 _GAIN = 1.03  # the pace changes only if rounds get shorter by this factor: measured speeds are never quite the same
 _ROUNDING = 1 + 1e-9
+
+
+def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each fragment, from their number or their names, and from the size of each tensor."""
+    if is_real(fragments):
+        if (number := to_int(fragments, 1, len(sizes))) is None:
+            raise InvalidInputError(f"fragments={quote(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
+        return split_by_size(sizes, number)
+    is_lists = isinstance(fragments, Sequence) and not isinstance(fragments, str)
+    if not is_lists or not all(isinstance(part, Sequence) and part and not isinstance(part, str) for part in fragments):
+        raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or lists of at least one name")
+    names = [name for part in fragments for name in part]
+    if unknown := [name for name in names if not isinstance(name, str) or name not in sizes]:
+        raise InvalidInputError(
+            f"fragments: {quote(unknown[0])} is not one of the {len(sizes)} tensors, {listed(sizes)}"
+            f"{did_you_mean(unknown[0], sizes)}"
+        )
+    count = Counter(names)
+    missing, twice = [name for name in sizes if name not in count], [name for name in names if count[name] > 1]
+    if missing or twice:
+        raise InvalidInputError(
+            f"fragments: {listed(missing)} missing, {listed(twice)} repeated; list each tensor exactly once"
+        )
+    return tuple(map(tuple, fragments))
+
+
+def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """Split names into ``count`` runs of neighbours, each with at least one name and about equally many elements."""
+    names, total = list(sizes), sum(sizes.values())
+    parts: list[list[str]] = [[]]
+    done = 0
+    for position, name in enumerate(names):
+        after, left = count - len(parts), len(names) - position
+        middle = done + sizes[name] / 2
+        if parts[-1] and after and (left <= after or middle * count >= len(parts) * total):
+            parts.append([])
+        parts[-1].append(name)
+        done += sizes[name]
+    return tuple(map(tuple, parts))
 
 
 class Event(NamedTuple):
@@ -26,8 +66,17 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The numbers of local steps in rounds: the same on all ranks."""
+
+    round: int = 0  # the first round to which it applies
+    steps: tuple[int, ...] = ()  # by rank; empty: ``sync_every`` each
+    seconds: float = 0.0  # the expected duration of a round without its exchanges; 0: unknown
+
+
+@dataclass(frozen=True)
 class SyncSchedule:
-    """After which steps the exchange of each fragment begins, and after which it is applied.
+    """After which steps the exchange of each fragment begins and is applied, and how many steps each rank takes.
 
     Fragment i of F is applied after step (i + 1) * sync_every // F of each round (Streaming DiLoCo: Douillard et al.,
     2025, Section 2). Its exchange begins ``delay`` steps earlier, but not before the first step of the training.
@@ -35,18 +84,14 @@ class SyncSchedule:
     Steps are counted over all rounds, in local steps of a rank that takes ``sync_every`` in a round. `passed` converts
     the local steps of other ranks. So all ranks begin and apply the same exchanges in the same order.
 
-    Attributes:
-        sync_every: number of steps in a round.
-        fragments: number of fragments.
-        delay: number of steps from the beginning of an exchange to its application.
-
-    Raises:
-        InvalidInputError: an argument is out of range.
+    The attributes are arguments of `sparsecomm.LocalSteps`; ``fragments`` is a number, and ``deadline`` 0 for none.
     """
 
     sync_every: int
     fragments: int = 1
     delay: int = 0
+    by_speed: bool = False
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if (sync_every := to_int(self.sync_every, 1)) is None:
@@ -56,13 +101,20 @@ class SyncSchedule:
                 f"fragment_sync_delay={quote(self.delay)} with sync_every={sync_every}: must be at least 0 and below "
                 "sync_every, so that an exchange ends before the fragment's next one begins"
             )
-        object.__setattr__(self, "sync_every", sync_every)
-        object.__setattr__(self, "delay", delay)
         if sync_every < self.fragments:
             raise InvalidInputError(
                 f"sync_every={sync_every} with {self.fragments} fragments: each fragment needs a local step of its "
                 "own; raise sync_every or use fewer fragments"
             )
+        deadline = 0.0 if self.deadline is None else to_float(self.deadline)
+        if self.deadline is not None and not 1 < deadline < math.inf:
+            raise InvalidInputError(
+                f"deadline={quote(self.deadline)}: must be a factor above 1 of the expected time of local steps, or "
+                "None"
+            )
+        checked = {"sync_every": sync_every, "delay": delay, "deadline": deadline}
+        for name, value in {**checked, "by_speed": to_bool("by_speed", self.by_speed)}.items():
+            object.__setattr__(self, name, value)
 
     def applied_at(self, fragment: int, round_no: int) -> int:
         """Return the step after which the exchange of a fragment for a round is applied."""
@@ -100,62 +152,10 @@ class SyncSchedule:
         before = self.begun_at(fragment, round_no - 1) if round_no else 0
         return self.begun_at(fragment, round_no) - before
 
+    def pace_after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
+        """Return the pace from a round on, after ``pace``.
 
-@dataclass(frozen=True)
-class Pace:
-    """The numbers of local steps in rounds: the same on all ranks.
-
-    Attributes:
-        round: the first round to which it applies.
-        steps: by rank; empty: ``sync_every`` each.
-        seconds: the expected duration of a round without its exchanges; 0: unknown.
-    """
-
-    round: int = 0
-    steps: tuple[int, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Pacing:
-    """The rule by which `Pace` follows from the measured speeds of the ranks.
-
-    Attributes:
-        sync_every: local steps of a round: of each rank, or by speed on average over the ranks.
-        by_speed: whether faster ranks take more local steps.
-        deadline: see `sparsecomm.LocalSteps`; 0: none.
-        min_steps: the smallest number of local steps of a rank in a round: at least one falls between the application
-            of a fragment and the beginning of its next exchange.
-    """
-
-    sync_every: int
-    by_speed: bool = False
-    deadline: float = 0.0
-    min_steps: int = 1
-
-    @classmethod
-    def of(cls, schedule: SyncSchedule, by_speed: object, deadline: object) -> Pacing:
-        """Return the rule for these arguments of `sparsecomm.LocalSteps`.
-
-        Raises:
-            InvalidInputError: an argument is out of range.
-        """
-        factor = 0.0 if deadline is None else to_float(deadline)
-        if deadline is not None and not 1 < factor < math.inf:
-            raise InvalidInputError(
-                f"deadline={quote(deadline)}: must be a factor above 1 of the expected time of local steps, or None"
-            )
-        min_steps = -(-schedule.sync_every // (schedule.sync_every - schedule.delay))
-        return cls(schedule.sync_every, to_bool("by_speed", by_speed), factor, min_steps)
-
-    def after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
-        """Return the pace from a round on.
-
-        Args:
-            pace: the pace until then.
-            round_no: the round.
-            seconds: duration of a local step, by rank; 0: not measured.
-            late: ranks that were left out: ``seconds`` is a lower bound for them.
+        ``seconds`` is the duration of a local step of each rank, 0 if it is unknown; for ``late`` ranks a lower bound.
         """
         if min(seconds) <= 0 or len(late) == len(seconds):
             return Pace(round_no, pace.steps, pace.seconds)
@@ -164,7 +164,9 @@ class Pacing:
         total = self.sync_every * len(seconds)
         until = _least_idle(total, seconds)
         fitting = [_steps_within(until, t) for t in seconds]
-        new = tuple(max(self.min_steps, n) for n in fitting)
+        # At least one step falls between the application of a fragment and the beginning of its next exchange.
+        min_steps = -(-self.sync_every // (self.sync_every - self.delay))
+        new = tuple(max(min_steps, n) for n in fitting)
         old = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
         excess = sum(new) - sum(fitting)  # of ranks that are too slow even for `min_steps`
         if abs(sum(old) - excess - total) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
@@ -173,7 +175,6 @@ class Pacing:
 
 
 def _steps_within(until: float, seconds: float) -> int:
-    """Return the number of steps that end within a time, or together with it."""
     return int(until / seconds * _ROUNDING)
 
 
@@ -200,22 +201,12 @@ def _least_idle(total: int, seconds: Sequence[float]) -> float:
 
 
 class StepTimer:
-    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call.
-
-    Attributes:
-        started: when the current local step began; ``None``: none is being measured.
-        estimate: seconds of a local step, as measured so far.
-    """
-
-    started: float | None
+    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call."""
 
     def __init__(self, clock: Callable[[], float], estimate: float = 0.0) -> None:
-        self.clock, self.started, self.estimate = clock, None, estimate
+        self.clock, self.estimate = clock, estimate  # seconds of a local step, as measured so far
+        self.started: float | None = None  # when the current local step began; ``None``: it is not measured
         self._spent, self._steps = 0.0, 0
-
-    def start(self) -> None:
-        """Begin to measure a local step."""
-        self.started = self.clock()
 
     def stop(self) -> None:
         """End the measurement of a local step."""
@@ -223,10 +214,6 @@ class StepTimer:
             self._spent += self.clock() - self.started
             self._steps += 1
             self.started = None
-
-    def cancel(self) -> None:
-        """Do not measure the current local step."""
-        self.started = None
 
     def nanoseconds(self) -> int:
         """Return the duration of a local step since the last call of this method; 0: unknown.

@@ -11,7 +11,7 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import REDUCER, read_arrays
-from sparsecomm.states.loading import DAMAGED, reading
+from sparsecomm.states.loading import reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, per_rank
 
 __all__ = ["LOCAL_STEPS", "fit"]
@@ -41,7 +41,30 @@ def _is_passed(value: Any, found: Mapping[str, Any]) -> bool:
     return _is_below_sync_every(value, found) and bool(found["steps"] or value == found["local_step"])
 
 
-def _is_mixed(value: Any, _: object) -> bool:
+def _are_exchanges(value: Any, found: Mapping[str, Any]) -> bool:
+    schedule = SyncSchedule(found["sync_every"], len(found["fragments"]), found["fragment_sync_delay"])
+    step = found["round"] * schedule.sync_every + found["passed"]
+
+    def is_exchange(each: Mapping[str, Any]) -> bool:
+        fragment, round_no = each["fragment"], each["round"]
+        under_way = (
+            is_count(fragment)
+            and is_count(round_no)
+            and fragment < schedule.fragments
+            and schedule.begun_at(fragment, round_no) <= step < schedule.applied_at(fragment, round_no)
+        )
+        times = each["nanoseconds"] if under_way else ()
+        return under_way and len(times) in (0, found["world_size"]) and all(map(is_count, times))
+
+    return is_list(value) and all(map(is_exchange, value)) and len({each["fragment"] for each in value}) == len(value)
+
+
+def _are_late(value: Any, found: Mapping[str, Any]) -> bool:
+    under_way = [[each["fragment"], each["round"]] for each in found["exchanges"]]
+    return is_list(value) and all(list(each) in under_way for each in value)
+
+
+def _are_mixed(value: Any, _: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, int) and 0 <= each < 1 << 64 for each in value.values())
 
 
@@ -52,6 +75,11 @@ def _passed(old: list[StateDict], rank: int, size: int) -> int:
             f"states: they differ in local_step ({passed[0]} and {passed[1]}); pass states that were saved together"
         )
     return int(passed[-1])
+
+
+def _reducers(old: list[StateDict], rank: int, size: int) -> list[StateDict]:
+    by_fragment = zip(*(state["reducers"] for state in old), strict=True)
+    return [REDUCER.reshard(states, rank, size) for states in by_fragment]
 
 
 def _from_version_3(state: Mapping[str, Any]) -> StateDict:
@@ -82,21 +110,20 @@ LOCAL_STEPS = Schema(
         "reducers": per_rank(
             "a state for each fragment",
             lambda value, found: is_list(value) and len(value) == len(found["fragments"]),
-            lambda old, rank, size: [
-                REDUCER.reshard(states, rank, size)
-                for states in zip(*(state["reducers"] for state in old), strict=True)
-            ],
+            _reducers,
         ),
         "exchanges": common(
-            "a list of exchanges",
-            is_list,
+            "exchanges that are under way here",
+            _are_exchanges,
             lambda old, *_: [{**each, "nanoseconds": []} for each in old[0]["exchanges"]],
         ),
-        "late": per_rank("a list of fragments and rounds", is_list, lambda *_: []),
+        "late": per_rank("fragments and rounds of exchanges", _are_late, lambda *_: []),
         "unsent": per_rank(
-            "a list of names", is_list, lambda old, *_: sorted({n for state in old for n in state["unsent"]})
+            "names of parameters",
+            lambda value, found: is_list(value) and set(value) <= found["global_parameters"].keys(),
+            lambda old, *_: sorted({name for state in old for name in state["unsent"]}),
         ),
-        "mixed": per_rank("checksums by name", _is_mixed, lambda *_: {}),
+        "mixed": per_rank("checksums by name", _are_mixed, lambda *_: {}),
     },
     "start from the global parameters",
     _from_version_3,
@@ -108,27 +135,12 @@ def fit(
     specs: Mapping[str, TensorSpec],
     fragments: Sequence[Sequence[str]],
     schedule: SyncSchedule,
-    by_speed: bool,
     outer: bool,
 ) -> StateDict:
-    """Check the fields of a state against the settings of local steps, and return them with flat arrays.
+    """Check fields that `LOCAL_STEPS` has read against the settings of local steps. Return them with new, flat arrays.
 
-    Args:
-        found: the fields, as `LOCAL_STEPS` read them.
-        specs: the parameters, by name.
-        fragments: the names of the parameters of each fragment.
-        schedule: the schedule of the exchanges.
-        by_speed: whether ranks take local steps by speed.
-        outer: whether there is an outer optimizer.
-
-    Returns:
-        The fields. Those of the outer optimizer and of the reducers are unchanged. Arrays are new, and have the
-        accumulator dtype. "under_way" is added, with a tuple for each exchange: the fragment, the round, whether this
-        rank was late, the means (``None`` if the exchange does not count), the nanoseconds of the local steps of each
-        rank, and the names of parameters that no rank has trained.
-
-    Raises:
-        InvalidInputError: the state is damaged, or belongs to other parameters or settings.
+    The states of the outer optimizer and of the reducers are neither checked nor changed. ``outer``: whether there is
+    an outer optimizer.
     """
     names = [list(each) for each in found["fragments"]]
     if names != [list(each) for each in fragments]:
@@ -142,7 +154,7 @@ def fit(
             f"state: it was saved in the middle of a round, with sync_every={saved[0]} and fragment_sync_delay="
             f"{saved[1]}; here they are {here[0]} and {here[1]}; change them between rounds"
         )
-    if found["steps"] and not by_speed:
+    if found["steps"] and not schedule.by_speed:
         if found["local_step"] or found["passed"] or found["exchanges"]:
             raise InvalidInputError(
                 "state: it was saved in the middle of a round, in which ranks take local steps by speed; create "
@@ -154,17 +166,16 @@ def fit(
         raise InvalidInputError(
             f"state: it was saved {with_or_without} an outer optimizer; create LocalSteps {with_or_without} one"
         )
-    with reading("late", "the exchanges for which this rank was late"):
-        late = {(int(fragment), int(round_no)) for fragment, round_no in found["late"]}
-    if not set(found["unsent"]) <= specs.keys():
-        raise InvalidInputError(f"state: 'unsent' has names that are not parameters; {DAMAGED}")
-    passed = found["round"] * schedule.sync_every + found["passed"]
-    under_way = [
-        _read_exchange(i, each, found["world_size"], specs, fragments, schedule, passed, late)
-        for i, each in enumerate(found["exchanges"])
-    ]
-    if not late <= {each[:2] for each in under_way} or len({each[0] for each in under_way}) != len(under_way):
-        raise InvalidInputError(f"state: impossible exchange: a fragment appears twice; {DAMAGED}")
+    exchanges = []
+    for i, each in enumerate(found["exchanges"]):
+        with reading(f"exchanges[{i}]", "an exchange that is under way"):
+            means, untrained = each["means"], sorted(set(map(str, each["without_gradient"])))
+            if means is not None:
+                exchanged = {name: specs[name] for name in names[each["fragment"]] if name not in untrained}
+                means = read_arrays(means, exchanged, f"exchanges[{i}]['means']", _ADVICE)
+            numbers = {"fragment": int(each["fragment"]), "round": int(each["round"])}
+            times = [int(time) for time in each["nanoseconds"]]
+            exchanges.append({**numbers, "nanoseconds": times, "means": means, "without_gradient": untrained})
     return {
         **found,
         "fragments": names,
@@ -172,34 +183,6 @@ def fit(
         "round_seconds": float(found["round_seconds"]),
         "step_seconds": float(found["step_seconds"]),
         "global_parameters": read_arrays(found["global_parameters"], specs, "global_parameters", _ADVICE),
-        "exchanges": [(*each[:2], *each[3:]) for each in under_way],  # compared: ranks differ in whether they were late
-        "under_way": under_way,
+        "exchanges": exchanges,
+        "late": [list(map(int, each)) for each in found["late"]],
     }
-
-
-def _read_exchange(
-    i: int,
-    exchange: Any,
-    world_size: int,
-    specs: Mapping[str, TensorSpec],
-    fragments: Sequence[Sequence[str]],
-    schedule: SyncSchedule,
-    passed: int,
-    late: set[tuple[int, int]],
-) -> tuple[Any, ...]:
-    """Return the tuple of an exchange that is under way after ``passed`` steps of the schedule."""
-    place = f"exchanges[{i}]"
-    with reading(place, "an exchange that is under way"):
-        fragment, round_no, means = exchange["fragment"], exchange["round"], exchange["means"]
-        valid = is_count(fragment) and fragment < len(fragments) and is_count(round_no)
-        if not (valid and schedule.begun_at(fragment, round_no) <= passed < schedule.applied_at(fragment, round_no)):
-            raise InvalidInputError(f"state: impossible exchange: {place} is not under way here; {DAMAGED}")
-        own = {name: specs[name] for name in fragments[fragment]}
-        untrained = tuple(sorted(set(map(str, exchange["without_gradient"]))))
-        if means is not None:
-            exchanged = {name: spec for name, spec in own.items() if name not in untrained}
-            means = read_arrays(means, exchanged, f"{place}['means']", _ADVICE)
-        times = tuple(map(int, exchange["nanoseconds"]))
-        if len(times) not in (0, world_size):
-            raise InvalidInputError(f"state: {place} has {len(times)} times; expected one for each rank; {DAMAGED}")
-    return int(fragment), int(round_no), (fragment, round_no) in late, means, times, untrained

@@ -8,11 +8,9 @@ from typing import Any, Protocol
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.primitives.costs import Costs, Link
-from sparsecomm.primitives.fold import Fold
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.base import Transport
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
 __all__ = ["Communicator", "Drops", "Parcel", "Range"]
@@ -21,7 +19,6 @@ Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers (
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
 _LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
-_ENTRY_BYTES = 12  # approximate bytes of an entry and the key of its value
 _ROUND_BITS = 20  # of the round number in a header, below the number of the stage
 
 
@@ -35,12 +32,9 @@ class Drops(Protocol):
 class Communicator:
     """``size`` ranks that make calls of one signature; this is rank ``rank`` of them.
 
-    `begin` begins a call, and `end` or `abort` ends it. All messages belong to the current call.
-
     Methods that send return when their arguments may be changed; methods that receive return when the message has
-    arrived. Their results are new and belong to the caller; arrays may be views of the message, which they keep alive.
-    Both sides of a message pass the same ``round_no``, from 0 to 2^20 - 1. Ranks are numbered within this communicator,
-    except in errors, which use the transport's numbers.
+    arrived. Their results belong to the caller; arrays may be views of the message, which they keep alive. Both sides
+    of a message pass the same ``round_no``, from 0 to 2^20 - 1. Errors use the transport's numbers of ranks.
 
     Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
     answer, and `CollectiveMismatchError` if it makes another call or its message is not the expected one.
@@ -49,8 +43,8 @@ class Communicator:
         rank, size: as in MPI.
         node_of_rank: node number of each rank.
         backend: of the device of this rank's gradient.
-        cache: data that the algorithm keeps from call to call. It may differ between ranks after calls that only some
-            of them have left, so algorithms compare in the next call what must be equal.
+        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that only some
+            of them left, so algorithms compare it in the next call.
     """
 
     def __init__(
@@ -58,12 +52,7 @@ class Communicator:
     ) -> None:
         """Prepare calls on all ranks of ``transport``.
 
-        Args:
-            transport: between the ranks.
-            backend: of the gradient's device.
-            messages: of the calls.
-            wire: format of entries in messages.
-            costs: of messages, the same on all ranks; ``None``: those of a network with long delays.
+        ``wire`` is the format of entries. ``costs`` must be equal on all ranks; ``None``: a network with long delays.
         """
         self._costs = costs or _LONG_DELAYS
         self.cache: dict[str, Any] = {}
@@ -72,7 +61,7 @@ class Communicator:
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
-        """Begin the next call.
+        """Begin the next call, which `end` or `abort` must end, also after a `TransportError`.
 
         Args:
             label: a checksum that must be equal on all ranks.
@@ -80,7 +69,7 @@ class Communicator:
 
         Raises:
             InvalidInputError: the call cannot be made; none has begun.
-            TransportError: another rank has already left this call. `abort` must follow.
+            TransportError: another rank has already left this call.
         """
         messages, transport = self._messages, self._transport
         self._memory = self.backend.memory(transport.device_memory)
@@ -92,17 +81,12 @@ class Communicator:
         self._transport.end()
 
     def abort(self, error: BaseException) -> None:
-        """Leave the call with ``error`` and notify the other ranks, which leave it, too: see `Transport.abort`.
-
-        Clears the cache, which may contain wrong numbers of a peer.
-        """
+        """Leave the call with ``error`` on all ranks, as `Transport.abort`. Clears the cache, which may be wrong."""
         self.cache.clear()
         self._transport.abort(error)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
-        """Return a communicator of some of these ranks, including this one, for a stage of the algorithm.
-
-        It belongs to the same call. No message is sent.
+        """Return a communicator of ``ranks``, which include this one, for a stage of the algorithm. Sends no message.
 
         Args:
             ranks: their numbers here, in the order of their numbers in the subgroup.
@@ -120,7 +104,6 @@ class Communicator:
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
         """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
-        self._fold: Fold | None = None
         self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
 
@@ -142,21 +125,13 @@ class Communicator:
         return self._messages.call.n
 
     @property
-    def fold(self) -> Fold:
-        """This rank's part in recursive doubling."""
-        if self._fold is None:
-            self._fold = Fold.of(self.rank, self.size)
-        return self._fold
-
-    @property
-    def averages(self) -> bool:
-        """Whether each entry of the result is the mean over the ranks that contributed to it."""
+    def _averages(self) -> bool:
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
 
     @property
     def shows_sums(self) -> bool:
         """Whether messages contain exact sums: neither rounded nor divided."""
-        return self._wire.kind is EXACT and not self.averages
+        return self._wire.kind is EXACT and not self._averages
 
     @property
     def incomplete(self) -> bool:
@@ -170,12 +145,7 @@ class Communicator:
 
     def is_less_than_a_trip(self, entries: int) -> bool:
         """Return whether sending ``entries`` entries per rank takes less time than a trip."""
-        return self.takes_less_than_a_trip(entries, self._costs)
-
-    @staticmethod
-    def takes_less_than_a_trip(entries: int, costs: Costs) -> bool:
-        """Return `is_less_than_a_trip` at these costs."""
-        return entries * _ENTRY_BYTES * costs.link.beta < costs.link.alpha
+        return self._costs.are_less_than_a_trip(entries)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -185,11 +155,7 @@ class Communicator:
         All entries must be quantized before they are sent. Doing so twice changes nothing. If the format is exact, the
         same entries are returned.
 
-        Args:
-            entries: not changed.
-            gradient: records the rounding errors.
-            shard, num_shards: if ``num_shards`` ranks quantize the same entries, this rank records only this shard of
-                the errors.
+        ``gradient`` records the rounding errors; if ``num_shards`` ranks quantize the same entries, only this shard.
         """
         if self._wire.kind is EXACT:
             return entries
@@ -197,16 +163,27 @@ class Communicator:
         gradient.drop(errors.shard(shard, num_shards))
         return narrow
 
-    def quantized_means(self, sums: SparseVector, counts: Array, gradient: Drops) -> SparseVector:
-        """Return sums divided by ``counts``, shape ``(nnz,)``, as other ranks receive them: see `quantized`.
+    def sums(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:
+        """Return the sum of ``vectors``, each of one rank; and if the call asks for means, their number at each index.
 
-        The rounded means times the counts and the errors that ``gradient`` records add up to the sums.
+        With ``op="mean_of_contributors"``, an entry is divided by the number of ranks that sent one at its index. They
+        can be counted only while the entries of all ranks are separate, because messages contain no counts.
         """
-        means = self.backend.means(sums, counts)
+        return self.backend.sum_and_count(vectors) if self._averages else (self.backend.sum_in_pairs(vectors), None)
+
+    def averaged(self, sums: SparseVector, counts: SparseVector | None, gradient: Drops) -> SparseVector:
+        """Return some of the `sums`, divided by their counts if there are any, as other ranks receive them.
+
+        ``gradient`` records the errors of rounding: with the rounded means times the counts, they add up to the sums.
+        """
+        if counts is None:
+            return self.quantized(sums, gradient)
+        numbers = self.backend.values_at(counts, sums)
+        means = self.backend.means(sums, numbers)
         if self._wire.kind is EXACT:
             return means
         narrow, _ = self.backend.quantize(means, self._wire.kind)
-        gradient.drop(self.backend.remainder(sums, counts, narrow))
+        gradient.drop(self.backend.remainder(sums, numbers, narrow))
         return narrow
 
     def send(self, entries: SparseVector, to: int, round_no: int) -> None:
@@ -282,6 +259,10 @@ class Communicator:
     def receive_words(self, source: int, expected: int, round_no: int) -> Sequence[int]:
         """Return the ``expected`` words that rank ``source`` sends."""
         _, words = self.exchange_parcels({}, (source,), 0, round_no)[source]
+        return self.checked_words(source, words, expected)
+
+    def checked_words(self, source: int, words: Sequence[int], expected: int) -> Sequence[int]:
+        """Return the words of rank ``source``; raise if it has not sent as many as ``expected``."""
         if len(words) != expected:
             raise self.broken(source, f"{len(words)} numbers instead of {expected}")
         return words

@@ -53,10 +53,14 @@ class Costs:
     add: float = 0.0
     call: float = 0.0
 
+    def are_less_than_a_trip(self, entries: int) -> bool:
+        """Return whether sending ``entries`` entries, of 12 bytes with their keys, takes less time than a trip."""
+        return 12 * entries * self.link.beta < self.link.alpha
+
     def at_once(self, P: int, num_nodes: int) -> bool:
         """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.
 
-        Both ways send the same bytes, except for headers. The decision compares P - 2 gaps with all trips but one.
+        Both ways send the same bytes, except for headers: P - 2 gaps are compared with all trips but one.
         """
         link = self.link if num_nodes > 1 or self.node is None else self.node
         header = HEADER_BYTES * link.beta

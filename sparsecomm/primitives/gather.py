@@ -1,9 +1,7 @@
-"""Gathers and broadcasts that several algorithms share, with their predicted times.
+"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, from ``round_no`` on.
 
 If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward what they have received,
 in log2 P steps. `Costs.at_once` decides, with the same result on all ranks.
-
-Each function uses the round numbers from ``round_no`` on; `ROUNDS` are enough for any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,20 +27,15 @@ def gather(
     """
     gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
     senders = None if ranges is None else len(ranges)
-    return [
-        vector
-        for vectors, _ in gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
-        for vector in vectors
-    ]
+    parcels = gathered(comm, ((own,), ()), 1, round_no, own.nnz, senders, ranges=ranges)
+    return [vector for vectors, _ in parcels for vector in vectors]
 
 
 def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
     """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
     gathered = exchange_with_all if comm.reaches_all_at_once else _bruck
-    found = [list(theirs) for _, theirs in gathered(comm, ((), words), 0, round_no)]
-    for rank, theirs in enumerate(found):
-        _check_count(comm, rank, theirs, len(words))
-    return found
+    parcels = gathered(comm, ((), words), 0, round_no)
+    return [list(comm.checked_words(rank, theirs, len(words))) for rank, (_, theirs) in enumerate(parcels)]
 
 
 def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
@@ -53,8 +46,7 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
     rank, size = comm.rank, comm.size
     if comm.reaches_all_at_once:
         (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
-        _check_count(comm, 0, found, len(words))
-        return list(found)
+        return list(comm.checked_words(0, found, len(words)))
     for step in range(log2_ceil(size)):
         distance = 1 << step
         if rank < distance and rank + distance < size:
@@ -62,11 +54,6 @@ def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list
         elif distance <= rank < 2 * distance:
             words = list(comm.receive_words(rank - distance, len(words), round_no + step))
     return words
-
-
-def _check_count(comm: Communicator, source: int, words: Sequence[int], expected: int) -> None:
-    if len(words) != expected:
-        raise comm.broken(source, f"{len(words)} numbers instead of {expected}")
 
 
 def exchange_with_all(
@@ -107,8 +94,7 @@ def _bruck(
 ) -> list[Parcel]:
     """Return what `exchange_with_all` does, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
-    All parcels must have the same numbers of vectors and words. ceil(log2 P) messages; every rank receives each parcel
-    of another rank once.
+    All parcels must have the same numbers of vectors and words.
 
         rank       0      1      2      3      4      5      6
         at first   0      1      2      3      4      5      6
@@ -141,7 +127,7 @@ def _bruck(
             count * len(expected),
             ranges_of=ranges_of,
         )[src]
-        _check_count(comm, src, words, num_words * len(expected))
+        comm.checked_words(src, words, num_words * len(expected))
         for i, sender in enumerate(expected):
             held[sender] = (
                 vectors[i * num_vectors : (i + 1) * num_vectors],

@@ -30,7 +30,6 @@ __all__ = [
     "AGE_SHIFT",
     "Dropped",
     "check_keys",
-    "check_words",
     "checksum_of",
     "mark",
     "mark_of",
@@ -56,7 +55,7 @@ class Ranges(NamedTuple):
         made: number of the call from whose samples they are.
         checksum: of ``boundaries``.
         crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
-        following: boundaries for the next call if these are not balanced; ``None``: keep these.
+        following: boundaries for the next call; ``None``: keep these.
     """
 
     boundaries: list[int]
@@ -67,7 +66,7 @@ class Ranges(NamedTuple):
 
 
 class Dropped(list[SparseVector]):
-    """Rounding errors of entries that may have to be sent again differently."""
+    """Rounding errors of a trip that may have to be repeated."""
 
     drop = list[SparseVector].append
 
@@ -86,7 +85,7 @@ def scatter(
         The entries of all ranks in this rank's range, ordered by rank; and for each rank the key of its entry
         ``number`` in the order of selection, or 0.
     """
-    nothing, owners = comm.backend.empty_like(own), num_owners(comm.size, k)
+    nothing, owners = own.part(0, 0), num_owners(comm.size, k)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     ranges: Ranges | None = comm.cache.get("ranges")
     if ranges is not None and ranges.following is not None:
@@ -115,15 +114,14 @@ def scatter(
         received = [found[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(received)}
         if marks == {0}:
-            check_words(comm, received, 1 + len(samples))
-            boundaries = _balanced([words[1:] for _, words in received], own.size, comm.size, owners)
+            sampled = [comm.checked_words(rank, words, 1 + len(samples)) for rank, (_, words) in enumerate(received)]
+            boundaries = _balanced([words[1:] for words in sampled], own.size, comm.size, owners)
             ranges = Ranges(boundaries, comm.number, checksum_of(boundaries))
             continue
         if ranges is None or len(marks) > 1:
             ranges = None
             continue
-        check_words(comm, received, len(words))
-        levels = [level for _, (_, level, *_) in received]
+        levels = [comm.checked_words(rank, theirs, len(words))[1] for rank, (_, theirs) in enumerate(received)]
         check_keys(comm, levels.index(max(levels)), levels, own)
         if samples:
             following = _balanced([words[2:] for _, words in received], own.size, comm.size, owners)
@@ -164,31 +162,23 @@ def _ranges_if_equal(own: Range, mark: int, source: int, words: Sequence[int]) -
 
 
 def _pieces(comm: Communicator, own: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-    """Return this rank's entries in each range."""
     return [own.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(own, boundaries))]
 
 
 def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
-    """Return the number of this rank's entries, and evenly spaced samples of their indices.
-
-    Ranks begin at different entries, so that samples of equal entries differ.
-    """
+    """Return the number of this rank's entries, and evenly spaced samples of their indices, other ones on each rank."""
     nnz, number = own.nnz, min(_MAX_SAMPLES, max(4, k // (16 * comm.size)))
     chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
     return [nnz, *(comm.backend.indices_at(own, chosen) if nnz else [0] * number)]
 
 
 def _equal_lengths(n: int, size: int, owners: int, number: int) -> Ranges:
-    """Return ranges of equal length, made in call ``number``."""
     boundaries = [n * owner // owners for owner in range(owners)] + [n] * (size + 1 - owners)
     return Ranges(boundaries, number, checksum_of(boundaries))
 
 
 def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
-    """Return the boundaries of ranges that hold about equally many entries of all ranks.
-
-    ``samples``: the `_samples` of each rank. Each index stands for the entries between two samples.
-    """
+    """Return the boundaries of ranges with about equally many entries of all ranks; ``samples``: of each rank."""
     weighted = sorted((index, weight) for weight, *indices in samples for index in indices)
     total, before, boundaries = sum(weight for _, weight in weighted), 0, [0]
     for index, weight in weighted:
@@ -216,13 +206,6 @@ def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
     if not words:
         raise comm.broken(rank, "no numbers")
     return words[0]
-
-
-def check_words(comm: Communicator, parcels: Sequence[Parcel], expected: int) -> None:
-    """Raise unless each rank has sent ``expected`` words."""
-    for rank, (_, words) in enumerate(parcels):
-        if len(words) != expected:
-            raise comm.broken(rank, f"{len(words)} numbers instead of {expected}")
 
 
 def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:

@@ -1,7 +1,6 @@
-"""Refuse a processor that lacks what the compiled modules may use, before one of them ends the process by SIGILL.
+"""Refuses a processor that lacks what the compiled modules may use, before one of them ends the process by SIGILL.
 
-`sparsecomm` imports this module first. The wheels for x86-64 are compiled for x86-64-v2; more than that the kernels use
-only where they find it. What is built from source is compiled for whatever the compiler was told.
+`sparsecomm` imports this module first. The wheels for x86-64 are compiled for x86-64-v2.
 """
 
 from __future__ import annotations

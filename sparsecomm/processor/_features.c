@@ -1,8 +1,7 @@
-/* What this build was compiled for, against what the processor has.
+/* Compares what this build was compiled for with what the processor has.
 
-The file is compiled with the flags of all others, so that the compiler's own macros tell what these may use. Nothing
-here may use any of it: the code must run on a processor that lacks it. It asks the processor itself, because
-/proc/cpuinfo is not everywhere to be had, and is the host's inside an emulator. */
+The file is compiled with the flags of all others, and must run on a processor that lacks what they may use. It asks the
+processor itself, because /proc/cpuinfo may be missing, and is the host's inside an emulator. */
 #include <Python.h>
 
 #if defined(__x86_64__)
@@ -14,8 +13,7 @@ typedef struct {
     unsigned bit; /* of ECX of CPUID's leaf 1 */
 } Feature;
 
-/* What may be compiled for x86-64-v2 and is not in every x86-64. CMPXCHG16B and LAHF belong to that level, too, but no
-compiler uses them unasked, and some virtual machines hide them. */
+/* Features of x86-64-v2 that compilers use unasked. Not CMPXCHG16B and LAHF, which some virtual machines hide. */
 static const Feature compiled_for[] = {
 #if defined(__x86_64__) && defined(__SSE3__)
     {"SSE3", 1u << 0},

@@ -13,7 +13,7 @@ from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
-from sparsecomm.calls.options import Options
+from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket, TensorSpec, layout, on_streams

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import FAULTS, check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
-from sparsecomm.calls.options import Options
-from sparsecomm.calls.queue import Task
+from sparsecomm.calls.handle import Task
+from sparsecomm.calls.plan import Options
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import Add, NamedTensors, TensorSpec, specs_of

@@ -15,19 +15,12 @@ DTypeName: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element dtype.
-
-    Attributes:
-        name: its name.
-        code: its number in C++ kernels and in messages.
-        itemsize: bytes of an element.
-        view: the NumPy dtype for viewing its memory.
-    """
+    """An element dtype."""
 
     name: str
-    code: int
+    code: int  # in C++ kernels and in messages
     itemsize: int
-    view: str
+    view: str  # the NumPy dtype for viewing its memory
 
     @property
     def accumulator(self) -> np.dtype:

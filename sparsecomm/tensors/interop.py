@@ -1,7 +1,6 @@
-"""Importing tensors of other libraries: `tensor` returns a pointer with its metadata.
+"""Importing tensors of other libraries without a copy: `tensor` returns a pointer with its metadata.
 
-Nothing is copied, and no framework is imported: NumPy arrays are read directly, all others through ``__dlpack__``.
-Unusable arguments are refused here, by name, before anything else happens.
+NumPy arrays are read directly, all others through ``__dlpack__``. `InvalidInputError` names an unusable argument.
 """
 
 from __future__ import annotations
@@ -19,22 +18,6 @@ from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 
-__all__ = [
-    "CPU",
-    "Device",
-    "Tensor",
-    "as_numpy",
-    "as_out",
-    "as_residual",
-    "check_like",
-    "content",
-    "is_tensor",
-    "named",
-    "overlap",
-    "refuse_masked",
-    "tensor",
-]
-
 
 class Device(NamedTuple):
     """A device: ``kind`` is "cpu" or "cuda", ``index`` the number of the GPU."""
@@ -50,13 +33,11 @@ CPU = Device("cpu")
 Tensor = _dlpack.Tensor
 overlap = _dlpack.overlap
 
-
 _ANY_FLOAT = "float16, bfloat16, float32 or float64"
 _EXPECTED = f"expected an array of {_ANY_FLOAT} with __dlpack__ (NumPy, PyTorch, JAX, CuPy, ...)"
 _WRITABLE = "expected writable memory"
 
 # DLPack's codes: DLDataTypeCode and bits, DLDeviceType.
-_DTYPE_OF_NUMPY: dict[np.dtype[Any], DType] = {}  # grows on use
 _DTYPES = {(2, 16): FLOAT16, (4, 16): BFLOAT16, (2, 32): FLOAT32, (2, 64): FLOAT64}
 _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}  # 3: pinned host memory; 13: managed memory
 _OTHER_DEVICES = {4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 11: "ROCm host", 14: "oneAPI", 15: "WebGPU"}
@@ -74,9 +55,6 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         writable: the caller will write to the memory.
         stream: CUDA stream on which the memory will be used, as numbered by DLPack; ``None``: the current stream of the
             tensor's library.
-
-    Raises:
-        InvalidInputError: the array cannot be used; the text says why and what to do.
     """
     if (plain := _dlpack.plain(obj, writable, CPU)) is not None:
         return plain
@@ -85,7 +63,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
     if not hasattr(obj, "__dlpack__"):
         advice = "convert it first, for example with np.asarray(x, dtype=np.float32)"
         _refuse(name, f"got {_kind(obj)}; {_EXPECTED}; {advice}")
-    if _is_traced(obj):
+    if (jax := sys.modules.get("jax")) is not None and isinstance(obj, jax.core.Tracer):
         advice = "inside jax.jit and jax.lax loops call sparsecomm.jax.sparse_allreduce, allreduce_tree or sparsify"
         _refuse(name, f"got a JAX tracer, which has no values yet; expected an array; {advice}")
     immutable = _is_jax(obj)
@@ -113,19 +91,15 @@ def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
     if not dtype.isnative:
         seen, advice = f"byte-swapped {dtype.newbyteorder('=').name}", "pass x.astype(x.dtype.newbyteorder('='))"
         _refuse(name, f"got {seen}; expected this machine's byte order; {advice}")
-    found = _DTYPE_OF_NUMPY.get(dtype)
-    if found is None:
-        found = DTYPES.get(dtype.name)  # takes long: builds the name
-        if found is None:
-            _refuse_dtype(name, dtype.name)
-        _DTYPE_OF_NUMPY[dtype] = found
-    flags, pointer = array.flags, _dlpack.address(array)
-    t = Tensor(pointer, array.size, array.shape, found, CPU, not flags.writeable, array)
+    if (found := DTYPES.get(dtype.name)) is None:
+        _refuse_dtype(name, dtype.name)
+    flags = array.flags
+    t = Tensor(_dlpack.address(array), array.size, array.shape, found, CPU, not flags.writeable, array)
     return _usable(t, name, flags.c_contiguous, writable and t.readonly)
 
 
 def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
-    """Export memory by DLPack 1.x, or by the old protocol if the exporter does not know the new one."""
+    """Export memory by DLPack 1.x, or by the old protocol."""
     arguments = {} if stream is None else {"stream": stream}
     try:
         try:
@@ -163,10 +137,8 @@ def _checked(obj: object, t: _dlpack.Import, name: str, writable: bool, immutabl
 def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
     """Return ``t`` after checking that kernels can use it."""
     if not contiguous:
-        advice = "pass x.contiguous() or np.ascontiguousarray(x)"
-        _refuse(
-            name, f"got an array of shape {t.shape} that is not contiguous; expected C order without gaps; {advice}"
-        )
+        seen, advice = f"got an array of shape {t.shape}", "pass x.contiguous() or np.ascontiguousarray(x)"
+        _refuse(name, f"{seen} that is not contiguous; expected C order without gaps; {advice}")
     if unwritable:
         _refuse(name, f"got a read-only array; {_WRITABLE}; {_own_memory(name)}")
     size = t.dtype.itemsize
@@ -177,10 +149,8 @@ def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
 
 
 def _dtype_name(obj: object, t: _dlpack.Import) -> str:
-    """Return the name of a tensor's dtype, supported or not, as its library prints it."""
-    if (dtype := getattr(obj, "dtype", None)) is not None:
-        return f"{dtype}".removeprefix("torch.")
-    return f"DLPack dtype code {t.code} with {t.bits} bits"
+    dtype = getattr(obj, "dtype", None)
+    return f"DLPack dtype code {t.code} with {t.bits} bits" if dtype is None else f"{dtype}".removeprefix("torch.")
 
 
 def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
@@ -221,7 +191,7 @@ def as_numpy(t: Tensor) -> Array:
     """Return a flat NumPy view of a CPU tensor (bfloat16 as uint16), read-only if the tensor is."""
     if t.device.kind != "cpu":
         raise ValueError(f"tensor is on {t.device}; expected host memory")
-    return _dlpack.view(t.pointer, t.size, _VIEWS[t.dtype.code], t.readonly, t.owner)
+    return _dlpack.view(t.pointer, t.size, np.dtype(t.dtype.view), t.readonly, t.owner)
 
 
 def is_tensor(obj: object) -> bool:
@@ -230,11 +200,7 @@ def is_tensor(obj: object) -> bool:
 
 
 def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
-    """Return pairs of names and tensors from a mapping or an iterable of pairs, without checking the tensors.
-
-    Raises:
-        InvalidInputError: ``tensors`` is neither.
-    """
+    """Return pairs of names and tensors from a mapping or an iterable of pairs, without checking the tensors."""
     seen = f"got {type(tensors).__name__}"
     found = []
     try:
@@ -260,13 +226,8 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
 def content(obj: Any, name: str) -> tuple[str, Array]:
     """Return a tensor's dtype and shape as text, and the bytes of its elements in host memory.
 
-    Args:
-        obj: of any dtype. PyTorch, CuPy and JAX copy tensors that are not contiguous or on a device; otherwise the
-            bytes are a view.
-        name: the argument's name, for errors.
-
-    Raises:
-        InvalidInputError: the tensor is on a device or not contiguous, and of another library.
+    The dtype may be any. The bytes are a view, except that PyTorch, CuPy and JAX copy tensors that are not contiguous
+    or on a device; tensors of other libraries may not be.
     """
     # PyTorch tensors: of a DTensor take this rank's shard, and resolve a pending conjugate or negation.
     for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
@@ -285,9 +246,6 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     return f"{_dtype_name(obj, t)} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
 
 
-_VIEWS = tuple(np.dtype(d.view) for d in sorted(DTYPES.values(), key=lambda d: d.code))
-
-
 def _current_stream(obj: Any) -> int | None:
     """Return the current stream of a CUDA tensor's library, else CuPy's; None for host memory."""
     try:
@@ -300,10 +258,7 @@ def _current_stream(obj: Any) -> int | None:
     if torch is not None and isinstance(obj, torch.Tensor):
         return torch.cuda.current_stream(index).cuda_stream or 1
     if cupy is not None:
-        with (
-            suppress(cupy.cuda.runtime.CUDARuntimeError),
-            cupy.cuda.Device(index),
-        ):  # without a driver, a later error says so
+        with suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(index):  # without a driver: see the export
             return cupy.cuda.get_current_stream().ptr or 1
     return 1
 
@@ -311,11 +266,6 @@ def _current_stream(obj: Any) -> int | None:
 def _is_jax(obj: object) -> bool:
     # JAX exports unversioned capsules, which cannot mark its arrays as immutable.
     return type(obj).__module__.startswith(("jax.", "jaxlib."))
-
-
-def _is_traced(obj: object) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(obj, jax.core.Tracer)
 
 
 def _kind(obj: object) -> str:
@@ -333,7 +283,6 @@ def _refuse_dtype(name: str, seen: str) -> NoReturn:
 
 
 def _own_memory(name: str) -> str:
-    """Return advice on how to get writable memory for an argument."""
     if name == "residual":  # a copy of the gradient would count it twice
         return "start with separate zeros, np.zeros_like(x), and pass the same array in every step"
     if name == "out":

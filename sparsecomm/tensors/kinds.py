@@ -9,25 +9,15 @@ __all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT2", "INT4", "INT8", "KINDS", "SIG
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of values in messages.
-
-    Attributes:
-        name: its name.
-        code: its number in ``Kind`` of kernels/cpu/kernels.hpp.
-        codec: the struct in kernels/cuda/packed.cu that converts its values.
-        itemsize: bytes of a value; 0: those of the accumulator dtype, which is not converted.
-        planes: number of bit planes of a value, each of which has a 64-bit word per block; 0 if values are bytes.
-        block: number of consecutive values that share bytes; 0 if none do.
-        shared: bytes that the values of a block share.
-    """
+    """A kind of values in messages. Some share bytes or bit planes by blocks of consecutive values."""
 
     name: str
-    code: int
-    codec: str
-    itemsize: int = 0
-    planes: int = 0
-    block: int = 0
-    shared: int = 0
+    code: int  # its number in ``Kind`` of kernels/cpu/kernels.hpp
+    codec: str  # the struct in kernels/cuda/packed.cu that converts its values
+    itemsize: int = 0  # bytes of a value; 0: those of the accumulator dtype, which is not converted
+    planes: int = 0  # bit planes of a value, with a 64-bit word per block each; 0: values are bytes
+    block: int = 0  # number of values of a block; 0: there are no blocks
+    shared: int = 0  # bytes that the values of a block share
 
     def nbytes(self, count: int, accumulator_itemsize: int) -> int:
         """Return the bytes of ``count`` values, without padding."""

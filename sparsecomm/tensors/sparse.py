@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["INT64_SIZE", "Array", "DenseSum", "SparseVector", "index_dtype"]
 
-
 _new = object.__new__
 INT64_SIZE = 2**31  # vectors with at least this many elements have int64 indices
 
@@ -37,9 +36,8 @@ class SparseVector:
         size: number of elements of the dense vector.
         shape: shape of the dense tensor; ``(size,)`` unless it was made from a tensor of another shape.
 
-    ``indices`` and ``values`` are NumPy arrays, or CuPy arrays for CUDA tensors, whatever the library of the gradient.
-    `to_torch` returns a sparse tensor of PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Other libraries
-    import the arrays by DLPack: ``jnp.from_dlpack(values)``.
+    ``indices`` and ``values`` are NumPy arrays, or CuPy arrays for CUDA tensors. `to_torch` returns a sparse tensor of
+    PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Others import the arrays: ``jnp.from_dlpack(values)``.
     """
 
     __slots__ = ("indices", "shape", "size", "values")
@@ -62,9 +60,10 @@ class SparseVector:
             index, value = np.asarray(indices), np.asarray(values)
             lengths = (size,) if shape is None else tuple(shape)
         except FAULTS as error:
+            kinds = f"indices of type {type(indices).__name__}, values of type {type(values).__name__}"
             raise InvalidInputError(
-                f"SparseVector: got indices of type {type(indices).__name__}, values of type {type(values).__name__} "
-                f"and shape={quote(shape)}; expected arrays, and a tuple of ints as shape ({type(error).__name__})"
+                f"SparseVector: got {kinds} and shape={quote(shape)}; expected arrays, and a tuple of ints as shape "
+                f"({type(error).__name__})"
             ) from error
         elements = to_int(size)
         of_shape = tuple(found for length in lengths if (found := to_int(length)) is not None)
@@ -74,10 +73,8 @@ class SparseVector:
                 "and a shape with that number of elements"
             )
         if index.ndim != 1 or index.shape != value.shape:
-            raise InvalidInputError(
-                f"SparseVector: got {index.shape} indices and {value.shape} values; expected two flat arrays of one "
-                "length"
-            )
+            seen = f"got {index.shape} indices and {value.shape} values"
+            raise InvalidInputError(f"SparseVector: {seen}; expected two flat arrays of one length")
         if index.size and index.dtype.kind not in "iu":
             raise InvalidInputError(f"SparseVector: got indices of dtype {index.dtype}; expected integers")
         if value.dtype.kind not in "fiu" and value.dtype.name != "bfloat16":
@@ -95,10 +92,8 @@ class SparseVector:
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:
         """Make a vector from valid arrays of a kernel or a decoder, without checks or copies."""
         vector: SparseVector = _new(cls)
-        vector.indices = indices
-        vector.values = values
-        vector.size = size
-        vector.shape = shape
+        vector.indices, vector.values = indices, values
+        vector.size, vector.shape = size, shape
         return vector
 
     @property
@@ -146,8 +141,8 @@ class SparseVector:
                 float dtypes; 16-bit dtypes are rounded to nearest even.
 
         Raises:
-            InvalidInputError: ``out`` cannot be used. In host memory, also if the arrays of this vector were modified
-                and an index is not in [0, size). On a CUDA device, such an entry is omitted.
+            InvalidInputError: ``out`` cannot be used; or this vector was modified, and an index is not in [0, size). On
+                a CUDA device, such an entry is omitted.
         """
         from sparsecomm import backends  # imported here, because backends import this module
 
@@ -155,24 +150,17 @@ class SparseVector:
             out = np.empty_like(self._like, shape=self.shape)  # dispatches to CuPy
         target = interop.tensor(out, "out", writable=True)
         if target.size != self.size:
-            raise InvalidInputError(
-                f"out: got {target.size} elements; expected {self.size}; allocate it with that size"
-            )
+            raise InvalidInputError(f"out: got {target.size} elements; expected {self.size}, the size of this vector")
         if (target.dtype.itemsize == 8) != (self._accumulator.itemsize == 8):
-            raise InvalidInputError(
-                f"out: got {target.dtype}; expected a dtype whose accumulator dtype is {self._accumulator}; "
-                "allocate it with that dtype"
-            )
+            expected = f"expected a dtype whose accumulator dtype is {self._accumulator}"
+            raise InvalidInputError(f"out: got {target.dtype}; {expected}; allocate it with that dtype")
         backend = backends.of(target.device)
         with backend.on_stream(target):
             backend.densify(target, self)
         return out
 
     def to_torch(self) -> torch.Tensor:
-        """Return a coalesced sparse COO tensor of PyTorch with the same shape and device.
-
-        It shares the memory of ``values``. PyTorch must be installed.
-        """
+        """Return a coalesced sparse COO tensor of PyTorch that shares the memory of ``values``."""
         import torch
         from torch.utils.dlpack import from_dlpack
 
@@ -185,15 +173,12 @@ class SparseVector:
 
 
 class DenseSum(SparseVector):
-    """A `SparseVector` stored as a dense array, whose entries are found on first access.
-
-    Callers often use only ``out``, and finding up to ``size`` entries takes longer than the sum.
-    """
+    """A `SparseVector` stored as a dense array. Its entries are found on first access, which takes long."""
 
     __slots__ = ("_entries", "_find", "dense")
 
     def __init__(self, dense: Array, shape: tuple[int, ...], find: Callable[[Array], tuple[Array, Array]]) -> None:
-        """Store ``dense``, a flat array; ``find`` returns the indices and values of nonzero elements."""
+        """Store a flat array; ``find`` returns the indices and values of its nonzero elements."""
         self.dense = dense
         self.size, self.shape = int(dense.shape[0]), shape
         self._find = find

@@ -7,38 +7,31 @@
 - For SGD in your own loop: `DistributedOptimizer`.
 - Over slow links, with an exchange after many local steps only: `DiLoCo`.
 - For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``. The dense sum is in ``out``.
-  The returned entries are arrays; ``.to_torch()`` makes a sparse tensor of them.
 - Programs started by ``torchrun`` need no MPI: `ProcessGroupTransport` uses the process group. Call
   `torch.distributed.init_process_group` before the first call.
 
 **Means.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of the entries that were sent.
-Residuals store the rest, by parameter. ``zero_grad`` does not change them. Clipping ``p.grad`` after ``backward()``
-clips the mean; pass ``clip=`` to clip the gradients that accumulate.
+Residuals store the rest, by parameter. Clipping ``p.grad`` after ``backward()`` clips the mean; pass ``clip=`` to clip
+the gradients that accumulate.
 
 **No gradient means no step.** A parameter that is frozen, or that no rank used, does not change, as in PyTorch. Its
 residual is kept until it trains again, or until ``discard()`` drops it. If only some ranks used a parameter, the other
-ranks contribute zeros.
+ranks contribute zeros, and all get the mean.
 
-**Gradients that you throw away** by ``zero_grad()`` (GANs, skipped batches) enter the residuals. Run such passes under
-``no_sync()``, or call ``discard()``.
+**Gradients that you throw away** by ``zero_grad()`` (GANs, skipped batches) enter the residuals and are applied later.
+Run such passes under ``no_sync()``, or call ``discard()``.
 
-**The same weights** on all ranks are required. The first step checks them (`sparsecomm.check_weights`); with
-``check_weights_every`` later steps do, too.
+**The same weights** on all ranks are required: see `broadcast_parameters`. The first step checks them
+(`sparsecomm.check_weights`); with ``check_weights_every`` later steps do, too.
 
 **Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step. The
 finite gradients of that step stay in the residuals, which follow the loss scale.
 
-**FSDP2** is supported if it replicates: `register_fsdp` sums each shard across the ranks that hold the same one. Plain
-FSDP is refused, because each rank holds another part of the gradient. **DTensors** of FSDP2 or tensor parallelism work
-with `DistributedOptimizer` by their local shards, if ``comm`` is a process group of ranks that hold the same shards.
+**DTensors** of FSDP2 or tensor parallelism are exchanged by their local shards. ``comm`` must be a process group of
+ranks that hold the same shards. Plain FSDP is refused, because each rank holds another part of the gradient.
 
 **Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused. Dense ones cost nothing here, since only their
 largest entries are sent.
-
-**The end.** ``optimizer.remove()``, or deleting a `DistributedOptimizer`, ends its exchange; do so on all ranks.
-
-**Reentrant activation checkpointing** (``use_reentrant=True``) ends backward passes within backward passes: use
-``use_reentrant=False`` with `DistributedOptimizer`.
 """
 
 try:
@@ -49,12 +42,11 @@ except ImportError as error:
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
 from sparsecomm.torch.adamw import SparseAdamW
-from sparsecomm.torch.broadcast import broadcast_parameters
 from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
-from sparsecomm.torch.fsdp import ShardedState, register_fsdp
-from sparsecomm.torch.hook import SparseState, keep_local, register, sparse_hook
+from sparsecomm.torch.hook import ShardedState, SparseState, keep_local, register, register_fsdp, sparse_hook
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
+from sparsecomm.torch.parameters import broadcast_parameters
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [

@@ -1,35 +1,41 @@
-"""`SparseAdamW` for PyTorch."""
+"""`SparseAdamW` for PyTorch. It converts tensors; `LazyAdamW` makes the steps."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 
+from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import to_bool, with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.optimizers.rule import DENSITY
+from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
+from sparsecomm.optimizers.rule import DENSITY, AdamWRule
+from sparsecomm.reducer import Rebuilt, Step
+from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import OnStep, Schedule
-from sparsecomm.states.schema import State
+from sparsecomm.signals import deferred
+from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
-from sparsecomm.torch.adamw_exchange import AdamWExchange, rule_of
-from sparsecomm.torch.exchange import Exchange
+from sparsecomm.tensors.arrays import Array, from_host
+from sparsecomm.torch.exchange import Exchange, is_void
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
-from sparsecomm.torch.parameters import NamedParameters
-from sparsecomm.torch.trial_steps import is_void
-from sparsecomm.transport import Comm
+from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
+from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Unpack
 
 __all__ = ["SparseAdamW"]
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
+FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state, beside "step"
+UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 
 class AdamWOptions(TypedDict, total=False):
@@ -53,26 +59,16 @@ class SparseAdamW(SparseOptimizer):
 
     Use the learning rate and betas that you use with dense gradients: docs/reports/adamw.md compares both. By default a
     step updates about 9 % of the weights, each by as many steps of AdamW as it has waited. At ``density=1.0`` this is
-    `torch.optim.AdamW` with dense, exact sums.
-
-    Weights and moments must be the same on all ranks: call `broadcast_parameters` at the beginning. The first step
-    checks this. ``p.grad`` stays the gradient of this rank. Use the model itself, not `DistributedDataParallel`, which
-    would sum gradients a second time (or call `keep_local` on it).
+    `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank. Use the model itself, not
+    `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local` on it).
 
     By default `step` exchanges gradients. So you may accumulate gradients over several backward passes, clip them (each
     rank by its own norm), and use a `torch.amp.GradScaler` as usual: a rank whose gradients have overflowed contributes
-    nothing to that step, and only its own scaler lowers its scale. With ``overlap`` the exchange runs during the
-    backward pass; accumulate gradients under `no_sync`, and use no scaler.
-
-    A parameter for which no rank has a gradient does not change, as in PyTorch. Its residual is kept until it has a
-    gradient again, or until `discard`.
-
-    DTensors, as FSDP2 makes them, are exchanged by shards: pass as ``comm`` a process group of ranks that hold the same
-    shards.
+    nothing to that step, and only its own scaler lowers its scale.
 
     The state of a parameter is that of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``:
-    for each weight the step of its last update, int32. A residual is kept beside it. To load a state of
-    `torch.optim.AdamW`, call ``residuals_apart()`` before ``load_state_dict()``.
+    for each weight the step of its last update, int32. To load a state of `torch.optim.AdamW`, call
+    ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
         named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and
@@ -83,7 +79,8 @@ class SparseAdamW(SparseOptimizer):
         density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
-        overlap: exchange during backward passes, by hooks. You cannot change gradients after ``backward()`` then.
+        overlap: exchange during backward passes, by hooks. Then do not change gradients after ``backward()``,
+            accumulate them under `no_sync`, and use no scaler.
         check_weights_every: as in `SparseState`; moments are compared as well.
 
     Raises:
@@ -170,7 +167,7 @@ class SparseAdamW(SparseOptimizer):
         return loss
 
     def _load_own(self, state_dict: State) -> None:
-        """Load groups, and moments in their own dtype: torch would convert them to the dtype of the weights."""
+        """Load groups, and moments in their own dtype: PyTorch would convert them to the dtype of the weights."""
         saved, groups = state_dict["state"], copy.deepcopy(state_dict["param_groups"])
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})
         pairs = zip(self.param_groups, groups, strict=True)
@@ -191,3 +188,213 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
         groups.append({**group, "params": [parameter for _, parameter in pairs]})
         named += pairs
     return groups, named
+
+
+def rule_of(group: Mapping[str, Any]) -> AdamWRule:
+    """Return the checked settings of a group."""
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise InvalidInputError(f"{name}={group[name]!r} is not supported by SparseAdamW; leave it out")
+    rate = group["lr"]
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+        rate = rate.item()
+    return AdamWRule.of(rate, group["betas"], group["eps"], group["weight_decay"], group.get("maximize", False))
+
+
+@deferred
+class AdamWExchange(Exchange):
+    """The exchange of the parameters of a `SparseAdamW`. The moments are the state of the optimizer."""
+
+    always_skips_nonfinite = True
+
+    def __init__(self, optimizer: SparseAdamW, named: NamedParameters, density: Schedule, **options: Any) -> None:
+        super().__init__(named, density, dense_below=OPTIONS["dense_below"], **options)
+        self._optimizer = weakref.ref(optimizer)
+        self._adamw: LazyAdamW | None = None
+        self._weights: dict[str, torch.Tensor] | None = None  # contiguous, while a step changes them
+        self._replicated = self.with_frozen(self.named)
+
+    @property
+    def adamw(self) -> LazyAdamW:
+        if self._adamw is None:
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._zeros)
+        return self._adamw
+
+    def _contiguous(self) -> dict[str, torch.Tensor]:
+        return {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
+
+    @property
+    def optimizer(self) -> SparseAdamW:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def exchange(self, scale: float = 1.0, *, drop: bool = False) -> None:
+        """Sum all gradients times ``scale``, unless a backward pass has done so. Collective.
+
+        ``drop``: leave out the gradients of this rank.
+        """
+        if self.exchanged:
+            return
+        gradients = {name: None if drop else self._mine(name, self._gradient_of(p)) for name, p in self.named.items()}
+
+        def wait() -> Step:
+            done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, self._rules(), scale)
+            return self._not_begun() if done is None else done
+
+        self.ending_step(wait)
+        if not self.adamw.moments:
+            self.make_empty_state()
+            self._reset(exchanged=True)
+
+    def _not_begun(self) -> Step:
+        return Step(self.reducer.step, self.reducer.density, usable=False)
+
+    def apply(self) -> None:
+        """Update the parameters by the latest exchange, once. After an interrupt, call it again to continue."""
+        last = self.reducer.last
+        if not self.exchanged or last is None:
+            self.exchanged = False
+            return
+        if self._weights is None:
+            self._weights = self._contiguous()
+        self.adamw.update(self._weights, self._rules(), last)
+        for name, parameter in self.named.items():
+            shard = self._local(parameter)
+            if shard.data_ptr() != self._weights[name].data_ptr():
+                shard.copy_(self._weights[name])  # outside the graph
+        self._write_steps()
+        self._weights, self.exchanged = None, False
+
+    def synchronize(self) -> Step:
+        """Exchange gradients, as `SparseAdamW.step` does, or the end of a backward pass with ``overlap``."""
+        self.check_consistent()
+        self.exchange()
+        return self.reducer.last or self._not_begun()
+
+    def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
+        """Push a gradient during a backward pass. Before there are moments, the end of the pass does it."""
+        self.adamw.open(self._replicated, self._rules())
+        if self.adamw.moments:
+            self.adamw.push(name, self._mine(name, gradient), self._rules()[name])
+
+    def _mine(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else self._local_gradient(name, gradient).contiguous()
+
+    @deferred
+    def _ready(self, parameter: torch.Tensor) -> None:
+        last = self.reducer.last if self.used else None
+        if self.exchanged and last is not None and last.usable and self._pass is None and self.exchanging:
+            raise InvalidInputError(
+                "a backward pass has begun before step() applied what the one before it exchanged. Call step() after "
+                "each pass, or use no_sync() for passes that only accumulate gradients"
+            )
+        super()._ready(parameter)
+
+    def _rules(self) -> dict[str, AdamWRule]:
+        rules: dict[str, AdamWRule] = {}
+        for group in self.optimizer.param_groups:
+            rule = rule_of(group)
+            rules |= {name: rule for p in group["params"] if self.named.get(name := self.names[id(p)]) is p}
+        return rules
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def _zeros(self, spec: TensorSpec) -> Moments:
+        """Make the state of a parameter, and return its moments."""
+        parameter = self.named[spec.name]
+        real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+        tensors = [_zeros_like(parameter, dtype) for dtype in (real, real, torch.int32)]
+        self.optimizer.state[parameter] = {"step": _step(0), **dict(zip(FIELDS, tensors, strict=True))}
+        return Moments(*map(_flat, tensors))
+
+    def _write_steps(self) -> None:
+        for name in self.adamw.moments:
+            self.optimizer.state[self.named[name]]["step"] = _step(self.adamw.steps[name])
+
+    def make_empty_state(self) -> bool:
+        """Make a state of zeros if there are no moments, and return whether there are none.
+
+        A saved state may be loaded into it: `torch.distributed.checkpoint` makes a step of zeros at a rate of 0 first.
+        """
+        if not self.adamw.moments and not self.optimizer.state:
+            for spec in self.adamw.specs.values():
+                self._zeros(spec)
+        return not self.adamw.moments
+
+    def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
+        """Replace the optimizer's state by a saved state by parameter, also of `torch.optim.AdamW`.
+
+        Raises:
+            InvalidInputError: it does not fit. The state has changed in part.
+        """
+        if not _has_moments(saved.values()):
+            return
+        if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:
+            raise InvalidInputError(f"state: {lacking[0]} has no moments, and others have; expected all, or none")
+        for name, spec in self.adamw.specs.items():
+            state = saved[self.named[name]]
+            fields = {field: _host(state.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)}
+            step = float(state["step"])
+            found, count = read_moments({**fields, "step": int(step) if step.is_integer() else step}, spec)
+            for ours, theirs in zip(self._zeros(spec), found, strict=True):
+                ours[:] = from_host(theirs, ours)
+            self.optimizer.state[self.named[name]]["step"] = _step(count)
+
+    def adopt(self) -> None:
+        super().adopt()
+        self._weights = None
+        state = self.optimizer.state
+        states = {name: state[p] for name, p in self.named.items() if p in state}
+        if not _has_moments(states.values()):
+            states = {}
+        moments = {name: Moments(*(_flat(its[field]) for field in FIELDS)) for name, its in states.items()}
+        self.adamw.adopt(moments, {name: int(its["step"]) for name, its in states.items()})
+
+    def state_dict(self) -> StateDict:
+        if self._adamw is not None:
+            self._adamw.check_complete()
+        return super().state_dict()
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        rebuilt = super().rebuild(comm, joining=joining)
+        self.adamw.spread(transport_of(comm), rebuilt)
+        self._write_steps()
+        return rebuilt
+
+
+def _has_moments(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether states of parameters have moments. States of zeros, as before the first gradient, have none."""
+    return any(state and (float(state["step"]) or bool(local(state["exp_avg_sq"]).any())) for state in states)
+
+
+def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return contiguous zeros. In host memory NumPy allocates them, because it asks Linux for huge pages."""
+    if parameter.device.type == "cpu" and not is_sharded(parameter):
+        return torch.from_numpy(np.zeros(tuple(parameter.shape), str(dtype).removeprefix("torch.")))
+    return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _step(count: int) -> torch.Tensor:
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+
+
+def _host(tensor: torch.Tensor | None) -> Array | None:
+    """Return a saved tensor, or its shard, as an array in host memory; ``None`` for a missing "last_step"."""
+    if tensor is None:
+        return None
+    host = local(tensor).cpu()
+    return (host.float() if host.is_floating_point() and host.itemsize < 4 else host).numpy()
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    """Return a contiguous tensor, or its shard, as a flat array of NumPy or CuPy without a copy."""
+    flat = local(tensor).view(-1)
+    if flat.device.type == "cpu":
+        return flat.numpy()
+    import cupy
+
+    array: Array = cupy.from_dlpack(flat)
+    return array

@@ -22,16 +22,15 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.shards import is_sharded
+from sparsecomm.torch.parameters import is_sharded
 from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "Stateful", "load", "save"]
 
 
 def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm = None, keep: int = 1) -> None:
-    """Save a checkpoint, one file per rank, like `sparsecomm.save`. Collective.
+    """Save a checkpoint, one file per rank, like `sparsecomm.save`, which documents errors. Collective.
 
-        state = sparsecomm.torch.register(ddp, 0.01)
         objects = {"model": model, "optimizer": optimizer, "sparse": state}
         found = sparsecomm.torch.load(folder, objects)
         for epoch in range(found.step if found else 0, epochs):
@@ -42,9 +41,6 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
         folder, step, comm, keep: see `sparsecomm.save`.
         objects: by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods; `load` returns
             all other values. All types must be ones that ``torch.load(weights_only=True)`` reads.
-
-    Raises:
-        SparseCommError: see `sparsecomm.save`.
     """
     CheckpointFolder(TorchFormat(), folder, comm).save(step, objects, keep)
 
@@ -52,19 +48,13 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 def load(
     folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks can read into all objects that can load it. Collective.
+    """Load the newest checkpoint that all ranks can read into all objects that can load it: see `sparsecomm.load`.
 
     If the world size has changed, residuals are distributed over the new ranks (`sparsecomm.reshard`), and everything
     else comes from the old rank 0. With `DiLoCo`, all ranks then start from the global parameters.
 
-    Args:
-        folder, objects, comm, step: see `sparsecomm.load`.
-
     Returns:
         The checkpoint, with tensors in host memory, or ``None`` if no rank sees a checkpoint.
-
-    Raises:
-        SparseCommError: see `sparsecomm.load`.
     """
     found = CheckpointFolder(TorchFormat(), folder, comm).load(objects, step)
     if found is not None and found.ranks != transport_of(comm).size:
@@ -137,8 +127,7 @@ class Stateful:
     The state of each rank is a tensor of bytes. The world size may change.
 
     Args:
-        obj: an object with ``state_dict`` and ``load_state_dict``: a `SparseState`, an optimizer, a `DiLoCo` or a
-            `Reducer`.
+        obj: a `SparseState`, an optimizer, a `DiLoCo`, a `Reducer`, or another object with such methods.
         checkpoint: the folder or the ``StorageReader`` to load from; ``None`` to save.
         name: a name that differs between the objects of one checkpoint.
         comm: the ranks; ``None``: all ranks.
@@ -150,11 +139,7 @@ class Stateful:
         self._obj, self._name, self._checkpoint, self._comm = obj, name, checkpoint, comm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state as bytes; to load, return empty tensors for the bytes to load.
-
-        Raises:
-            InvalidInputError: the checkpoint has no object of this name.
-        """
+        """Return this rank's state as bytes; to load, return empty tensors for the bytes to load."""
         transport = transport_of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()

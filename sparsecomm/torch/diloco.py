@@ -23,10 +23,9 @@ from sparsecomm.reducer.options import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.optimizer_state import mapped, snapshot
-from sparsecomm.torch.parameters import TrainedParameters, parameters_of
-from sparsecomm.torch.shards import local
-from sparsecomm.torch.trial_steps import is_void, try_step
+from sparsecomm.torch.exchange import is_void
+from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
+from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -45,27 +44,22 @@ class DiLoCo(Adapter):
             loss(model(x), y).backward()                      # no DDP: gradients stay here
             inner.step()                                      # exchanges at the end of a round
 
-    After each round the ranks average their pseudo-gradients, global parameters - local parameters, and
-    ``outer_optimizer`` updates the global parameters, which are the same on all ranks (Douillard et al., 2023). Without
-    an outer optimizer, residuals replace its momentum (SparseLoCo: Sarfi et al., 2025). `sparsecomm.LocalSteps` has the
-    defaults and describes schedules, frozen parameters, errors and NaN; ``inner.step()`` raises its errors.
+    `sparsecomm.LocalSteps` has the defaults, and describes rounds, schedules, frozen parameters, errors and NaN;
+    ``inner.step()`` raises its errors. Parameters that are frozen when DiLoCo is created, and buffers such as running
+    means, do not take part. It exchanges until `remove`, or to the end of a ``with`` block.
 
-    It exchanges until `remove`, or to the end of a ``with`` block. If there are several inner optimizers, pass the one
-    that steps last. `torch.amp.GradScaler` skips steps on single ranks, which makes rounds uneven: train in bfloat16,
-    or with ``by_speed``.
-
-    With FSDP2 or tensor parallelism, each rank exchanges its shards with the ranks of ``comm``, which hold the same
-    shards. Leave the dimension that replicates out of FSDP's mesh, so that only DiLoCo averages over replicas.
-
-    Parameters that are frozen when DiLoCo is created, and buffers such as running means, do not take part.
+    If there are several inner optimizers, pass the one that steps last. `torch.amp.GradScaler` skips steps on single
+    ranks, which makes rounds uneven: train in bfloat16, or with ``by_speed``. With FSDP2 or tensor parallelism, each
+    rank exchanges its shards with the ranks of ``comm``, which hold the same shards. Leave the dimension that
+    replicates out of FSDP's mesh, so that only DiLoCo averages over replicas.
 
     Args:
         model: the same on all ranks: see `broadcast_parameters`. The first local step compares.
         inner_optimizer: an optimizer of the model's parameters. Each of its steps is a local step.
         outer_optimizer: an optimizer over ``model.parameters()``, such as ``torch.optim.SGD(model.parameters(), lr=0.7,
-            momentum=0.9, nesterov=True)``. It must treat elements one by one, as SGD and Adam do. Until `remove`, its
-            groups hold the global parameters, in float32 at least, of DTensors this rank's shards. Schedulers may
-            change the groups. ``None``: global = global - mean.
+            momentum=0.9, nesterov=True)`` (Douillard et al., 2023). It must treat elements one by one, as SGD and Adam
+            do. Until `remove`, its groups hold the global parameters, in float32 at least, of DTensors this rank's
+            shards. ``None``: global = global - mean, and residuals replace momentum (SparseLoCo: Sarfi et al., 2025).
         density: as in `sparsecomm.LocalSteps`; 1.0 is dense DiLoCo with exact means.
         fragments: the number of fragments; or for each a module, or names of parameters.
         comm: the ranks that train together, or hold the same shards; ``None``: all.
@@ -129,11 +123,7 @@ class DiLoCo(Adapter):
         self._core.step(self._views())
 
     def finish(self) -> None:
-        """Wait for the exchanges in flight, and apply them now. Begin none. Collective.
-
-        Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.finish`.
-        """
+        """Wait for the exchanges in flight, and apply them now. Begin none. Collective."""
         self._core.finish(self._views())
 
     def global_parameters(self) -> dict[str, torch.Tensor]:
@@ -162,7 +152,6 @@ class DiLoCo(Adapter):
         self._undo.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -188,9 +177,6 @@ class DiLoCo(Adapter):
 
         Load the model and the inner optimizer, too. After resharding in the middle of a round, load the global
         parameters into the model.
-
-        Raises:
-            InvalidInputError, CollectiveMismatchError: as `sparsecomm.LocalSteps.load_state_dict`.
         """
 
         def prepare(undo: Undo) -> Prepared:
@@ -209,12 +195,7 @@ class DiLoCo(Adapter):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with the ranks of another communicator: see `sparsecomm.LocalSteps.rebuild`. Collective over them.
 
-        Args:
-            comm: the new process group, or what `sparsecomm.shrink` or `sparsecomm.grow` returned.
-            joining: whether this rank is new. Its model is set to the global parameters.
-
-        Raises:
-            SparseCommError: as `sparsecomm.LocalSteps.rebuild`.
+        If this rank is new (``joining``), its model is set to the global parameters.
         """
         self._parameters.check_comm(comm)
         self._parameters.comm = comm
@@ -264,16 +245,7 @@ class TorchOuter:
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
     ) -> None:
-        """Replace the parameters of an optimizer.
-
-        Args:
-            optimizer: over all parameters of ``named``, and possibly others.
-            named: the parameters, by name.
-            views: their memory on this rank.
-
-        Raises:
-            InvalidInputError: it lacks one of the parameters, or another DiLoCo uses it.
-        """
+        """Replace the parameters ``named`` of an optimizer, which may have others. ``views``: their memory here."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if missing := [name for name, parameter in named.items() if id(parameter) not in known]:
             raise InvalidInputError(
@@ -289,12 +261,12 @@ class TorchOuter:
         """Put the model's parameters into the optimizer's groups again."""
         self._exchange(self._theirs)
 
+    # See `sparsecomm.OuterOptimizer` for these methods.
+
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
-        """See `sparsecomm.OuterOptimizer`."""
         self.step_together({name: (parameter, gradient)})
 
     def step_together(self, arrays: Mapping[str, tuple[Array, Array]]) -> None:
-        """See `sparsecomm.OuterOptimizer`: one step of the optimizer."""
         try:
             for name, (parameter, gradient) in arrays.items():
                 own = self._own[name]
@@ -306,12 +278,10 @@ class TorchOuter:
                 self._own[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """See `sparsecomm.OuterOptimizer`. Tensors are in host memory."""
         state: dict[str, Any] = copy.deepcopy(mapped(self._optimizer.state_dict(), torch.Tensor, torch.Tensor.cpu))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `sparsecomm.OuterOptimizer`; also check that the optimizer can step with the state."""
         try:
             self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
             try_step(self._optimizer, self._own.values())
@@ -322,7 +292,6 @@ class TorchOuter:
             ) from error
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the optimizer's current state."""
         return snapshot(self._optimizer)
 
     def _exchange(self, others: Mapping[int, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The exchange of the gradients of named parameters, by hooks during backward passes or by calls."""
+"""`Exchange`: sums the gradients of named parameters by a `Reducer`, from hooks in backward passes or by calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsecomm import transport
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -27,15 +26,14 @@ from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import NamedParameters, TrainedParameters
-from sparsecomm.torch.shards import gradient_of, local
-from sparsecomm.transport import Comm
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local
+from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_zero", "queue_callback"]
+__all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_void", "is_zero", "queue_callback"]
 
 
 def _is_scale(value: object, _: object) -> bool:
@@ -51,8 +49,7 @@ _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDicti
 class Scaler(Protocol):
     """The part of `torch.amp.GradScaler` that is used."""
 
-    def get_scale(self) -> float:
-        """Return the scale of the loss."""
+    def get_scale(self) -> float: ...
 
 
 class ExchangeOptions(ReducerOptions, total=False):
@@ -67,10 +64,11 @@ class ExchangeOptions(ReducerOptions, total=False):
 class Exchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 
-    The reducer lays out its buckets at the first use: frameworks may move parameters to another device before. After
-    `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
+    The reducer lays out its buckets at the first use, because frameworks may move parameters to another device before.
+    After `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
 
     Attributes:
+        names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
         attached: True from `begin` to `remove`.
         exchanging: False within `no_sync`.
         exchanged: gradients are means, and no optimizer step has used them.
@@ -94,20 +92,17 @@ class Exchange(TrainedParameters):
         """Check the arguments.
 
         Args:
-            named: names and parameters; frozen ones are not exchanged. Of DTensors the local shards are summed.
+            named: names and parameters; frozen ones are not exchanged.
             density, options: as in `Reducer`.
-            comm, scaler, check_weights_every: as in `sparsecomm.torch.SparseState`.
+            comm, scaler, check_weights_every: as in `SparseState`.
             passes: number of backward passes whose gradients add up before an exchange.
-
-        Raises:
-            InvalidInputError: an argument is not supported.
         """
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
-        self._names = {id(parameter): name for name, parameter in self.named.items()}
+        self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
         self._scaler = scaler
         self._scale: float | None = None  # loss scale of residuals and velocities
         skips = scaler is not None or self.always_skips_nonfinite
@@ -131,7 +126,7 @@ class Exchange(TrainedParameters):
                     "this SparseState was unpickled and has no parameters yet; call "
                     "state.bind(model.named_parameters())"
                 )
-            tensors = {name: local(parameter).contiguous() for name, parameter in self.named.items()}
+            tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
             self.used = True
         return self._reducer
@@ -139,47 +134,27 @@ class Exchange(TrainedParameters):
     def __repr__(self) -> str:
         return repr(self._reducer)
 
-    @property
-    def names(self) -> Mapping[int, str]:
-        """The names of all parameters, also of frozen ones, by ``id(parameter)``."""
-        return self._names | {id(parameter): name for name, parameter in self._frozen.items()}
+    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a DTensor, or another tensor itself: detached."""
+        return local(tensor) if self._sharded else tensor.detach()
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return gradient_of(parameter) if self._sharded else parameter.grad
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter.
-
-        Raises:
-            InvalidInputError: the parameter is unknown.
-        """
-        found = self._names.get(id(parameter))
+        """Return the name of a parameter, or raise an error if it is unknown."""
+        found = self.names.get(id(parameter))
         if found is None:
             raise InvalidInputError(
                 f"a gradient came for a parameter of shape {tuple(parameter.shape)} that is none of the "
-                f"{len(self._names)} that were named; expected those of model.named_parameters(), of this very model"
+                f"{len(self.names)} that were named; expected those of model.named_parameters(), of this very model"
             )
         return found
-
-    def check_frozen(self) -> None:
-        """Check that parameters that were frozen at the beginning still are; otherwise ranks would drift apart.
-
-        Raises:
-            InvalidInputError: one of them requires a gradient now.
-        """
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise InvalidInputError(
-                    f"{name} was frozen when the optimizer or the model was wrapped, so its gradient is not exchanged, "
-                    "but it requires a gradient now; wrap again after unfreezing (call remove() of the old wrapper), "
-                    "or wrap before you freeze"
-                )
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def begin(self, *, by_hooks: bool = True) -> None:
-        """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does.
-
-        Raises:
-            InvalidInputError: the gradient of a parameter is exchanged already.
-        """
+        """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does."""
         for name, parameter in self.named.items():
             other = _exchanges.get(parameter, lambda: None)()
             if other is not None and other.attached:
@@ -231,7 +206,7 @@ class Exchange(TrainedParameters):
                 "it, as in reentrant activation checkpointing: use use_reentrant=False"
             )
         if self._passed + 1 == self._passes:
-            gradient = gradient_of(parameter)
+            gradient = self._gradient_of(parameter)
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
 
@@ -242,19 +217,24 @@ class Exchange(TrainedParameters):
         else:
             self._pass, self._passed = None, self._passed + 1
 
-    def check_consistent(self) -> None:
-        """Check that no optimizer step was interrupted.
+    # -- a step -------------------------------------------------------------------------------------------------------
 
-        Raises:
-            InvalidInputError: one was.
-        """
+    def check_frozen(self) -> None:
+        """Check that parameters that were frozen at the beginning still are; otherwise ranks would drift apart."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidInputError(
+                    f"{name} was frozen when the optimizer or the model was wrapped, so its gradient is not exchanged, "
+                    "but it requires a gradient now; wrap again after unfreezing (call remove() of the old wrapper), "
+                    "or wrap before you freeze"
+                )
+
+    def check_consistent(self) -> None:
         if self.divided:
             raise InvalidInputError(
                 "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
                 "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
             )
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
         """Push the gradient of a parameter, which the mean will replace: see `Reducer.push`.
@@ -263,13 +243,8 @@ class Exchange(TrainedParameters):
             name: of the parameter.
             gradient: of the parameter's shape, with any strides; a DTensor if the parameter is one.
             absent: this rank has no gradient. The mean replaces ``gradient`` if another rank has one.
-
-        Raises:
-            InvalidInputError: the gradient is a sparse tensor, or was pushed already, or a parameter that was frozen
-                at the beginning requires a gradient now.
-            WeightMismatchError: weights are checked in this step, and differ.
         """
-        target, reducer = self._dense(name, gradient), self.reducer
+        target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
@@ -280,18 +255,14 @@ class Exchange(TrainedParameters):
             self._outs[name] = target, mean
         reducer.push(name, None if absent else mean, mean)
 
-    def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient.
-
-        Raises:
-            InvalidInputError: it is a sparse tensor.
-        """
+    def _local_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a gradient, which must not be a sparse tensor."""
         if gradient.layout is not torch.strided:
             raise InvalidInputError(
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; make the layer with "
                 "sparse=False (zeros cost nothing here)"
             )
-        return local(gradient) if self._sharded else gradient.detach()
+        return self._local(gradient)
 
     def _follow_scale(self) -> None:
         """Convert residuals to the present loss scale."""
@@ -316,7 +287,7 @@ class Exchange(TrainedParameters):
                     self._new[name] = new = torch.empty_like(parameter)
                     self.push(name, new, absent=True)
                 else:
-                    absent = gradient.layout is torch.strided and is_zero(local(gradient))
+                    absent = gradient.layout is torch.strided and is_zero(self._local(gradient))
                     self.push(name, gradient, absent=absent)
         return self.wait()
 
@@ -324,29 +295,22 @@ class Exchange(TrainedParameters):
         """Return a parameter's gradient, replaced by a copy if the mean cannot be written to it.
 
         `torch.autograd.grad` of a sum returns gradients whose elements share memory, and programs may assign one
-        gradient to two parameters.
-
-        Args:
-            parameter: with or without a gradient.
-            seen: addresses of gradients, to which this one is added.
+        gradient to two parameters: ``seen`` holds the addresses of the gradients so far.
         """
-        gradient = gradient_of(parameter)
+        gradient = self._gradient_of(parameter)
         if gradient is None or gradient.layout is not torch.strided:
             return gradient
-        shard = local(gradient)
+        shard = self._local(gradient)
         shared = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
         if shared or (shard.numel() and shard.data_ptr() in seen):
             copied = torch.zeros_like(parameter)
-            local(copied).copy_(shard)
+            self._local(copied).copy_(shard)
             parameter.grad = gradient = copied
-        seen.add(local(gradient).data_ptr())
+        seen.add(self._local(gradient).data_ptr())
         return gradient
 
     def wait(self) -> Step:
-        """Wait until means have replaced the gradients, and end the step; raises the errors of `Reducer.wait`.
-
-        If an interrupt comes before the step has ended, call this again.
-        """
+        """Wait until means have replaced the gradients, and end the step. After an interrupt, call it again."""
         done = self.ending_step(self.reducer.wait)
         if done.nonfinite and not self._warned:
             self._warned = True
@@ -379,23 +343,20 @@ class Exchange(TrainedParameters):
                 target.copy_(mean)
         skipped = self.reducer.unsummed if last is None else last.without_gradient
         for name, gradient in new.items():
-            if name not in skipped and local(gradient).numel():
+            if name not in skipped and self._local(gradient).numel():
                 self.named[name].grad = gradient
-        self._pass, self._passed, self.exchanged = None, 0, last is not None
+        self._reset(exchanged=last is not None)
+
+    def _reset(self, *, exchanged: bool) -> None:
+        self._outs, self._new = {}, {}
+        self._pass, self._passed, self.exchanged = None, 0, exchanged
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps.
-
-        Args:
-            names: of the parameters; ``None``: all.
-
-        Raises:
-            InvalidInputError: a step has begun, or there is no parameter of such a name.
-        """
+        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
         if self.used or not self.named:
             self.reducer.discard(names)
 
-    # -- other ranks --------------------------------------------------------------------------------------------------
+    # -- other ranks, and state ---------------------------------------------------------------------------------------
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with other ranks, in the next backward pass: see `Reducer.rebuild`.
@@ -403,21 +364,15 @@ class Exchange(TrainedParameters):
         Gradients that the last step has not summed are set to zero. Its means count as exchanged.
         """
         self.check_comm(comm)
-        ranks, self.comm = transport.transport_of(comm), comm
+        transport, self.comm = transport_of(comm), comm
         if self.used:
             self.connect()
-        rebuilt = self.reducer.rebuild(ranks, joining=joining)
+        rebuilt = self.reducer.rebuild(transport, joining=joining)
         for name in self.reducer.unsummed:
             if self.named[name].requires_grad:
                 self.named[name].grad = torch.zeros_like(self.named[name])
         self._reset(exchanged=self.exchanged or bool(self.reducer.unsummed))
         return rebuilt
-
-    def _reset(self, *, exchanged: bool) -> None:
-        self._outs, self._new = {}, {}
-        self._pass, self._passed, self.exchanged = None, 0, exchanged
-
-    # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return the state of the reducer, with tensors in host memory, and the loss scale."""
@@ -461,11 +416,18 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether all elements are zero. It usually reads few elements of other gradients.
+def is_void(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a step does nothing: all learning rates and gradients are zero.
 
-    On a GPU it waits for the gradient.
+    ``get_state_dict`` of PyTorch makes such steps. They are not steps of the training, so nothing must be exchanged in
+    them: entries of residuals would be lost.
     """
+    gradients = (local(p.grad) for p in parameters if p.grad is not None)
+    return not any(group.get("lr", 1) for group in optimizer.param_groups) and not any(g.any() for g in gradients)
+
+
+def is_zero(gradient: torch.Tensor) -> bool:
+    """Return whether all elements are zero. It usually reads few elements of other gradients; on a GPU it waits."""
     if not gradient.is_cpu or not gradient.is_contiguous():
         return not gradient.any()
     flat = gradient.view(-1)

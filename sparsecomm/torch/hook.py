@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel."""
+"""Models that a framework of PyTorch wraps: the communication hook of DistributedDataParallel, and FSDP2."""
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and requires types.
 
@@ -16,13 +16,13 @@ from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import Exchange, ExchangeOptions, Scaler, in_backward_pass, is_zero, queue_callback
-from sparsecomm.torch.parameters import NamedParameters
+from sparsecomm.torch.parameters import NamedParameters, is_sharded, parameters_of
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SparseState", "keep_local", "register", "sparse_hook"]
+__all__ = ["ShardedState", "SparseState", "keep_local", "register", "register_fsdp", "sparse_hook"]
 
 
 @deferred
@@ -33,27 +33,15 @@ class SparseState(Exchange):
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
 
-    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use: the
-    residual is kept. A parameter that only some ranks used gets the mean, to which the others contribute zeros. A
-    parameter that no rank used, or that is frozen, does not change.
-
-    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
-    passes under ``ddp.no_sync()``, or call `discard` afterwards.
+    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use.
 
     DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and means divide by the number
     of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
 
-    Leave out parameters that DDP ignores (``_ddp_params_and_buffers_to_ignore``); `register` does.
-
-    The state has its own buckets, in the reverse order of the parameters, so DDP may rebuild its buckets after the
-    first iteration. To begin with dense iterations, pass ``dense_steps``, or a schedule as ``density``:
-    ``sparsecomm.Warmup(0.018, steps)``.
-
-    ``state_dict`` and ``load_state_dict`` are for checkpoints, each rank its own (`sparsecomm.reshard` for another
-    world size). A pickled state contains the same; `bind` the parameters afterwards.
+    A pickled state contains its options and what ``state_dict`` returns; `bind` the parameters afterwards.
 
     Args:
-        named_parameters: of the model, before or after DDP wraps it. They may be moved to another device later.
+        named_parameters: of the model, before or after DDP wraps it, without parameters that DDP ignores.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
         scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
@@ -80,33 +68,17 @@ class SparseState(Exchange):
         self._forget_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Set the parameters of an unpickled state. Collective if it had made a step.
-
-        Args:
-            named_parameters, comm, scaler: as before the pickling.
-
-        Raises:
-            InvalidInputError: the parameters do not fit the state.
-        """
+        """Set the parameters of an unpickled state. Collective if it had made a step."""
         super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
         if self._saved is not None:
             super().load_state_dict(self._saved)
         self._saved = None
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
+        """Continue with other ranks: see `SparseOptimizer.rebuild`. Collective over them.
 
         A DDP model that has seen a rank die cannot be used any more: wrap the module in a new one, on a process group
-        of the remaining ranks, and register this state with it. Residuals and velocities of this rank stay. After a
-        backward pass that failed, ``p.grad`` is the mean if the ranks had agreed on it, and zero otherwise: continue
-        with the optimizer's ``step()``.
-
-        Args:
-            comm: the new process group, or the result of `sparsecomm.shrink` or `sparsecomm.grow`.
-            joining: this rank is new. DDP broadcasts the weights when it wraps the module.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.rebuild`.
+        of the remaining ranks, and register this state with it. DDP then broadcasts the weights.
         """
         means = dict(self._means)
         rebuilt = super().rebuild(comm, joining=joining)
@@ -179,22 +151,19 @@ class SparseState(Exchange):
         """Write means that DDP leaves out: of parameters that no rank used in this pass, but in a pass before it.
 
         Their gradients were still there, so they were exchanged again, and part of them is now in residuals.
-
-        Args:
-            before: the gradients before DDP wrote others, with their versions.
+        ``before``: the gradients before DDP wrote others, with their versions.
         """
-        means, self._means, self._in_pass = self._means, [], False
         last = self.reducer.last
-        for (parameter, mean), (gradient, version) in zip(means, before, strict=True):
+        for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
             if last is None or self.name_of(parameter) in last.without_gradient or not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
+        self._means, self._in_pass = [], False  # not before: an interrupt must not pass for the end
 
     def _complete_futures(self, error: BaseException | None) -> None:
-        """Complete the futures of all buckets of this backward pass."""
         futures, self._futures = self._futures, []
         for future, buffer in futures:
             if isinstance(error, Exception):
@@ -226,12 +195,62 @@ def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 
 
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Replace gradients by the mean over all ranks of their largest entries.
+    """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
 
-    For `DistributedDataParallel.register_comm_hook`. The exchange begins when a bucket of ``state`` is complete, and
-    overlaps with the backward pass; the hook of DDP's last bucket waits for it.
+    The exchange of a bucket of ``state`` begins when it is complete, and overlaps with the backward pass; the hook of
+    DDP's last bucket waits for all.
     """
     return state.run_hook(bucket)
+
+
+@with_options(ExchangeOptions, Exchange.__init__)
+def register(
+    ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
+) -> SparseState:
+    """Let a DDP model exchange its gradients sparsely.
+
+        state = sparsecomm.torch.register(DistributedDataParallel(model))
+
+    For SGD, with or without momentum. The defaults are what our reports recommend (docs/choosing.md). For a dense
+    baseline, pass ``density=1.0``: gradients are then the same as without this line. Adam and its variants divide by
+    the size of gradients, and train worse with sparse means: use `SparseAdamW` for these, without DDP.
+
+    Args:
+        ddp: a DDP model before its first backward pass. Parameters that it ignores are not exchanged.
+        comm: ``None``: the process group of ``ddp``.
+        density, scaler, check_weights_every, options: as in `SparseState`.
+
+    Returns:
+        The state, registered with ``ddp``.
+
+    Raises:
+        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already, or an argument is not supported.
+    """
+    _check_free(ddp)
+    if options.get("comm") is None:
+        options["comm"] = ddp.process_group
+    ignored = ddp.parameters_to_ignore
+    # DDP prefixes a "." to the names of the model's own parameters.
+    named = [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
+    state = SparseState(named, density, **options)
+    ddp.register_comm_hook(state, sparse_hook)
+    return state
+
+
+def keep_local(ddp: DistributedDataParallel) -> None:
+    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
+
+    For `SparseAdamW` and `DiLoCo`. It does not work with `DistributedOptimizer`, whose means DDP would overwrite; use
+    `register` instead. DDP's ``join()`` is not supported.
+
+    Args:
+        ddp: a DDP model before its first backward pass.
+
+    Raises:
+        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already.
+    """
+    _check_free(ddp)
+    ddp.register_comm_hook(None, _local_hook)
 
 
 def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -243,22 +262,6 @@ def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch
     future = _future_of(bucket.buffer())
     future.set_result(bucket.buffer())
     return future
-
-
-def keep_local(ddp: DistributedDataParallel) -> None:
-    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
-
-    For `SparseAdamW` and `DiLoCo`, which exchange gradients themselves. It does not work with `DistributedOptimizer`,
-    whose means in ``p.grad`` DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
-
-    Args:
-        ddp: a DDP model before its first backward pass.
-
-    Raises:
-        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already.
-    """
-    _check_free(ddp)
-    ddp.register_comm_hook(None, _local_hook)
 
 
 def _check_free(ddp: DistributedDataParallel) -> None:
@@ -276,43 +279,51 @@ def _check_free(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the names and parameters of a model, without the parameters that DDP ignores."""
-    ignored = ddp.parameters_to_ignore
-    # DDP prefixes a "." to the names of the model's own parameters.
-    return [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
 @with_options(ExchangeOptions, Exchange.__init__)
-def register(
-    ddp: DistributedDataParallel, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
-) -> SparseState:
-    """Let a DDP model exchange its gradients sparsely.
+def register_fsdp(
+    model: torch.nn.Module, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
+) -> "ShardedState":
+    """Sum the gradients of a model that FSDP2 shards, sparsely across the replicas of its shards.
 
-        state = sparsecomm.torch.register(DistributedDataParallel(model))
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        state = sparsecomm.torch.register_fsdp(model, comm=mesh["replicate"].get_group())
 
-    For SGD, with or without momentum. Leave the other arguments at their defaults, which are what our reports recommend
-    (docs/choosing.md). For a dense baseline, pass ``density=1.0``: gradients are then the same as without this line.
-    Adam and its variants divide by the size of gradients, and train worse with sparse means than with dense ones: use
-    `SparseAdamW` for these, without DDP.
-
-    Parameters that DDP ignores are not exchanged. `SparseState` describes gradients that you throw away, and
-    ``join()``.
+    FSDP sums a gradient within the group that shards it. Then each rank exchanges its shard with the ranks that hold
+    the same shard, while the backward pass continues. Leave the replicating dimension out of the mesh that you pass to
+    FSDP, because FSDP would sum densely along it. The mesh may have tensor-parallel dimensions. Parameters that FSDP
+    does not shard are not exchanged. Passes without ``set_requires_gradient_sync`` only add up gradients, like passes
+    under ``state.no_sync()``.
 
     Args:
-        ddp: a DDP model before its first backward pass.
-        comm: ``None``: the process group of ``ddp``.
-        density, scaler, check_weights_every, options: as in `SparseState`.
-
-    Returns:
-        The state, registered with ``ddp``.
+        model: a model with at least one module wrapped by `torch.distributed.fsdp.fully_shard`, before its first
+            forward pass.
+        density: as in `sparsecomm.Reducer`, for each rank's shards.
+        comm: the process group of the ranks that hold the same shards as this one.
+        scaler, check_weights_every: as in `SparseState`; each rank checks its shards. An overflow that only some
+            shards have seen makes all scalers skip the step, and drops the sums of the other shards.
+        options: those of `sparsecomm.Reducer` except ``clip``. ``op`` is "mean" by default; pass "sum" if you have
+            called ``set_gradient_divide_factor``.
 
     Raises:
-        InvalidInputError: ``ddp`` is not a DDP model, or has a hook already, or an argument is not supported.
+        InvalidInputError: no parameter is sharded, the ranks of ``comm`` hold different shards, FSDP sums over them
+            itself, or an argument is not supported.
     """
-    _check_free(ddp)
-    if options.get("comm") is None:
-        options["comm"] = ddp.process_group
-    state = SparseState(_reduced_parameters(ddp), density, **options)
-    ddp.register_comm_hook(state, sparse_hook)
+    state = ShardedState([(name, p) for name, p in parameters_of(model) if is_sharded(p)], density, **options)
+    state.begin()
     return state
+
+
+class ShardedState(Exchange):
+    """The exchange of a model's shards across replicas, as `register_fsdp` returns it. `remove` ends it.
+
+    Under `no_sync` FSDP still sums within its group, so that no rank has to store a whole gradient. If a shard group
+    has lost a rank, FSDP cannot continue in it; the other groups `rebuild` over groups of ranks that hold the same
+    shards.
+    """
+
+    def __repr__(self) -> str:
+        return f"ShardedState({super().__repr__()})"

@@ -1,4 +1,4 @@
-"""An optimizer that sums gradients over all ranks, for training loops without DistributedDataParallel."""
+"""`DistributedOptimizer`, which sums gradients over all ranks, for training loops without DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.exchange import Exchange, ExchangeOptions
-from sparsecomm.torch.optimizer_state import comparable, in_order_of, names_in_order, snapshot
+from sparsecomm.torch.exchange import Exchange, ExchangeOptions, is_void
+from sparsecomm.torch.optimizer_state import comparable, in_order_of, snapshot
 from sparsecomm.torch.parameters import NamedParameters
-from sparsecomm.torch.trial_steps import follows_gradient, is_void
 from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
@@ -51,38 +50,27 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             optimizer.step()
 
     The result is the same object, whose class now also is a `SparseOptimizer`: schedulers, scalers and
-    ``clip_grad_norm_`` work on it. Make schedulers afterwards. The weights must be the same on all ranks in the
-    beginning: see `broadcast_parameters`. The first backward pass checks this.
+    ``clip_grad_norm_`` work on it. Make schedulers afterwards. For SGD, with or without momentum; for Adam and its
+    variants, use `SparseAdamW`. A warning says so.
 
     If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
     This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
-    ``backward_passes_per_step`` or ``no_sync`` instead.
+    ``backward_passes_per_step`` or ``no_sync`` instead. Use ``use_reentrant=False`` for activation checkpointing.
 
-    For SGD, with or without momentum. Adam and its variants divide by the size of gradients, and train worse with
-    sparse means: use `SparseAdamW` for these. A warning says so.
-
-    The exchange ends with ``remove()``, or when the optimizer is deleted.
-
-    A parameter that is frozen, or for which no rank has a gradient, does not change, and its residual is kept. If only
-    some ranks have a gradient, the other ranks contribute zeros, and all get the mean. ``synchronize()`` exchanges
-    gradients that did not come from ``backward()``; `step` calls it if necessary.
-
-    Gradients that you compute and throw away by ``zero_grad()`` enter the residuals and are applied later. Run such
-    passes under ``optimizer.no_sync()``, or call ``optimizer.discard()`` afterwards.
+    ``synchronize()`` exchanges gradients that did not come from ``backward()``; `step` calls it if necessary. The
+    exchange ends with ``remove()``, or when the optimizer is deleted: on all ranks.
 
     Args:
         optimizer: of these parameters. Other parameters of it are not exchanged.
         named_parameters: of the model.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        backward_passes_per_step: the number of passes whose gradients add up before an exchange. ``with
-            optimizer.no_sync():`` leaves single passes out.
+        backward_passes_per_step: the number of passes whose gradients add up before an exchange.
         scaler, check_weights_every: as in `SparseState`.
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``no_sync()``, ``discard()``, ``remove()`` and ``reducer``. Its
-        ``state_dict()`` contains this rank's residuals under "sparsecomm".
+        The optimizer. Its ``state_dict()`` contains this rank's residuals under "sparsecomm".
 
     Raises:
         InvalidInputError: an argument is not supported, or both optimizer and options have momentum.
@@ -101,7 +89,14 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             "momentum is set twice: momentum correction applies it before the exchange, so make the optimizer with "
             "momentum=0"
         )
-    _warn_of_adam(optimizer, density)
+    if not (isinstance(density, float) and density == 1.0) and not _follows_gradient(optimizer):
+        warnings.warn(
+            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
+            "entries of sparse means are rare and large, so models train worse than with dense means. Use "
+            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
+            "densities near 1",
+            stacklevel=2,
+        )
     exchange = Exchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := [name for name, parameter in exchange.named.items() if parameter not in known]:
@@ -117,20 +112,16 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     return sparse
 
 
-def _warn_of_adam(optimizer: torch.optim.Optimizer, density: Schedule) -> None:
-    """Warn if sparse means mislead an optimizer: its steps are not proportional to the gradient."""
-    if not (isinstance(density, float) and density == 1.0) and not follows_gradient(optimizer):
-        warnings.warn(
-            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
-            "entries of sparse means are rare and large, so models train worse than with dense means. Use "
-            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
-            "densities near 1",
-            stacklevel=3,
-        )
+def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps are proportional to gradients, as far as the class of the optimizer tells."""
+    known = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
+    if known is torch.optim.Optimizer:
+        return not any({"betas", "eps"} & group.keys() for group in optimizer.param_groups)  # they divide by magnitudes
+    return issubclass(known, (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS))
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """An optimizer that exchanges gradients: the class of `SparseAdamW`, and of what `DistributedOptimizer` returns."""
+    """An optimizer that exchanges gradients: `SparseAdamW`, or the result of `DistributedOptimizer`."""
 
     _exchange: Exchange
     _apart = False  # whether residuals are left out of its state
@@ -141,39 +132,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._exchange.reducer
 
     def synchronize(self) -> Step:
-        """Replace the gradients in ``p.grad`` by their means over all ranks. Collective.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.wait`.
-        """
+        """Replace gradients by their means over all ranks. Collective; raises the errors of `Reducer.wait`."""
         return self._exchange.synchronize()
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
 
         Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean if the
-        ranks had agreed on it, and zero otherwise; those gradients are in the residuals. Continue with ``step()``: it
-        does the same on all ranks, and no gradient is lost.
+        ranks had agreed on it, and zero otherwise; those gradients are in the residuals. Continue with ``step()``.
 
         Args:
-            comm: as in `DistributedOptimizer`: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the
-                remaining ranks.
+            comm: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the remaining ranks.
             joining: this rank is new. You must broadcast weights and the optimizer's own state.
-
-        Raises:
-            SparseCommError: as `sparsecomm.Reducer.rebuild`.
         """
         return self._exchange.rebuild(comm, joining=joining)
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop gradients in residuals that were not applied yet. Call it on all ranks, between steps.
-
-        Args:
-            names: of the parameters; ``None``: all.
-
-        Raises:
-            InvalidInputError: a step has begun, or there is no parameter of such a name.
-        """
+        """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
         self._exchange.discard(names)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -216,32 +191,27 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
         For frameworks that save the state of rank 0 and load it on all ranks, and for ``get_state_dict`` of
-        `torch.distributed.checkpoint`. The returned object has ``state_dict`` and ``load_state_dict``, for each rank's
-        own state; see `sparsecomm.torch.save` and `Stateful`.
+        `torch.distributed.checkpoint`. Save the returned object on each rank: see `sparsecomm.torch.save`, `Stateful`.
         """
         self._apart = True
         return self._exchange
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart.
-
-        It contains the names of the parameters, so that it can be loaded if the model declares its layers in another
-        order.
-        """
-        own: StateDict = {**super().state_dict(), NAMES: names_in_order(self, self._exchange.names)}
+        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart."""
+        names = [self._exchange.names.get(id(p), "") for group in self.param_groups for p in group["params"]]
+        own: StateDict = {**super().state_dict(), NAMES: names}
         return own if self._apart else {**own, KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load a state that `state_dict` returned on this rank. Collective: all ranks load, or none.
 
-        The state of each parameter is found by its name, or by its position if the state has no names.
-
-        The settings of groups and the state of the named parameters must be equal on all ranks. If residuals are kept
-        apart, only the optimizer's own state is loaded, and nothing is compared.
+        The state of each parameter is found by its name, or by its position if the state has no names. The settings of
+        groups and the state of the named parameters must be equal on all ranks. If residuals are kept apart, only the
+        optimizer's own state is loaded, and nothing is compared.
 
         Raises:
-            InvalidInputError: the state has no residuals, or they do not fit this model or world size, or those of
-                another rank do not; or the optimizer refuses its own state. Nothing has changed on any rank.
+            InvalidInputError: the state of some rank has no residuals, or does not fit this model, optimizer or world
+                size. Nothing has changed on any rank.
             CollectiveMismatchError: another rank does not load a state.
         """
         exchange = self._exchange
@@ -268,14 +238,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange.load_with(prepare, ["optimizer"])
 
     def _load_own(self, state_dict: State) -> None:
-        """Load the optimizer's own state, of which torch's ``load_state_dict`` makes no copy."""
+        """Load the optimizer's own state. PyTorch's ``load_state_dict`` makes no copy of it."""
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
     def _by_name(self, state_dict: State) -> StateDict:
-        """Return a state with its parameters in the order of this optimizer's."""
         rest = dict(state_dict)
         saved = rest.pop(NAMES, None)
-        return rest if saved is None else in_order_of(self, names_in_order(self, self._exchange.names), rest, saved)
+        return rest if saved is None else in_order_of(self, self._exchange.names, rest, saved)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

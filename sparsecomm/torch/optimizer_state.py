@@ -1,27 +1,37 @@
-"""The state of a PyTorch optimizer: restore it, reorder it, compare it between ranks, and convert its tensors."""
+"""States and steps of any PyTorch optimizer: convert, compare, reorder and restore a state; try a step on a copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.states.schema import StateDict
 
-__all__ = ["comparable", "in_order_of", "mapped", "names_in_order", "snapshot"]
+__all__ = ["comparable", "in_order_of", "mapped", "snapshot", "try_step"]
+
+
+def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """Return nested dictionaries, lists and tuples with every object of type ``kind`` converted."""
+    if isinstance(value, kind):
+        return convert(value)
+    if isinstance(value, dict):
+        return {key: mapped(each, kind, convert) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(each, kind, convert) for each in value)
+    return value
 
 
 def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
     """Return a function that restores the groups, the state and the attributes of an optimizer.
 
     `torch.optim.Optimizer.load_state_dict` replaces these objects without changing them, so references suffice. A
-    class that overrides this method may write into tensors, so their values are copied.
-
-    Args:
-        optimizer: the optimizer.
-        ours: classes whose ``load_state_dict`` only calls PyTorch's.
+    class that overrides this method, and is not one of ``ours``, may write into tensors, so their values are copied.
     """
     state = optimizer.state
     containers: list[Any] = [vars(optimizer), state, *optimizer.param_groups]
@@ -43,56 +53,38 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
     return restore
 
 
-def names_in_order(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of an optimizer's parameters in the order in which its state numbers them.
-
-    Args:
-        optimizer: the optimizer.
-        names: the names by ``id(parameter)``. A parameter without a name gets an empty one.
-    """
-    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
-
-
-def in_order_of(optimizer: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any], saved: Any) -> Any:
-    """Return an optimizer's state with its parameters in the order of ``optimizer``.
-
-    `torch.optim.Optimizer.load_state_dict` looks only at positions.
+def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: StateDict, saved: Any) -> StateDict:
+    """Return a saved state with its parameters in the order of an optimizer, which goes by position.
 
     Args:
         optimizer: the optimizer that loads the state.
-        names: the names of its parameters, as `names_in_order` returns them.
+        names: its names by ``id(parameter)``. A parameter without a name counts as one with an empty name.
         state: the return value of ``state_dict`` of such an optimizer.
         saved: the names of the parameters when the state was saved, in order.
-
-    Raises:
-        InvalidInputError: a group of the state has other parameters than the group of the optimizer.
     """
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # the optimizer refuses it
-    groups, begin = [], 0
+    groups = []
     for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
-        end = begin + len(ours["params"])
-        wanted, keys = names[begin:end], theirs["params"]
-        found = [saved[key] for key in keys]
+        wanted = [names.get(id(p), "") for p in ours["params"]]
+        positions: dict[str, list[Any]] = {}
+        for key in theirs["params"]:
+            positions.setdefault(saved[key], []).append(key)
+        found = [name for name, keys in positions.items() for _ in keys]
         if sorted(wanted) != sorted(found):
             missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
             raise InvalidInputError(
                 f"state_dict: parameter group {number} lacks {quote(missing)}; unexpected: {quote(unexpected)}; load "
                 "the state of an optimizer with the same parameters in each group"
             )
-        positions: dict[str, list[Any]] = {}
-        for name, key in zip(found, keys, strict=True):
-            positions.setdefault(name, []).append(key)
         groups.append({**theirs, "params": [positions[name].pop(0) for name in wanted]})
-        begin = end
     return {**state, "param_groups": groups}
 
 
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
     """Return the settings of the groups and the state of the named parameters, as plain values for a checksum.
 
-    Entries of the state that belong to no parameter are included. An object that is neither a tensor nor a plain value
-    is replaced by the name of its type.
+    Entries that belong to no parameter are included. The name of its type replaces an object that is no plain value.
     """
     state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
     groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
@@ -109,12 +101,30 @@ def _plain(value: Any) -> object:
     return value if plain else type(value).__name__
 
 
-def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """Return nested dictionaries, lists and tuples with every object of type ``kind`` converted."""
-    if isinstance(value, kind):
-        return convert(value)
-    if isinstance(value, dict):
-        return {key: mapped(each, kind, convert) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(each, kind, convert) for each in value)
-    return value
+@torch.no_grad()
+def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Make a step of these parameters with a copy of an optimizer, and raise what it raises. Nothing changes.
+
+    The copy has one element of each parameter, or all of a parameter whose state has tensors of other shapes than the
+    parameter and of more than one element.
+    """
+    copies: dict[int, Any] = {}  # for `deepcopy`, by ``id``
+    stepped = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            tensors = [each for each in optimizer.state.get(p, {}).values() if isinstance(each, torch.Tensor)]
+            whole = any(each.shape != p.shape and each.numel() != 1 for each in tensors) and id(p) in stepped
+            copies[id(p)] = copied = torch.nn.Parameter(p.detach().clone() if whole else _first(p), p.requires_grad)
+            copied.grad = torch.zeros_like(copied) if id(p) in stepped else None
+            if not whole:
+                copies |= {id(each): _first(each) for each in tensors if each.shape == p.shape}
+    trial = object.__new__(type(optimizer))
+    hooks = {key: OrderedDict[Any, Any]() for key in vars(optimizer) if key.startswith("_optimizer_step")}
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # set by schedulers
+    groups, states = copy.deepcopy((optimizer.param_groups, optimizer.state), copies)
+    vars(trial).update({**attributes, **hooks, "param_groups": groups, "state": states})
+    trial.step()
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:1].clone()

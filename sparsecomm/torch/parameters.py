@@ -1,25 +1,41 @@
-"""Named parameters that ranks train together."""
+"""Parameters that ranks train together: their names, the local shards of DTensors, and checks that ranks hold the same.
+
+`TrainedParameters` holds the parameters of a training; `broadcast_parameters` gives all ranks the same values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from sparsecomm import transport
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.calls.sparse import sparse_allreduce
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
-from sparsecomm.torch.shards import HYBRID, check_replicated, compare, described, is_sharded
-from sparsecomm.transport import Comm, Transport
+from sparsecomm.transport import Comm, Transport, group_of, transport_of
+from sparsecomm.transport.process_group import ProcessGroupTransport
 
-__all__ = ["NamedParameters", "TrainedParameters", "parameters_of", "unwrapped_names"]
+__all__ = [
+    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local",
+    "parameters_of", "unwrapped_names",
+]  # fmt: skip
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
+# Classes of torch.distributed.tensor, which takes long to import.
+DTensor: TypeAlias = Any
+DeviceMesh: TypeAlias = Any
 
 # Attributes in which wrappers store the wrapped module, and which are therefore parts of parameter names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_HYBRID = (
+    "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
+    "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
+    "comm=mesh['replicate'].get_group(); or keep dense sums"
+)
 
 
 @deferred
@@ -32,23 +48,14 @@ class TrainedParameters:
     """
 
     def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
-        """Check the arguments. Nothing is sent.
-
-        Args:
-            named: names and parameters. Frozen parameters are only compared between ranks.
-            comm: of the ranks.
-            clip: as in `Reducer`.
-
-        Raises:
-            InvalidInputError: an argument is not supported; or ``clip`` is set with DTensors.
-        """
+        """Check the arguments: ``clip`` is not supported with DTensors. Nothing is sent."""
         self.named, self._frozen = _trained_and_frozen(named)
-        if refused := [name for name, parameter in self.named.items() if parameter.is_complex()]:
-            dtype = self.named[refused[0]].dtype
-            raise InvalidInputError(
-                f"{refused[0]} is {dtype}; parameters must be real. Train torch.view_as_real() of it, or leave it out "
-                "and freeze it"
-            )
+        for name, parameter in self.named.items():
+            if parameter.is_complex():
+                raise InvalidInputError(
+                    f"{name} is {parameter.dtype}; parameters must be real. Train torch.view_as_real() of it, or leave "
+                    "it out and freeze it"
+                )
         self._sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
@@ -60,7 +67,7 @@ class TrainedParameters:
 
     def check_comm(self, comm: Comm) -> None:
         """Check that the ranks of a communicator hold the same shards, as far as meshes tell. Nothing is sent."""
-        check_replicated(self.named, comm)
+        _check_replicated(self.named, comm)
 
     def connect(self) -> Transport:
         """Return the transport of the ranks. Collective if there are DTensors.
@@ -68,14 +75,14 @@ class TrainedParameters:
         Raises:
             CollectiveMismatchError: the ranks hold different shards.
         """
-        comm = transport.transport_of(self.comm)
-        shards = [described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
+        comm = transport_of(self.comm)
+        shards = [_described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
-            compare(
+            _compare(
                 comm,
                 ["shards", *shards],
                 f"the ranks of comm hold different shards; rank {comm.rank} has {len(shards)} DTensors, the first of "
-                f"them {shards[0]}. Expected ranks that hold the same: {HYBRID}",
+                f"them {shards[0]}. Expected ranks that hold the same: {_HYBRID}",
             )
         return comm
 
@@ -85,34 +92,10 @@ class TrainedParameters:
         return {**tensors, **frozen}
 
 
-def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the names and parameters of a model.
-
-    Raises:
-        InvalidInputError: ``model`` is not a module.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
-    return list(model.named_parameters())
-
-
-def unwrapped_names(names: Iterable[str]) -> list[str]:
-    """Return the names of parameters without the parts that wrappers add.
-
-    These are the parts of `torch.compile`, activation checkpointing and FSDP anywhere in a name, and "module." of
-    DistributedDataParallel at the beginning of all names.
-    """
-    found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
-    while found and all(name.startswith("module.") for name in found):
-        found = [name.removeprefix("module.") for name in found]
-    return found
-
-
 def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     pairs = interop.named(named, "named_parameters")
-    names = unwrapped_names(name for name, _ in pairs)
     first: dict[int, tuple[str, object]] = {}  # a parameter may have several names
-    for name, (_, parameter) in zip(names, pairs, strict=True):
+    for name, (_, parameter) in zip(unwrapped_names(name for name, _ in pairs), pairs, strict=True):
         first.setdefault(id(parameter), (name, parameter))
     trained: dict[str, torch.Tensor] = {}
     frozen: dict[str, torch.Tensor] = {}
@@ -126,3 +109,161 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
     if not trained:
         raise InvalidInputError("named_parameters: at least one parameter must require a gradient")
     return trained, frozen
+
+
+def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
+    return list(model.named_parameters())
+
+
+def unwrapped_names(names: Iterable[str]) -> list[str]:
+    """Return parameter names without the parts that wrappers add.
+
+    These are the parts of `torch.compile`, activation checkpointing and FSDP anywhere in a name, and "module." of
+    DistributedDataParallel at the beginning of all names.
+    """
+    found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
+    while found and all(name.startswith("module.") for name in found):
+        found = [name.removeprefix("module.") for name in found]
+    return found
+
+
+def broadcast_parameters(
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
+) -> None:
+    """Copy the tensors of rank ``root`` to all ranks, bit for bit. Collective.
+
+    The ranks first compare names, dtypes and shapes. Each tensor is one broadcast, by MPI or over the connections of
+    the process group's transport. A tensor on a GPU uses the group itself, if that has a backend for it.
+
+    Args:
+        tensors: ``model.state_dict()`` or ``model.named_parameters()``, of any dtypes and strides; written in place.
+            Of a DTensor, this rank's shard is written. Other objects are ignored.
+        root: a rank of ``comm``.
+        comm: as in `DistributedOptimizer`.
+
+    Raises:
+        InvalidInputError: an argument is not supported.
+        CollectiveMismatchError: the ranks' tensors differ in number, names, dtypes or shapes, or ``root`` differs.
+            Nothing was written.
+        TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Some tensors may have been
+            written, and one in part.
+    """
+    named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
+    _check_replicated(dict(named), comm, summed=False)
+    transport = transport_of(comm)
+    if not isinstance(root, int) or not 0 <= root < transport.size:
+        raise InvalidInputError(f"root={root!r}: must be a rank from 0 to {transport.size - 1}")
+    described = [_described(name, t) for name, t in named]
+    _compare(
+        transport,
+        [f"broadcast from {root}", *described],
+        f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; rank "
+        f"{transport.rank} has root={root} and {len(named)} tensors, the first of them {[*described, 'none'][0]}",
+    )
+    for _, tensor in named:
+        tensor = local(tensor)
+        contiguous = tensor.contiguous()
+        if tensor.numel() and transport.size > 1:
+            data = contiguous.view(-1).view(torch.uint8)
+            if isinstance(transport, ProcessGroupTransport):
+                transport.broadcast_tensor(data, root)
+            else:
+                host = data.cpu()
+                transport.broadcast(host.numpy(), root)
+                data.copy_(host)
+        if not tensor.is_contiguous():
+            tensor.copy_(contiguous)
+
+
+# -- shards of DTensors -----------------------------------------------------------------------------------------------
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or another tensor itself: detached, and without a copy."""
+    detached: DTensor = tensor.detach()
+    shard: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
+    return shard
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, with the parameter's placements.
+
+    Autograd may leave a part of the sum on each rank of a mesh (``Partial``). The gradient is then replaced by its sum
+    over the mesh, which is collective over it.
+    """
+    gradient, dtensor = parameter.grad, parameter  # type: DTensor, DTensor
+    if gradient is not None and is_sharded(parameter) and gradient.placements != dtensor.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=dtensor.placements)
+    result: torch.Tensor | None = gradient
+    return result
+
+
+def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: bool = True) -> None:
+    """Check that all ranks of ``comm`` hold the same shards, as far as meshes tell. Nothing is sent.
+
+    ``summed``: also check that PyTorch does not sum the gradients over these ranks itself.
+    """
+    group = group_of(comm)
+    if not isinstance(group, dist.ProcessGroup):
+        return
+    ranks = dist.get_process_group_ranks(group)
+    which = "all ranks (comm is None)" if comm is None else f"the ranks {ranks} of comm"
+    layouts: dict[tuple[DeviceMesh, Any], str] = {}  # with the name of the first parameter
+    for name, parameter in named.items():
+        if is_sharded(parameter):
+            t: DTensor = parameter
+            layouts.setdefault((t.device_mesh, t.placements), name)
+    for (mesh, placements), name in layouts.items():
+        apart = _dimensions_apart(mesh, ranks)
+        if sharded := [d for d in apart if not placements[d].is_replicate()]:
+            raise InvalidInputError(
+                f"{name} is a DTensor, sharded over {_dimension(mesh, sharded[0])} of its mesh, along which {which} "
+                "lie: each holds another part of it, so their gradients cannot be summed. Pass ranks that hold the "
+                f"same shard: {_HYBRID}"
+            )
+        if apart and summed:
+            raise InvalidInputError(
+                f"{name} is a DTensor, replicated over {_dimension(mesh, apart[0])} of its mesh, along which {which} "
+                "lie: PyTorch itself sums its gradients there, densely and in each step. Leave the dimension out "
+                f"of the mesh: {_HYBRID}"
+            )
+
+
+def _dimensions_apart(mesh: DeviceMesh, ranks: list[int]) -> list[int]:
+    """Return the dimensions of a mesh in which the coordinate of a rank of ``ranks`` differs from this rank's."""
+    matches = (mesh.mesh == rank for rank in ranks)
+    others = [match.nonzero()[0].tolist() for match in matches if match.any()]
+    return [d for d, mine in enumerate(mesh.get_coordinate() or ()) if any(other[d] != mine for other in others)]
+
+
+def _dimension(mesh: DeviceMesh, d: int) -> str:
+    return f"dimension {d}" if mesh.mesh_dim_names is None else f"dimension {mesh.mesh_dim_names[d]!r}"
+
+
+def _compare(transport: Transport, texts: list[str], otherwise: str) -> None:
+    """Check that all ranks have the same texts; otherwise raise an error that begins with ``otherwise``. Collective."""
+    try:  # a sum that ends when all ranks have begun it, and that fails on all of them if labels differ
+        sparse_allreduce(np.zeros(1, np.float32), 1, comm=transport, algorithm="dense", label="\n".join(texts))
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(f"{otherwise}. {error}") from error
+
+
+def _described(name: str, t: DTensor) -> str:
+    """Return a text with a tensor's name, dtype and shape, and with this rank's shard of it."""
+    text = f"{name}, {t.dtype} {tuple(t.shape)}"
+    if not is_sharded(t):
+        return text
+    mesh = t.device_mesh
+    where = [
+        f"{placement}: {at} of {mesh.size(d)}"
+        for d, (placement, at) in enumerate(zip(t.placements, mesh.get_coordinate() or [], strict=False))
+        if not placement.is_replicate()
+    ]
+    return f"{text}, {', '.join(where) or 'whole'}"

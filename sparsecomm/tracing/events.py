@@ -1,93 +1,81 @@
-"""Read trace files: the calls of each rank, the messages between ranks, and the offsets of their clocks."""
+"""Read trace files: the calls of each rank, the messages between ranks, their clock offsets, and what went wrong."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.quantities import time_text
 from sparsecomm.tracing.observers import EXCHANGE
+from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning.clocks import Offset, offsets
 
-__all__ = ["Call", "Communicator", "Message", "Part", "Rank", "clock_offsets", "late_senders", "messages", "read"]
+__all__ = [
+    "Call",
+    "Communicator",
+    "Message",
+    "Part",
+    "Rank",
+    "clock_offsets",
+    "late_senders",
+    "messages",
+    "read",
+    "verdicts",
+]
 
+# Errors that a rank raises because another one left the call or does not answer.
+_CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
 # The ranks of a communicator, as numbered in the job, and a number that tells communicators of the same ranks apart.
 Communicator = tuple[tuple[int, ...], int]
 
 
 @dataclass
 class Part:
-    """A part of a call. Ranks are numbered as in the job.
+    """A part of a call. Ranks are numbered as in the job; times are in seconds, by the rank's clock."""
 
-    Attributes:
-        name: one of `sparsecomm.tracing.observers.PARTS`.
-        start, end: seconds, by the rank's clock.
-        sent, received: ranks and bytes of the messages, if it is an exchange.
-        waited: the ranks that it waited for when it failed.
-        error: the error that it raised; empty if none.
-    """
-
-    name: str
+    name: str  # one of `sparsecomm.tracing.observers.PARTS`
     start: float
     end: float
-    sent: list[tuple[int, int]] = field(default_factory=list)
+    sent: list[tuple[int, int]] = field(default_factory=list)  # rank and bytes of each message
     received: list[tuple[int, int]] = field(default_factory=list)
-    waited: list[int] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)  # the ranks that it waited for when it failed
     error: str = ""
 
 
 @dataclass
 class Call:
-    """A call of one rank.
+    """A call of one rank."""
 
-    Attributes:
-        number: its number on the communicator.
-        what: the properties that the ranks must agree on, in words.
-        start, end: seconds, by the rank's clock; ``end`` is None if the file ends within the call.
-        error: the error that ended it; empty if none.
-        parts: in order, including the parts done after the call was decided.
-        sent: bytes.
-    """
-
-    number: int
-    what: str
+    number: int  # on the communicator
+    what: str  # the properties that the ranks must agree on, as text
     start: float
-    end: float | None = None
+    end: float | None = None  # None: the file ends within the call
     error: str = ""
-    parts: list[Part] = field(default_factory=list)
-    sent: int = 0
+    parts: list[Part] = field(default_factory=list)  # including the parts after the call was decided
+    sent: int = 0  # bytes
 
     @property
     def exchanges(self) -> list[Part]:
-        """The parts that exchange messages."""
         return [part for part in self.parts if part.name == EXCHANGE]
 
 
 @dataclass
 class Rank:
-    """The trace of one rank.
-
-    Attributes:
-        number: its number in the job.
-        host, node: name of its node, and an identifier that all ranks of the node share.
-        calls: by communicator.
-        events: as in the file.
-        last: time of its last event in seconds, by its clock.
-        ended: whether its process ended normally.
-    """
+    """The trace of one rank of the job."""
 
     number: int
     host: str = ""
-    node: str = ""
+    node: str = ""  # an identifier that all ranks of a node share
     calls: dict[Communicator, list[Call]] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    last: float = 0.0
-    ended: bool = False
+    events: list[dict[str, Any]] = field(default_factory=list)  # as in the file
+    last: float = 0.0  # time of the last event
+    ended: bool = False  # whether the process ended normally
 
 
 class Message(NamedTuple):
@@ -101,18 +89,13 @@ class Message(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> dict[int, Rank]:
-    """Read trace files, and return their ranks in the order of their numbers.
-
-    Raises:
-        InvalidInputError: a file cannot be read or is not a trace file, or two files belong to the same rank.
-    """
+    """Read trace files, and return their ranks in the order of their numbers."""
     found: dict[int, tuple[Path, Rank]] = {}
     for path in paths:
         rank = _read_file(path)
         if rank.number in found:
-            raise InvalidInputError(
-                f"{found[rank.number][0]} and {path} are both of rank {rank.number}: pass one file of each rank"
-            )
+            both = f"{found[rank.number][0]} and {path}"
+            raise InvalidInputError(f"{both} are both of rank {rank.number}: pass one file of each rank")
         found[rank.number] = path, rank
     return {number: found[number][1] for number in sorted(found)}
 
@@ -200,7 +183,7 @@ def clock_offsets(ranks: Mapping[int, Rank]) -> dict[int, Offset]:
 def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counter[tuple[int, int]]:
     """Return the seconds in which a rank, the first of a pair, waited for another one that had not begun to send.
 
-    Of several messages in one exchange, only the latest counts. Scalasca calls this "late sender".
+    Of several messages in one exchange, only the latest counts (Scalasca's "late sender").
     """
     latest: dict[int, tuple[float, int, int]] = {}
     for message in sent:
@@ -214,3 +197,69 @@ def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counte
     for late, receiver, sender in latest.values():
         found[receiver, sender] += late  # type: ignore[assignment]
     return found
+
+
+def verdicts(ranks: Mapping[int, Rank]) -> list[str]:
+    """Return a text for each communicator with a failed call: how the call ended on each rank, and which to look at.
+
+    Most errors of a failed call are consequences: all ranks wait for one that does not come, and time out.
+    """
+    communicators = dict.fromkeys(key for rank in ranks.values() for key in rank.calls)
+    return [text for key in communicators if (text := _verdict(key, ranks))]
+
+
+def _verdict(communicator: Communicator, ranks: Mapping[int, Rank]) -> str:
+    members, _ = communicator
+    calls = {r: ranks[r].calls.get(communicator, []) for r in members if r in ranks}
+    failed = [call.number for each in calls.values() for call in each if call.error or call.end is None]
+    if not failed:
+        return ""
+    number = min(failed)
+    made = {r: call for r, each in calls.items() for call in each if call.number == number}
+    (usual, _), *_ = Counter(call.what for call in made.values()).most_common(1)
+    lines = [f"Call {number} of {format_ranks(members)} did not end well: {usual}"]
+    for rank, call in made.items():
+        waited = sorted({peer for exchange in call.exchanges if exchange.error for peer in exchange.waited})
+        ended = "its file ends within the call" if call.end is None else call.error.split(". ")[0] or "ended well"
+        lines.append(f"  rank {rank}: {f'waited for {format_ranks(waited)}: ' if waited else ''}{ended}")
+    causes = _causes(number, usual, members, ranks, calls, made)
+    return "\n".join([*lines, f"=> {next(causes)}"])
+
+
+def _causes(
+    number: int,
+    usual: str,
+    members: Sequence[int],
+    ranks: Mapping[int, Rank],
+    calls: Mapping[int, Sequence[Call]],
+    made: Mapping[int, Call],
+) -> Iterator[str]:
+    """Yield a text for each possible cause of a failed call, the most certain one first."""
+    absent = [r for r in members if r not in ranks]
+    if absent:
+        yield f"There is no file of {format_ranks(absent)}. Pass all files; a rank without one made no call."
+    others = {r: call.what for r, call in made.items() if call.what != usual}
+    if others:
+        differing = "; ".join(f"rank {r} made {what}" for r, what in others.items())
+        yield f"Look at {format_ranks(list(others))}: {differing}."
+    behind = [r for r in members if not any(call.number >= number for call in calls[r])]
+    if behind:
+        texts = []
+        for r in behind:
+            done = f"{calls[r][-1].number} calls" if calls[r] else "no call"
+            ended = "ended normally" if ranks[r].ended else "wrote nothing more: it died, or is stuck in the program"
+            texts.append(f"rank {r} made {done}, and {ended}")
+        yield f"Look at {format_ranks(behind)}, which did not make call {number}: {'; '.join(texts)}."
+    own = {r: call for r, call in made.items() if call.error and not call.error.startswith(_CONSEQUENCES)}
+    if own:
+        rank = min(own, key=lambda r: own[r].end or 0.0)
+        yield f"Look at rank {rank}, which left the call with an error of its own: {own[rank].error}"
+    stopped = [r for r, call in made.items() if call.end is None]
+    if 0 < len(stopped) < len(made):
+        left = max(call.end or 0.0 for call in made.values())
+        silent = ", ".join(time_text(max(0.0, left - ranks[r].last)) for r in stopped)
+        yield (
+            f"Look at {format_ranks(stopped)}, which began the call and wrote nothing more ({silent} before the other "
+            "ranks gave up): it died there, or is stuck."
+        )
+    yield "All ranks waited: messages may have been lost, or one rank is slow. See who waited for whom."

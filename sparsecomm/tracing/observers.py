@@ -1,7 +1,4 @@
-"""`Observer`: wraps the methods of a transport and of backends, to time or record the parts of each call.
-
-Nothing is wrapped where there is no observer.
-"""
+"""`Observer`: wraps the methods of a transport and of backends, to time or record the parts of each call."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Protocol, cast
 from sparsecomm.backends import Backend, Backends
 from sparsecomm.tensors.interop import Device
 from sparsecomm.transport import Request, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 
 __all__ = ["EXCHANGE", "PARTS", "PART_OF", "Forwarding", "ObservedBackends", "Observer", "observe", "observed"]
 

@@ -1,8 +1,7 @@
 """The observers that settings ask for: `Trace` writes a file of events per rank, `Ranges` marks ranges for profilers.
 
-``SPARSECOMM_TRACE=FILE`` makes each rank write its calls as JSON lines in the array format of Chrome's trace events,
-which Perfetto also opens. The array is never closed, as the format allows, so the file of a killed rank can be read.
-The events also list all messages of each call, from which `sparsecomm trace` finds who waited for whom.
+``SPARSECOMM_TRACE=FILE`` makes each rank write its calls as JSON lines in the array format of Chrome's trace events.
+The array is never closed, as the format allows, so the file of a killed rank can be read.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ _files: dict[Path, TraceFile] = {}  # one in this process, or one per simulated 
 
 
 def observers_of(transport: Transport) -> list[Observer]:
-    """Return the observers that the settings ask for.
-
-    Raises:
-        InvalidInputError: a setting cannot be used.
-    """
+    """Return the observers that the settings ask for."""
     found: list[Observer] = [Ranges(name) for name in config.ranges() if not transport.simulated]
     if (path := config.trace()) is not None:
         rank, node = (None, b"") if transport.simulated else (job.rank(), job.node_id())
@@ -63,13 +58,7 @@ class TraceFile:
     """The trace file of one rank. If writing fails, it logs a warning and writes nothing more; calls continue."""
 
     def __init__(self, path: Path, rank: int, node: bytes = b"") -> None:
-        """Create the file, and rename an older one of that name.
-
-        Args:
-            path: name of the file.
-            rank: number of this rank in the job.
-            node: an identifier of the node. Its ranks share one clock.
-        """
+        """Create the file of a rank of the job, and rename an older one. Ranks of one ``node`` share a clock."""
         self.rank, self._path = rank, path
         self._file, self._nbytes, self._process = -1, 0, os.getpid()
         self._lock = RLock()  # several threads write: one for each communicator
@@ -214,7 +203,6 @@ class Trace:
         return traced
 
     def flush(self) -> None:
-        """Write the recorded events."""
         events, self._events = self._events, []
         self._file.write("".join(events))
 
@@ -256,11 +244,8 @@ class Trace:
         if not self._call or transport is None:
             return
         counters, (sent, received) = transport.counters, self._traffic
-        details: dict[str, object] = {
-            "sent": counters.bytes_sent - sent,
-            "received": counters.bytes_received - received,
-            **({"error": error} if error else {}),
-        }
+        details: dict[str, object] = {"error": error} if error else {}
+        details |= {"sent": counters.bytes_sent - sent, "received": counters.bytes_received - received}
         self._call = 0
         self._add(self._clock(), ph="E", args=details)
         self.flush()
@@ -270,11 +255,7 @@ class Ranges:
     """Puts each part of a call into a range of a profiler, named "sparsecomm: select" for example."""
 
     def __init__(self, profiler: str) -> None:
-        """Prepare ranges for "torch" or "nvtx".
-
-        Raises:
-            InvalidInputError: the profiler's package is not installed.
-        """
+        """Prepare ranges for "torch" or "nvtx"."""
         try:
             if profiler == "torch":
                 from torch.profiler import record_function

@@ -1,5 +1,4 @@
-from sparsecomm.transport.base import Request, TrafficCounters
-from sparsecomm.transport.memory import Bytes, MessageMemory
+from sparsecomm.transport.base import Bytes, MessageMemory, Request, TrafficCounters
 
 built_with: str
 

@@ -28,7 +28,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 from posix.unistd cimport getpid
 
 from sparsecomm.signals import poll as poll_signals
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 
 np.import_array()
 

@@ -1,26 +1,105 @@
-"""`Transport`: point-to-point messages between ranks, with an error in place of every endless wait.
+"""`Transport`: point-to-point messages between ranks, with an error instead of every endless wait.
 
-A transport knows nothing of sparsity. It numbers the collective calls made on it, so that bytes of an aborted call are
-never taken for those of a later one. If a peer does not answer, it raises an error that names the rank.
+A transport numbers the collective calls made on it, so that bytes of an aborted call are never taken for bytes of a
+later one. `MessageMemory` is where messages are built. `existing_transport` finds the transport of a communicator.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sparsecomm.errors import SparseCommError
+import numpy as np
+from numpy.typing import DTypeLike
+
+from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.signals import deferred
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.tensors.arrays import Array, Bytes
 
-__all__ = ["MAX_CALL_BYTES", "Mismatch", "PeerTraffic", "Request", "TrafficCounters", "Transport"]
+if TYPE_CHECKING:
+    import torch.distributed
+    from mpi4py import MPI
 
+__all__ = [
+    "HOST",
+    "MAX_CALL_BYTES",
+    "Bytes",
+    "Comm",
+    "MessageMemory",
+    "Mismatch",
+    "PeerTraffic",
+    "Request",
+    "TrafficCounters",
+    "Transport",
+    "existing_transport",
+    "group_of",
+]
+
+# Looking variables up in the dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another
+# thread changes a variable.
+_find_variable = os.environ._data.get  # type: ignore[attr-defined]
+_NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
+_READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
+_settings: tuple[object, ...] = ()
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
 
+Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 Mismatch = Callable[[bytes, int], SparseCommError]
+
+
+class MessageMemory:
+    """Memory that a transport can send from and receive into. This class is host memory: NumPy arrays.
+
+    The sender builds a message with `empty`, `put_header` and `put`; the transport calls `ready` before it reads the
+    message. On the other side, the transport allocates the message with `empty`; the receiver reads it with `header`
+    and `get`. For a message in several pieces, the transport also calls `landed` and `move`.
+
+    Memory of another device overrides these methods, whose copies may then be asynchronous.
+    """
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Allocate ``nbytes`` of uninitialized memory."""
+        return np.empty(nbytes, np.uint8)
+
+    def put_header(self, header: bytes, to: Bytes) -> None:
+        """Write ``header``, which is in host memory, to the beginning of the message ``to``."""
+        to[: len(header)] = np.frombuffer(header, np.uint8)
+
+    def put(self, array: Array, to: Bytes) -> None:
+        """Start copying an array of the device to ``to``, a part of a message with the same number of bytes.
+
+        The array must not change until `ready` has returned for these bytes.
+        """
+        to[:] = array.view(np.uint8)
+
+    def ready(self, message: Bytes, nbytes: int) -> None:
+        """Wait until the first ``nbytes`` of a message are written and may be sent."""
+
+    def landed(self, message: Bytes, begin: int, end: int) -> None:
+        """Record that the transport has received bytes ``begin`` to ``end`` of a message in several pieces."""
+
+    def move(self, part: Bytes, to: Bytes) -> None:
+        """Copy ``part``, which has landed, to the beginning of ``to``, a larger replacement of its message."""
+        to[: len(part)] = part
+
+    def header(self, message: Bytes, nbytes: int) -> bytes:
+        """Return a copy in host memory of the first ``nbytes`` of a message, or of all of it if it is shorter."""
+        return message[:nbytes].tobytes()
+
+    def get(self, data: Bytes, dtype: DTypeLike) -> Array:
+        """Return a part of a message as a flat array of the device, a view if possible.
+
+        The number of bytes must be a multiple of the item size of ``dtype``.
+        """
+        return data.view(dtype)
+
+
+HOST = MessageMemory()
 
 
 @dataclass(slots=True)
@@ -121,6 +200,16 @@ class Transport(ABC):
     threaded = False
     skipped = ""
     queue: Any = None  # the layer above defines its type
+
+    @staticmethod
+    def settings() -> tuple[object, ...]:
+        """Return the environment variables that calls read: the same tuple as before if none has changed."""
+        global _settings
+        before, found = _settings, tuple([_find_variable(name) for name in _READ_IN_CALLS])
+        if found != before:
+            _settings = found
+            return found
+        return before
 
     def clock(self) -> float:
         """Return this rank's clock in seconds since an arbitrary time. Simulated ranks return virtual time."""
@@ -280,3 +369,39 @@ class Transport(ABC):
                 request.wait()
         else:
             data[:] = self.receive(root)
+
+
+def existing_transport(comm: Comm = None) -> Transport | None:
+    """Return the transport of ``comm``, as `transport_of`, or ``None`` if it has none yet."""
+    mpi4py: Any = sys.modules.get("mpi4py.MPI")
+    if mpi4py is None or not isinstance(comm, mpi4py.Comm):
+        if comm is not None and isinstance(comm, Transport):
+            return comm
+        if (group := group_of(comm)) is not None:
+            return None if type(group) is int else _existing("process_group", group)
+        if comm is not None:
+            raise InvalidInputError(
+                f"comm is {comm!r} of type {type(comm).__name__}; expected an mpi4py communicator, a process group of "
+                "torch.distributed, a transport, or None for all ranks of the job"
+            )
+    return _existing("mpi", comm)
+
+
+def _existing(kind: str, comm: Any) -> Transport | None:
+    """Return the transport of ``comm`` if its module has been imported and has one."""
+    find: Any = getattr(sys.modules.get(f"sparsecomm.transport.{kind}"), "existing", None)
+    return None if find is None else find(comm)
+
+
+def group_of(comm: object) -> Any:
+    """Return ``comm`` if it is a process group, the default group for ``None``, and ``None`` if there is none.
+
+    The value that `torch.distributed` gives to processes outside of a group counts as a group.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available():
+        return None
+    if comm is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    outside = type(comm) is int and comm == dist.GroupMember.NON_GROUP_MEMBER
+    return comm if outside or isinstance(comm, dist.ProcessGroup) else None

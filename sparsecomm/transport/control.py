@@ -30,8 +30,7 @@ from sparsecomm.errors import (
     describe,
 )
 from sparsecomm.signals import poll
-from sparsecomm.transport.base import MAX_CALL_BYTES, Mismatch, TrafficCounters, Transport
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
+from sparsecomm.transport.base import HOST, MAX_CALL_BYTES, Bytes, MessageMemory, Mismatch, TrafficCounters, Transport
 
 __all__ = [
     "LEFT",
@@ -169,7 +168,7 @@ class FailureDetector(Transport):
             self._check_leavers()
 
     def _read_timeout(self) -> None:
-        if (settings := config.texts()) is not self._settings:
+        if (settings := self.settings()) is not self._settings:
             self.timeout, self._settings = config.timeout(), settings
 
     def end(self) -> None:

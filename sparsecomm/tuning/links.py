@@ -23,7 +23,7 @@ from sparsecomm.primitives.gather import ROUNDS, gather_words
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.transport import Transport
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Messages
 

@@ -1,8 +1,7 @@
 """Messages: how entries, dense arrays and integers are encoded. `sparsecomm.wire.header` describes the header."""
 
 from sparsecomm.tensors.kinds import EXACT
-from sparsecomm.wire.base import VectorType, Wire
-from sparsecomm.wire.formats import PLAIN, WIRES, WireName
+from sparsecomm.wire.formats import WIRES, WireName
 from sparsecomm.wire.header import (
     HEADER_BYTES,
     MEAN_OF_CONTRIBUTORS,
@@ -12,7 +11,7 @@ from sparsecomm.wire.header import (
     Op,
     shape_checksum,
 )
-from sparsecomm.wire.messages import Messages
+from sparsecomm.wire.messages import PLAIN, Messages, VectorType, Wire
 
 __all__ = [
     "EXACT",

@@ -4,13 +4,7 @@ To add a format, add a line to the table below (name, code in message headers, k
 `WireName`. The CLI, the cost model, the tests and the docs use this table. The code of a format must never change,
 because ranks of different versions would confuse formats.
 
-Plain: the arrays of the entries, the one with larger elements first.
-
-    values, float32 or float64 | indices, int32 or int64        (indices first where they are int64 beside float32)
-
-8 bytes per entry for float32 gradients of fewer than 2^31 elements.
-
-Packed: indices in about 2 + log2(n/k) bits, values in 64 to 1.
+`Packed`: indices in about 2 + log2(n/k) bits, values in 64 to 1.
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 1974; Fano, "On the
 number of bits required to implement an associative memory", MIT 1971. At density 0.001 an index takes 11.96 bits; its
@@ -50,10 +44,10 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import MessageMemory
-from sparsecomm.wire.base import VectorType, Wire
+from sparsecomm.transport.base import MessageMemory
+from sparsecomm.wire.messages import PLAIN, VectorType, Wire
 
-__all__ = ["PLAIN", "WIRES", "WIRE_OF_CODE", "Packed", "Plain", "WireName"]
+__all__ = ["WIRES", "Packed", "WireName"]
 
 WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "auto",
@@ -68,35 +62,6 @@ WireName: TypeAlias = Literal[  # "auto" and the names in the table
 ]
 
 _HEAD = 16  # bytes of the packed format: first and span
-
-
-class Plain(Wire):
-    """The plain format, which copies arrays."""
-
-    packed = False
-
-    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
-        indices, values = entries.indices, entries.values
-        return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
-
-    def max_bytes(self, count: int, vector: VectorType) -> int:
-        return count * (vector.indices.itemsize + vector.values.itemsize)
-
-    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
-        return float(vector.indices.itemsize + vector.values.itemsize)
-
-    def decode(
-        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
-    ) -> tuple[Array, Array]:
-        index, value = vector.indices, vector.values
-        expected = count * (index.itemsize + value.itemsize)
-        if len(data) != expected:
-            raise ValueError(f"{count} entries in {len(data)} bytes; expected {expected} bytes")
-        if index.itemsize > value.itemsize:
-            middle = count * index.itemsize
-            return memory.get(data[:middle], index), memory.get(data[middle:], value)
-        middle = count * value.itemsize
-        return memory.get(data[middle:], index), memory.get(data[:middle], value)
 
 
 class Packed(Wire):
@@ -128,7 +93,6 @@ class Packed(Wire):
         return backend.unpack(packed, head, count, vector.n, self.kind, vector.values.itemsize == 8)
 
 
-PLAIN = Plain("plain", 0, EXACT)
 _FORMATS: tuple[Wire, ...] = (
     PLAIN,
     Packed("packed", 1, EXACT),
@@ -140,4 +104,3 @@ _FORMATS: tuple[Wire, ...] = (
     Packed("packed_sign", 8, SIGN),
 )
 WIRES = {wire.name: wire for wire in _FORMATS}
-WIRE_OF_CODE = {wire.code: wire for wire in _FORMATS}

@@ -35,21 +35,6 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.dtypes import DTYPES
-from sparsecomm.wire.formats import WIRE_OF_CODE
-
-__all__ = [
-    "CALL_BYTES",
-    "HEADER",
-    "HEADER_BYTES",
-    "INCOMPLETE",
-    "LABEL_AT",
-    "MEAN_OF_CONTRIBUTORS",
-    "MEASUREMENT",
-    "OPS",
-    "CallSignature",
-    "Op",
-    "shape_checksum",
-]
 
 _CALL = struct.Struct("<4sBBBBQQ24sIIII")
 CALL_BYTES = _CALL.size
@@ -66,6 +51,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 MEASUREMENT: Final = "measurement of links"  # algorithm name of the call in which ranks without a profile measure costs
 _OPTIONAL = "residual", "out"
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
+WIRE_NAMES: dict[int, str] = {}  # of the wire formats, by code; each format enters itself
 
 
 def shape_checksum(shape: tuple[int, ...]) -> int:
@@ -75,20 +61,7 @@ def shape_checksum(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The arguments that must be equal on all ranks of a call.
-
-    Attributes:
-        algorithm: its name.
-        dtype: code of the gradient's dtype, in `sparsecomm.tensors.dtypes`.
-        op: index into `OPS`.
-        wire: code of the wire format.
-        n, k: number of elements, and of entries that each rank selects.
-        costs: checksum of the costs with which the call was planned; 0 if they do not matter.
-        label: checksum of the label; 0 if there is none.
-        chunk: number of elements of a chunk; 0 if there are no chunks.
-        shape: checksum of x's shape; 0 if it is flat.
-        residual, out: whether the caller has passed one.
-    """
+    """The arguments that must be equal on all ranks of a call, as in the table above. ``op`` is an index into `OPS`."""
 
     algorithm: str
     dtype: int
@@ -138,7 +111,7 @@ class CallSignature:
         """Return the signature as text for users, with the ``shape`` of x if given."""
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
-        wire = WIRE_OF_CODE[self.wire].name if self.wire in WIRE_OF_CODE else f"format {self.wire}"
+        wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
         chosen = f", costs of checksum {self.costs:08x}" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x}" if self.label else ""
@@ -154,11 +127,7 @@ class CallSignature:
     ) -> CollectiveMismatchError:
         """Return the error for a message of another call, which names the fields that differ.
 
-        Args:
-            rank: this rank.
-            theirs: header of the message.
-            their_rank: its sender.
-            shape: shape of x on this rank, of which the signature has only a checksum.
+        ``theirs`` is its header, from ``their_rank``; ``shape`` is x's shape on this rank.
         """
         other = CallSignature.unpack(theirs)
         if other is None:
@@ -184,7 +153,5 @@ class CallSignature:
         shapes = "", ""
         if "shape" in fields:
             shapes = f"shape {shape}", "another shape" if other.shape else f"shape ({other.n},)"
-        return CollectiveMismatchError(
-            f"calls differ in {', '.join(fields)}: rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made "
-            f"{other.describe(shapes[1])}; {advice}"
-        )
+        made = f"rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made {other.describe(shapes[1])}"
+        return CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")

@@ -1,43 +1,137 @@
-"""`Messages`: builds the messages of calls of one signature, and checks and reads received ones."""
+"""`Messages`: builds the messages of calls of one signature, and checks and reads received ones.
+
+`Wire` is the interface of the formats in which messages carry entries, and `Plain` the simplest one.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
+from sparsecomm.tensors.kinds import EXACT, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
-from sparsecomm.transport.memory import HOST, MessageMemory
-from sparsecomm.wire.base import VectorType, Wire
-from sparsecomm.wire.formats import PLAIN
-from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, CallSignature
+from sparsecomm.transport.base import HOST, MessageMemory
+from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, WIRE_NAMES, CallSignature
 
-__all__ = ["Messages"]
+__all__ = ["PLAIN", "Messages", "Plain", "VectorType", "Wire"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code of the bytes of an integer
 
 
+class VectorType(NamedTuple):
+    """The type of a call's sparse vectors: ``n`` elements, and the dtypes of indices and values."""
+
+    n: int
+    indices: ArrayDType
+    values: ArrayDType
+
+
+@dataclass(frozen=True)
+class Wire(ABC):
+    """A wire format, which encodes entries as bytes. `sparsecomm.wire.formats` has all formats.
+
+    Attributes:
+        name: the value of ``wire=``.
+        code: its number in message headers.
+        kind: of values in messages: `EXACT`, or the kind to which `Backend.quantize` rounds values before encoding.
+        packed: whether the cost model counts the time of encoding and decoding.
+    """
+
+    name: str
+    code: int
+    kind: ValueKind
+    packed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        WIRE_NAMES[self.code] = self.name
+
+    @abstractmethod
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
+        """Encode entries; return arrays of the device whose concatenated bytes are the result. They may be views."""
+
+    @abstractmethod
+    def max_bytes(self, count: int, vector: VectorType) -> int:
+        """Return an upper bound of the encoded size of ``count`` entries."""
+
+    @abstractmethod
+    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
+        """Return the mean encoded size of one of k entries that are spread evenly over all elements."""
+
+    @abstractmethod
+    def decode(
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
+    ) -> tuple[Array, Array]:
+        """Decode ``count`` entries; return indices and values as flat arrays of the device, views if possible.
+
+        Does not check that indices increase and that values are not zero.
+
+        Args:
+            data: a part of a message that ``memory`` has made.
+
+        Raises:
+            ValueError: ``data`` does not encode ``count`` entries.
+        """
+
+
+class Plain(Wire):
+    """The plain format: the arrays of the entries, the one with larger elements first.
+
+        values, float32 or float64 | indices, int32 or int64    (indices first where they are int64 beside float32)
+
+    8 bytes per entry for float32 gradients of fewer than 2^31 elements.
+    """
+
+    packed = False
+
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
+        indices, values = entries.indices, entries.values
+        return [indices, values] if indices.itemsize > values.itemsize else [values, indices]
+
+    def max_bytes(self, count: int, vector: VectorType) -> int:
+        return count * (vector.indices.itemsize + vector.values.itemsize)
+
+    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
+        return float(vector.indices.itemsize + vector.values.itemsize)
+
+    def decode(
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
+    ) -> tuple[Array, Array]:
+        index, value = vector.indices, vector.values
+        expected = count * (index.itemsize + value.itemsize)
+        if len(data) != expected:
+            raise ValueError(f"{count} entries in {len(data)} bytes; expected {expected} bytes")
+        if index.itemsize > value.itemsize:
+            middle = count * index.itemsize
+            return memory.get(data[:middle], index), memory.get(data[middle:], value)
+        middle = count * value.itemsize
+        return memory.get(data[middle:], index), memory.get(data[:middle], value)
+
+
+PLAIN = Plain("plain", 0, EXACT)
+
+
 class Messages:
     """The messages of calls of one signature.
 
-    `entries`, `parcel`, `dense` and `words` each return a new message of this rank for communication round
-    ``round_no``. Their counterparts ``read_...`` take a message from rank ``source``, check that it belongs to this
-    call and round, and return its contents. Arrays are views of the message if possible, so it must not change. Ranks
-    are numbered as in the transport.
+    `entries`, `parcel`, `dense` and `words` return a new message of this rank for communication round ``round_no``. The
+    methods ``read_...`` return the contents of a message from rank ``source``, as views if possible. They raise
+    `CollectiveMismatchError` if it belongs to another call or round or is invalid. Ranks are numbered as in the
+    transport.
 
     Attributes:
         call: the call signature.
         packed: the signature as bytes, with the current call's label; the beginning of every header.
         memory: where messages of this call are made.
         incomplete: whether this rank's contribution to this call is incomplete, or a message that was read reports that
-            another rank's is. All later messages report it, too. It ends equal on all ranks if the algorithm's result
-            on each rank depends on messages of all others, directly or indirectly.
+            another rank's is. All later messages report it, too, so it ends equal on all ranks.
     """
 
     def __init__(
@@ -48,7 +142,7 @@ class Messages:
         Args:
             call: this rank's call signature.
             rank: this rank.
-            accumulator: the accumulator dtype, float32 or float64, which all values have before and after encoding.
+            accumulator: the dtype of all values before and after encoding, float32 or float64.
             shape: of the gradient, and of the vectors that are read.
             backend: of the gradient's device.
         """
@@ -60,21 +154,12 @@ class Messages:
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
     def begin(self, number: int, label: int, memory: MessageMemory, incomplete: bool = False) -> bytes:
-        """Prepare for a call and return `packed`.
-
-        Args:
-            number: number of the call on its transport.
-            label: a checksum.
-            memory: for its messages.
-            incomplete: whether this rank's contribution is incomplete.
-        """
+        """Prepare for call ``number`` of the transport, and return `packed`."""
         if label != self._label:
             self.packed = self.packed[:LABEL_AT] + label.to_bytes(4, "little")
             self._label = label
         self._number, self.memory, self.incomplete = number, memory, incomplete
         return self.packed
-
-    # -- entries ------------------------------------------------------------------------------------------------------
 
     def entries(self, entries: SparseVector, wire: Wire, round_no: int) -> Bytes:
         """Return the message of a sparse vector."""
@@ -90,11 +175,7 @@ class Messages:
         return message
 
     def read_entries(self, message: Bytes, wire: Wire, source: int, round_no: int) -> SparseVector:
-        """Return the sparse vector in a message, without checking the order of its entries.
-
-        Raises:
-            CollectiveMismatchError: the message belongs to another call or round, or is invalid.
-        """
+        """Return the sparse vector in a message, without checking the order of its entries."""
         items = self._items(message, source, round_no, self.memory)
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
@@ -125,13 +206,7 @@ class Messages:
     ) -> tuple[list[SparseVector], list[int]]:
         """Return the vectors and words in a message, without checking the order of entries.
 
-        Args:
-            expected: number of vectors.
-            or_none: there may also be no vectors.
-
-        Raises:
-            CollectiveMismatchError: the message belongs to another call or round, has another number of vectors, or is
-                invalid.
+        There must be ``expected`` vectors, or none if ``or_none``.
         """
         items = self._items(message, source, round_no, self.memory)
         count, num_words = items & 0xFFFF, items >> 20
@@ -155,8 +230,6 @@ class Messages:
         """Return an upper bound of the size of a message with ``count`` entries."""
         return HEADER_BYTES + wire.max_bytes(count, self._vector)
 
-    # -- other contents -----------------------------------------------------------------------------------------------
-
     def dense(self, segment: Array, round_no: int) -> Bytes:
         """Return the message of a flat dense array of the accumulator dtype."""
         message = self._new(round_no, len(segment), segment.nbytes)
@@ -164,11 +237,7 @@ class Messages:
         return message
 
     def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
-        """Return the dense array of ``expected`` elements in a message.
-
-        Raises:
-            CollectiveMismatchError: the message belongs to another call or round, or has another number of elements.
-        """
+        """Return the dense array of ``expected`` elements in a message."""
         items, dtype = self._items(message, source, round_no, self.memory), self._vector.values
         if items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
@@ -177,8 +246,6 @@ class Messages:
     def words(self, words: Sequence[int], round_no: int) -> Bytes:
         """Return the message of integers from 0 to 2^64 - 1: a parcel without vectors."""
         return self.parcel((), words, PLAIN, round_no)
-
-    # -- errors -------------------------------------------------------------------------------------------------------
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
@@ -193,8 +260,6 @@ class Messages:
 
     def _call(self) -> CallSignature:
         return replace(self.call, label=self._label)
-
-    # -- parts of messages --------------------------------------------------------------------------------------------
 
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
         """Return a message with its header and ``table``, and room for the rest of its ``nbytes`` of content."""

@@ -54,11 +54,9 @@ def train(
         targets = {"residual": put(residual), "out": put(out)}
         for step in range(STEPS):
             x = data.gradient("normal", 700, dtype, seed=10 * transport.rank + step).reshape(20, 35)
-            given = (
-                cuda.library.asarray(x) if on_cuda(transport.rank) else x
-            )  # its memory is reused as soon as it is freed
+            given = cuda.library.asarray(x) if on_cuda(transport.rank) else x
             result = sc.sparse_allreduce(given, 33, comm=transport, **targets, **options)
-            del given
+            del given  # its memory is reused at once
             assert result.shape == (20, 35)
             entries.append((np.array(result.indices), np.array(result.values)))
         cuda.synchronize()

@@ -230,28 +230,6 @@ def test_an_index_dropped_in_one_subtree_that_survives_by_another(P: int, k: int
         conserves(ranks)
 
 
-@pytest.mark.parametrize(("P", "survives"), [(4, False), (8, False), (8, True)])
-@pytest.mark.parametrize("nodes", ["one", "two"])
-def test_an_index_dropped_in_two_merges(P: int, survives: bool, nodes: str) -> None:
-    """Index 0 loses where ranks 0 and 1 merge, and where ranks 2 and 3 do; the last of 8 ranks may bring it back."""
-    xs = apart(P, 60)
-    xs[0][0], xs[1][1:3], xs[2][0], xs[3][3:5] = 900, (1000, 1001), 700, (1100, 1101)
-    if survives:
-        xs[-1][0] = 5000
-    node_of_rank = [rank // (P // 2) for rank in range(P)] if nodes == "two" else [0] * P
-    for algorithm in merging(P, node_of_rank):
-        residuals = [np.zeros(60, np.float32) for _ in range(P)]
-        ranks = reduced(xs, residuals, 2, node_of_rank, algorithm=algorithm, wire="plain")
-        dropped = sorted(values[indices == 0][0] for rank in ranks for indices, values in rank.dropped if 0 in indices)
-        assert dropped == [700, 900], algorithm  # the case is there
-        assert (0 in ranks[0].result.indices) == survives
-        if survives:
-            assert sum(rank.residual[0] for rank in ranks) == 1600
-        else:
-            assert [rank.residual[0] for rank in ranks] == [x[0] for x in xs]
-        conserves(ranks)
-
-
 # -- algorithms of users ----------------------------------------------------------------------------------------------
 
 

@@ -60,10 +60,8 @@ def summed(P: int, name: str, **options: object) -> tuple[list[np.ndarray], np.n
 
 def candidates(P: int) -> list[str]:
     """Return what "auto" chooses from, the fastest first."""
-    return [
-        c.algorithm.name
-        for c in run(P, lambda transport: sc.explain(10**6, 0.01, comm=transport), range(P))[0].candidates
-    ]
+    explained = run(P, lambda transport: sc.explain(10**6, 0.01, comm=transport), range(P))
+    return [each.algorithm.name for each in explained[0].candidates]
 
 
 @pytest.mark.parametrize("P", [1, 2, 5])

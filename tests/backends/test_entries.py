@@ -32,9 +32,8 @@ def vector(nnz: int, seed: int, *, kind: str = "normal", n: int = 1000, float64_
 
 def key(value: float, float64_values: bool) -> int:
     """By the words: infinity is the largest number, NaN is one above."""
-    bits = np.abs(np.array(value, np.float64 if float64_values else np.float32)).view(
-        np.uint64 if float64_values else np.uint32
-    )
+    float_, unsigned = (np.float64, np.uint64) if float64_values else (np.float32, np.uint32)
+    bits = np.abs(np.array(value, float_)).view(unsigned)
     infinity = (0x7FF << 52) if float64_values else (0xFF << 23)
     return infinity + 1 if np.isnan(value) else int(bits)
 
@@ -66,7 +65,6 @@ def test_places_and_indices(device: Device, n: int) -> None:
         middle = nnz // 3
         parts = [there.part(0, middle), there.part(middle, middle), there.part(middle, nnz)]
         same(backend.concatenate_entries(parts), v.indices, v.values)
-        assert backend.empty_like(there).nnz == 0
 
     run()
 
@@ -137,11 +135,8 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
             same(largest, v.indices[expected], v.values[expected])
             same(others, v.indices[near & ~expected], v.values[near & ~expected])
             assert selection_keys.keys_of(backend.values_at(there, others)) == its_own[near & ~expected].tolist()
-        assert (
-            selection_keys.scaled_key(there, low, [0], keys[:1])
-            == low
-            == selection_keys.scaled_key(there, low, keys[:1], [0])
-        )
+        assert selection_keys.scaled_key(there, low, [0], keys[:1]) == low
+        assert selection_keys.scaled_key(there, low, keys[:1], [0]) == low
         one, two = (key(np.float64(x) if float64_values else np.float32(x), float64_values) for x in (1, 2))
         assert selection_keys.scaled_key(there, one, [one, one], [two, two]) == two
         assert selection_keys.scaled_key(there, two, [two], [one]) == one
@@ -178,9 +173,7 @@ def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: s
         found[np.array(lost.indices)] += np.array(lost.values)
         finite = np.isfinite(whole)
         error = np.abs(found[finite] - whole[finite])
-        arrived = np.zeros(
-            v.size, np.float64
-        )  # of few bits what arrives may be more than was there: the rest is rounded
+        arrived = np.zeros(v.size, np.float64)  # of few bits, more may arrive than was there
         arrived[np.array(narrow.indices)] = narrow.values if kind.planes else 0
         assert np.all(error <= 1e-45 + 3e-7 * np.maximum(np.abs(whole), np.abs(arrived))[finite])
         assert np.isnan(found[np.isnan(whole)]).all()

@@ -7,18 +7,20 @@ import re
 import pytest
 
 from tests.processes import ROOT, mpirun, needs_mpirun
+from tests.thinning import exhaustive
 
 THROUGH = {
     "call": ["calls/sparse.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
+    "adamw": ["torch/adamw.py", "optimizers/adamw.py", "reducer/reducer.py", "transport/mpi.py"],
     "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/transport.py", "backends/_cpu (compiled)"],
 }
 
 
 @pytest.mark.mpi
 @needs_mpirun
-@pytest.mark.parametrize("what", ["call", pytest.param("step", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("what", ["call", exhaustive("adamw"), exhaustive("step")])
 def test_what_runs_is_listed_once_and_exists(what: str) -> None:
-    if what == "step":
+    if what != "call":
         pytest.importorskip("torch")
     status, said = mpirun(2, "-m", "bench.trace_call", what)
     assert status == 0, said

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.queue import Handle
+from sparsecomm.calls.handle import Handle
 from sparsecomm.transport import simulated
 from tests import data
 from tests.ranks import run
@@ -77,25 +77,6 @@ def test_different_labels_do_not_match_and_lose_nothing(blocking: bool, P: int) 
     assert any("calls differ in label" in text for text in run(P, program))
 
 
-@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one rank", "all"])
-@pytest.mark.parametrize(
-    "wrong",
-    [{"k": 0}, {"x": [1.0]}, {"label": 3}, {"algorithm": "ring"}, {"op": "max"}, {"wire": "zip"}, {"wire": None}],
-)
-def test_bad_arguments_are_refused_at_once_and_not_counted(wrong: dict[str, Any], who: tuple[int, ...]) -> None:
-    """The rank that passed a wrong argument can call again while the others wait."""
-    ((name, value),) = wrong.items()
-    says = f"{name}={value!r}: expected one of" if name in ("algorithm", "op", "wire") else name
-
-    def program(transport: simulated.SimulatedTransport) -> int:
-        for call in (sc.sparse_allreduce, sc.isparse_allreduce) if transport.rank in who else ():
-            with pytest.raises(sc.InvalidInputError, match=f"^rank {transport.rank}: {says}"):
-                call(**{"x": np.ones(9, np.float32), "k": 3, "comm": transport} | wrong)
-        return sc.isparse_allreduce(np.ones(9, np.float32), 3, comm=transport).wait().nnz
-
-    assert run(3, program) == [3, 3, 3]
-
-
 @pytest.mark.parametrize("P", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["dense", "butterfly", "split", "tree"])
 def test_a_transport_error_rolls_back_queued_calls_on_all_ranks(
@@ -125,16 +106,3 @@ def test_a_transport_error_rolls_back_queued_calls_on_all_ranks(
     for said in [result for result in run(P, program) if result]:
         assert all("rank 1" in text or "left" in text for text in said)
         assert "did not make this call, since an earlier one failed" in said[-1]
-
-
-@pytest.mark.parametrize("P", [2, 3, 5])
-def test_queued_calls_are_made_after_a_mismatch(P: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
-        first = sc.isparse_allreduce(np.ones(10, np.float32), 2 + (transport.rank == 1), comm=transport)
-        second = sc.isparse_allreduce(np.ones(10, np.float32), 2, comm=transport)
-        with pytest.raises(sc.CollectiveMismatchError, match=r"calls differ in k|left call 1"):
-            first.wait()
-        return second.wait()
-
-    for result in run(P, program):
-        np.testing.assert_array_equal(result.values, [P, P])

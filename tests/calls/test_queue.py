@@ -133,18 +133,6 @@ def test_submit_returns_before_the_call_is_made(threaded: CallQueue) -> None:
     assert log == [0]
 
 
-def test_without_a_thread_wait_makes_calls() -> None:
-    queue_, log = made(False), []
-    first, second, third = (queue_.submit(Call(log, i)) for i in range(3))
-    assert log == []
-    assert second.test()
-    assert log == [0, 1]
-    assert first.result.nnz == 1
-    third.wait()
-    assert log == [0, 1, 2]
-    assert threading.active_count() == len(threading.enumerate())
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -58,9 +58,11 @@ class EmulatedRuntime:
 
     Attributes:
         crowded: all blocks of a grid are resident; otherwise some are, and the others begin when those are done.
+        flags: more options of the compiler.
     """
 
     crowded = False
+    flags: Sequence[str] = ()
 
     def __init__(
         self, *, sources: Path = ROOT / "kernels", multiprocessors: int = 3, seed: int = 0, flags: Sequence[str] = ()
@@ -69,7 +71,7 @@ class EmulatedRuntime:
         self.multiprocessors = multiprocessors
         self.seed = seed
         self.launches: list[str] = []  # names, since the list was last cleared
-        self._sources, self._flags = sources, list(flags)
+        self._sources, self._flags = sources, [*self.flags, *flags]
         self._kernels: dict[tuple[str, str, tuple[str, ...]], Kernel] = {}
         self._guarded: list[tuple[Any, np.ndarray]] = []  # canaries, and weak holds on what they guard
 

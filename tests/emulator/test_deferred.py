@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulator.arrays import DeviceArray
 from tests.emulator.deferred import DeferredRuntime
-from tests.emulator.runtime import POISON, EmulatorError
+from tests.emulator.runtime import POISON
 from tests.emulator.streams import LEGACY, PER_THREAD, Stream
 
 SEEDS = range(20)
@@ -27,19 +27,6 @@ def filled(runtime: DeferredRuntime, value: float, count: int = 3) -> DeviceArra
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
-
-
-def test_work_runs_when_the_host_waits_and_not_before() -> None:
-    runtime, ran = DeferredRuntime(), list[int]()
-    for i in range(3):
-        runtime.enqueue(partial(ran.append, i))
-    middle = runtime.record()
-    runtime.enqueue(partial(ran.append, 3))
-    assert not ran
-    middle.wait()
-    assert ran == [0, 1, 2]
-    runtime.synchronize()
-    assert ran == [0, 1, 2, 3]
 
 
 @contextmanager
@@ -117,30 +104,7 @@ def test_each_thread_has_its_own_current_and_its_own_default_stream() -> None:
     assert streams[1] is not streams[3]
 
 
-def test_an_error_of_a_kernel_comes_when_it_runs() -> None:
-    runtime = DeferredRuntime()
-    array = runtime.empty(5, np.uint8)
-    runtime.enqueue(runtime.check)
-    runtime.synchronize()
-    array.owner.block.memory[5] ^= 1  # as a kernel would, behind the end
-    runtime.enqueue(runtime.check)
-    with pytest.raises(EmulatorError, match="behind the end"):
-        runtime.synchronize()
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_freed_memory_goes_to_the_next_array_of_its_stream() -> None:
-    runtime = DeferredRuntime()
-    first = runtime.empty(100, np.float32)
-    address, part = runtime.address(first), first[10:20]
-    del first
-    assert runtime.address(runtime.empty(100, np.float32)) != address  # a part is in use
-    del part
-    with runtime.on_stream(runtime.new_stream()):
-        assert runtime.address(runtime.empty(9, np.float32)) != address
-    assert runtime.address(runtime.empty(9, np.float64)) == address
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------

@@ -163,53 +163,11 @@ assert (out == 1).all()
 """
 
 REAL = """
-from sparsecomm.tensors import interop
-from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.tensors.sparse import SparseVector
+from tests.emulator import mutated
 
-def best(v, k):  # as in tests/reference.py, which would bring more modules into this slow process
-    found = np.lexsort((np.arange(len(v)), -np.abs(v)))
-    return np.sort(found[v[found] != 0][:k])
-
-def same(entries, v, where):
-    np.testing.assert_array_equal(entries.indices, where)
-    np.testing.assert_array_equal(entries.values, v[where])
-
-backend, n, k = CudaBackend(EmulatedRuntime(flags=FLAGS), radix_max_size=50, spare_candidates=100), 20_000, 500
-rng = np.random.default_rng(0)
-x, r = rng.standard_normal((2, n), np.float32)
-total = r + x
-first = backend.topk(interop.tensor(x, "x"), k, interop.tensor(r, "r", writable=True))
-kept = best(total, k)
-same(first, total, kept)
-left = total.copy()
-left[kept] = 0
-np.testing.assert_array_equal(r, left)
-
-for chunk in (300, 1000, 5000):  # by warps, by the block, longer than a tile
-    left = np.float32(0.5) * r + x
-    found = backend.topk_by_chunk(interop.tensor(x, "x"), 20, chunk, interop.tensor(r, "r", writable=True), 0.5)
-    where = np.concatenate([begin + best(left[begin : begin + chunk], 20) for begin in range(0, n, chunk)])
-    same(found, left, where)
-    left[where] = 0
-    np.testing.assert_array_equal(r, left)
-
-other = np.where(rng.random(n) < 0.03, x, 0)
-where = np.flatnonzero(other).astype(np.int32)
-both = other.copy()
-both[kept] += total[kept]
-won, lost = backend.merge_topk(first, SparseVector(where, other[where], n), k)
-winners = best(both, k)
-same(won, both, winners)
-same(lost, both, np.setdiff1d(np.flatnonzero(both), winners))
-
-dense = np.full(n, np.nan, np.float32)
-backend.densify(interop.tensor(dense, "dense", writable=True), won)
-expected = np.zeros(n, np.float32)
-expected[winners] = both[winners]
-np.testing.assert_array_equal(dense, expected)
-launched = set(backend.runtime.launches)
-assert launched == {"sample", "filter", "refine", "emit", "radix", "chunks", "merge", "densify"}, launched
+mutated.Crowd.flags, mutated.SEEDS, mutated.N = FLAGS, 1, 5001
+drivers = "topk_with_residual", "radix", "threshold", "chunks", "merge", "densify", "adding_where", "packing_few_bits"
+assert mutated.main(Path("kernels"), *drivers) == mutated.FINE
 print("all right")
 """
 

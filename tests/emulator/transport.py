@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.transport.base import Mismatch, Request, Transport
-from sparsecomm.transport.memory import HOST, MessageMemory
+from sparsecomm.transport.base import HOST, MessageMemory, Mismatch, Request, Transport
 from sparsecomm.transport.simulated import SimulatedTransport
 from tests.emulator.arrays import DeviceArray
 

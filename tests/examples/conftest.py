@@ -45,7 +45,7 @@ for name in sys.argv[1:]:
     __import__(name)
 for line in sys.stdin:
     said, seconds, words, ranks = json.loads(line)
-    children, statuses, began = [], [], time.monotonic()
+    children, worst, end = [], 0, time.monotonic() + seconds
     for variables in ranks:
         if not (child := os.fork()):
             os.setpgid(0, 0)
@@ -55,17 +55,21 @@ for line in sys.stdin:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
         children.append(child)
-    while len(statuses) < len(children):
-        ended, status = os.waitpid(children[len(statuses)], os.WNOHANG)
-        if ended:
-            statuses.append(os.waitstatus_to_exitcode(status))
-        elif time.monotonic() - began > seconds:
-            for child in children[len(statuses):]:
+    while children:
+        for child in list(children):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                children.remove(child)
+                status = os.waitstatus_to_exitcode(status)
+                worst = max(worst, abs(status))
+                if status > 0:  # the others may have something to say about it
+                    end = min(end, time.monotonic() + 5)
+        if time.monotonic() > end:
+            for child in children:
                 os.killpg(child, 9)
-            seconds = float("inf")
-        else:
-            time.sleep(0.01)
-    print(max(map(abs, statuses)), flush=True)
+            end = float("inf")
+        time.sleep(0.01)
+    print(worst, flush=True)
 """
 
 
@@ -74,7 +78,8 @@ def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return a function that runs a file, or ``-c`` or ``-m``, with words: ``run(*words, ranks=0, **variables)``.
 
     Ranks have the variables of torchrun; a process that is not a rank has none. The function returns the exit status, 0
-    if all succeeded, and the output of all. The module's ``IMPORTS`` are imported already.
+    if all succeeded, or otherwise the largest one or number of a signal, and the output of all. If a rank fails, those
+    that have not ended after some seconds are killed. The module's ``IMPORTS`` are imported already.
     """
     packages = [name for name in request.module.IMPORTS if find_spec(name.partition(".")[0])]
     command, pipe = [sys.executable, "-c", SERVER, *packages], subprocess.PIPE

@@ -84,21 +84,6 @@ for rule in {rules!r}:
     assert len(set(losses.values())) == len(rules)  # each rule makes a difference
 
 
-def test_results_of_error_feedback_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
-    out = tmp_path / "rules.jsonl"
-    words = ["model=digits", "ranks=2", "density=0.1,0.2", "steps=8", "--jobs", "2", "--out", str(out)]
-    runs = [words, words, ["--report", str(out)], ["colour=red"], ["ranks=2,two"]]
-    program = f"from bench.experiments import ablation\nruns = [(ablation, each) for each in {runs!r}]"
-    told = ran(forks, program + EACH).split("= ")[1:]
-    made, again, table, refused, no_number = (part.split("\n", 1)[1] for part in told)
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(made.splitlines()) == len(found) == 2
-    assert not again  # they are there already
-    assert all(f"{entry['outcome']['score']:.3f}" in table for entry in found)
-    assert "colour=red: expected NAME=VALUE" in refused
-    assert "ranks=2,two: expected values of type int" in no_number
-
-
 # -- optimizers with moments ------------------------------------------------------------------------------------------
 
 
@@ -137,66 +122,6 @@ loss_plots.main()
 """
     ran(forks, program)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
-
-
-def test_steps_at_once_are_those_one_by_one(forks: Run) -> None:
-    """Under a constant gradient, several steps at once equal single steps."""
-    program = """
-import numpy as np
-from bench.experiments.adamw_rules import Optimizer
-
-rng = np.random.default_rng(0)
-for kind in ("sgd", "lion"):
-    one, many, g = Optimizer(kind, 50), Optimizer(kind, 50), rng.standard_normal(50).astype(np.float32)
-    one.m[:] = many.m[:] = rng.standard_normal(50)
-    if kind == "lion":
-        one.m[:] = many.m[:] = np.abs(one.m) * np.sign(g)
-    steps = np.arange(1, 51).astype(np.float32)
-    total = np.zeros(50, np.float32)
-    for step in range(50):
-        still = steps > step
-        total[still] += one.update(g[still], np.flatnonzero(still))
-    np.testing.assert_allclose(many.update(g, slice(None), steps), total, rtol=1e-3)
-    np.testing.assert_allclose(many.m, one.m, rtol=1e-3, atol=1e-5)
-print("alike")
-"""
-    assert ran(forks, program) == "alike\n"
-
-
-def test_the_dense_rule_is_adamw_of_torch(forks: Run) -> None:
-    program = """
-import numpy as np
-import torch
-from bench.experiments.adamw_rules import Optimizer
-
-rng = np.random.default_rng(0)
-for beta2 in (0.95, 0.99, 0.999):
-    ours, weight = Optimizer("adamw", 50, beta2), torch.zeros(50, dtype=torch.float64, requires_grad=True)
-    theirs = torch.optim.AdamW([weight], lr=1.0, betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
-    total = np.zeros(50)
-    for step in range(1, 201):
-        g = (rng.standard_normal(50) * 10.0 ** rng.integers(-6, 3)).astype(np.float32)
-        ours.t, weight.grad = step, torch.from_numpy(g.astype(np.float64))
-        theirs.step()
-        total -= ours.update(g)
-        np.testing.assert_allclose(total, weight.detach().numpy(), rtol=1e-3, atol=1e-3)
-print("alike")
-"""
-    assert ran(forks, program) == "alike\n"
-
-
-def test_few_bits_keep_the_sign_and_about_the_size(forks: Run) -> None:
-    program = """
-import numpy as np
-from bench.experiments.adamw_rules import rounded
-
-x = np.random.default_rng(0).standard_normal(10_007).astype(np.float32)
-print(*[np.square(rounded(x, bits) - x).mean() if (np.sign(rounded(x, bits)) == np.sign(x)).all() else 9
-        for bits in (1, 2, 3, 4, 8, 32)])
-"""
-    errors = [float(word) for word in ran(forks, program).split()]
-    # Of the best levels for a normal distribution (Max, 1960): 0.363, 0.119, 0.037, 0.012.
-    assert errors == pytest.approx([0.363, 0.119, 0.037, 0.012, 0, 0], abs=0.012)
 
 
 # -- local steps ------------------------------------------------------------------------------------------------------

@@ -208,8 +208,6 @@ def test_more_elements_than_31_bits_count() -> None:
 
 
 def test_device_memory_that_runs_out() -> None:
-    x = cupy.ones(1_000_000, np.float32)
-    residual = cupy.ones_like(x)
     pool = cupy.get_default_memory_pool()
     pool.set_limit(size=pool.total_bytes())
     try:
@@ -217,4 +215,3 @@ def test_device_memory_that_runs_out() -> None:
             cuda.of(0).runtime.empty(1 << 40, np.uint8)
     finally:
         pool.set_limit(size=0)
-    assert bool((residual == 1).all())

@@ -96,6 +96,20 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
+def same_sum(folder: Path, own: dict[str, np.ndarray]) -> None:
+    """Check that the sum of all ranks' residuals is what it was on two ranks, which have called this before."""
+    saved_by = folder.with_suffix(".sum")
+    total = {name: torch.from_numpy(values) for name, values in own.items()}
+    for values in total.values():
+        dist.all_reduce(values)
+    if dist.get_world_size() == 2:
+        on_rank_0(torch.save, total, saved_by)
+        return
+    expected = torch.load(saved_by)
+    assert all(torch.allclose(total[name], expected[name], atol=1e-6) for name in expected)
+    assert any(values.any() for values in total.values())
+
+
 def on_rank_0(action: Callable[..., object], *arguments: Any) -> None:
     """Do something to files that all ranks see."""
     dist.barrier()

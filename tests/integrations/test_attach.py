@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.integrations.attach import attach  # noqa: E402
-from sparsecomm.torch import DistributedOptimizer, SparseAdamW, keep_local  # noqa: E402
+from sparsecomm.torch import DistributedOptimizer, SparseAdamW  # noqa: E402
 
 
 @pytest.fixture
@@ -25,29 +25,6 @@ def ddp():  # type: ignore[no-untyped-def]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DistributedDataParallel(nn.Linear(20, 10))
     dist.destroy_process_group()
-
-
-def test_gradients_stay_as_they_are(ddp: DistributedDataParallel) -> None:
-    keep_local(ddp)
-    x = torch.arange(20.0).reshape(1, 20)
-    ddp(x).sum().backward()
-    assert torch.equal(ddp.module.weight.grad, x.expand(10, 20))
-    with pytest.raises(sc.InvalidInputError, match="a communication hook is registered already"):
-        keep_local(ddp)
-    with pytest.raises(sc.InvalidInputError, match=r"got Linear; expected torch\.nn\.parallel\.Distributed"):
-        keep_local(ddp.module)
-
-
-def test_an_optimizer_that_exchanges_needs_no_hook(ddp: DistributedDataParallel) -> None:
-    optimizer = SparseAdamW(ddp.module.named_parameters(), lr=1e-2)
-    attached = attach(ddp, [optimizer], 0.01, {"momentum": 0.9})
-    assert list(attached.objects) == ["optimizer 0"]
-    assert "sparsecomm" not in optimizer.state_dict()
-    for _ in range(3):
-        optimizer.zero_grad()
-        ddp(torch.ones(1, 20)).sum().backward()
-        optimizer.step()
-    assert attached.step == attached.reducers[0].step == 3
 
 
 def test_residuals_are_loaded_by_id_only(

@@ -71,27 +71,6 @@ def test_one_rank_gets_its_top_k(wrap: Any, dtype: str, shape: tuple[int, ...], 
     assert data.same_bits(np.asarray(alone), sc.topk(x, k).to_dense(np.empty_like(x)))
 
 
-@pytest.mark.parametrize("P", [2, 3, 5])
-@pytest.mark.parametrize("dtype", data.DTYPES)
-def test_simulated_ranks_get_what_numpy_arrays_get(P: int, dtype: str) -> None:
-    pytest.importorskip("greenlet")
-    xs = [data.integers(500, dtype, seed) for seed in range(P)]
-
-    def with_jax(transport: simulated.SimulatedTransport) -> Any:
-        x = jnp.array(xs[transport.rank])
-        result, residual = sj.sparse_allreduce(x, 20, residual=sj.init_residuals(x), comm=transport, algorithm="tree")
-        return np.asarray(result), np.asarray(residual)
-
-    def with_numpy(transport: simulated.SimulatedTransport) -> Any:
-        x = xs[transport.rank]
-        residual, out = np.zeros(x.size, np.float64 if dtype == "float64" else np.float32), np.empty_like(x)
-        sc.sparse_allreduce(x, 20, residual=residual, out=out, comm=transport, algorithm="tree")
-        return out, residual
-
-    for ours, theirs in zip(simulated.run(P, with_jax), simulated.run(P, with_numpy), strict=True):
-        assert same(ours.value, theirs.value)
-
-
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 
@@ -280,12 +259,11 @@ SPARSIFY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", SPARSIFY)
-def test_sparsify_is_dense_at_density_1_and_skips_steps_that_are_not_finite(way: str) -> None:
-    """At density 1.0 it is optax's own chain over mean gradients. A NaN is applied by nobody, and stays nowhere."""
+def test_sparsify_skips_steps_that_are_not_finite(way: str) -> None:
+    """A NaN is applied by nobody, and stays nowhere."""
     optax = pytest.importorskip("optax", reason="optax is not installed")
     pytest.importorskip("greenlet")
     P, skipped = 3, 2
-    sgd = lambda: optax.sgd(0.1, momentum=0.9, nesterov=True)  # noqa: E731
 
     def gradients(step: int, rank: int) -> dict[str, Any]:
         random = np.random.default_rng((step, rank))
@@ -296,7 +274,7 @@ def test_sparsify_is_dense_at_density_1_and_skips_steps_that_are_not_finite(way:
         }
 
     def program(transport: simulated.SimulatedTransport) -> Any:
-        chain = optax.chain(sj.sparsify(**({"density": 0.02} | SPARSIFY[way]), comm=transport), sgd())
+        chain = optax.chain(sj.sparsify(**({"density": 0.02} | SPARSIFY[way]), comm=transport), optax.sgd(0.1, 0.9))
         params: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
         state = chain.init(params)
         for step in range(6):
@@ -317,20 +295,6 @@ def test_sparsify_is_dense_at_density_1_and_skips_steps_that_are_not_finite(way:
         assert same(params, results[0][0])
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, residuals)))
         assert any(leaf.any() for leaf in jax.tree.leaves(residuals)) == (way != "dense")
-    if way == "dense":
-        expected: Any = jax.tree.map(jnp.zeros_like, gradients(0, 0))
-        state, kept = sgd().init(expected), jax.tree.map(np.zeros_like, gradients(0, 0))
-        for step in range(6):
-            everyones = [gradients(step, rank) for rank in range(P)]
-            sums = {name: sum((g[name] for g in everyones), kept[name]) for name in kept}
-            kept = jax.tree.map(np.zeros_like, kept)
-            if step == skipped:
-                kept = {name: sum((g[name] for g in everyones[:-1]), kept[name]) for name in kept}
-                sums = jax.tree.map(np.zeros_like, kept)
-            updates, state = sgd().update(jax.tree.map(lambda s: jnp.asarray(s / P), sums), state, expected)
-            expected = optax.apply_updates(expected, updates)
-        for name, leaf in expected.items():
-            np.testing.assert_allclose(results[0][0][name], leaf, rtol=1e-5, atol=1e-6)
 
 
 def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,18 +315,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "float": (lambda: sj.init_residuals({"a": X, "b": 3.0}), r"tree\['b'\]: got float; expected a JAX array"),
     "key": (lambda: sj.sparsify().init([jax.random.key(0)]), r"tree\[0\]: got elements of type key<fry>"),
     "key of local steps": (lambda: sj.LocalSteps([jax.random.key(0)]), r"\[0\]"),
-    "byte order": (lambda: sj.sparse_allreduce(np.ones(3, ">f4"), 1), "x: got elements of type >f4"),
     "state of sparsify": (lambda: sj.sparsify().update([X], (0, [X])), "state: got tuple; expected the SparsifyState"),
-    "empty": (lambda: sj.allreduce_tree({}, 0.1), "grads: got a tree without leaves"),
-    "k": (lambda: sj.sparse_allreduce(X, 5), r"k=5: expected an int from 1 to 4"),
     "traced k": (lambda: jax.jit(sj.sparse_allreduce)(X, 1), "k: got a JAX array; .*static"),
     "density": (lambda: sj.allreduce_tree([X], 1.5), r"density=1\.5: must be a float in \(0, 1\]"),
-    "density of sparsify": (lambda: sj.sparsify(0), r"density=0: must be"),
     "scope": (lambda: sj.allreduce_tree([X], 0.1, scope="layer"), "scope='layer': expected one of model, tensor"),
-    "dense_below": (lambda: sj.allreduce_tree([X], 0.1, dense_below=-1), "dense_below=-1: must be"),
-    "algorithm": (lambda: sj.allreduce_tree([X], 0.1, algorithm="best"), "best"),
     "wire": (lambda: jax.jit(lambda x: sj.sparse_allreduce(x, 1, wire="packed_int8"))(np.ones(3)), "x is float64"),
-    "structure": (lambda: sj.allreduce_tree([X], 0.1, residuals=[X, X]), "residuals: got a tree of the structure"),
     "residual shape": (
         lambda: jax.jit(lambda g, r: sj.allreduce_tree(g, 0.1, residuals=r))({"w": X}, {"w": np.ones(3, np.float32)}),
         r"residuals\['w'\]: got float32 of shape \(3,\); expected float32 of shape \(4,\), since grads\['w'\]",

@@ -74,44 +74,29 @@ class Oracle:
         self.residuals = [{n: np.zeros_like(v) for n, v in self.globals.items()} for _ in range(P)]
         self.velocities: Arrays = {}
         self.means: dict[int, Arrays] = {}
-        self.applied: dict[int, list[str]] = {}  # the names that were replaced after a step
-        self.exchanges: list[tuple[int, int, int]] = []  # fragment, local step of the beginning and of the application
 
-    def train_unevenly(self, rounds: Sequence[Sequence[int]]) -> None:
-        """Train with so many local steps of each rank in each round: before what is due after step t of the schedule,
-        each rank has taken its part of them, rounded up.
+    def train(self, steps: int, rounds: Sequence[Sequence[int]] = ()) -> None:
+        """Train for steps of the schedule. In each round, a rank takes so many local steps; by default ``sync_every``.
+
+        Before what is due after step t of the schedule, each rank has taken its part of them, rounded up.
         """
         H, F = self.sync_every, len(self.fragments)
+        ends = [(r * H + (i + 1) * H // F, i) for r in range(steps // H + 2) for i in range(F)]
         taken = [0] * self.P
-        ends = [(r * H + (i + 1) * H // F, i) for r in range(len(rounds) + 1) for i in range(F)]
-        for r, steps in enumerate(rounds):
-            before = list(taken)
-            for t in range(r * H + 1, (r + 1) * H + 1):
-                for rank, n in enumerate(steps):
-                    while taken[rank] - before[rank] < -(-(t - r * H) * n // H):
-                        taken[rank] += 1
-                        self.move(rank, taken[rank])
-                for end, i in ends:
-                    if max(1, end - self.delay) == t:
-                        self.begin(i)
-                for end, i in ends:
-                    if end == t:
-                        self.apply(i)
-
-    def train(self, steps: int) -> None:
-        F = len(self.fragments)
-        ends = {(r * self.sync_every + (i + 1) * self.sync_every // F): i for r in range(steps) for i in range(F)}
-        begins: dict[int, list[tuple[int, int]]] = {}
-        for end, i in ends.items():
-            begins.setdefault(max(1, end - self.delay), []).append((end, i))
-        for step in range(1, steps + 1):
+        for t in range(1, steps + 1):
+            r, passed = divmod(t - 1, H)
             for rank in range(self.P):
-                self.move(rank, step)
-            for end, i in sorted(begins.get(step, [])):
-                self.begin(i)
-                self.exchanges.append((i, step, end))
-            if step in ends:
-                self.apply(ends[step], step)
+                before = sum(each[rank] for each in rounds[:r]) if rounds else r * H
+                n = rounds[r][rank] if rounds else H
+                while taken[rank] - before < -(-(passed + 1) * n // H):
+                    taken[rank] += 1
+                    self.move(rank, taken[rank])
+            for end, i in ends:
+                if max(1, end - self.delay) == t:
+                    self.begin(i)
+            for end, i in ends:
+                if end == t:
+                    self.apply(i)
 
     def move(self, rank: int, step: int) -> None:
         move(self.local[rank], rank, step, self.frozen)
@@ -144,8 +129,7 @@ class Oracle:
     def moved(self, name: str, rank: int) -> np.ndarray:
         return self.globals[name] - reference.widened(self.local[rank][name])
 
-    def apply(self, fragment: int, step: int = 0) -> None:
-        self.applied[step] = [name for name in self.fragments[fragment] if name in self.means[fragment]]
+    def apply(self, fragment: int) -> None:
         for name, mean in self.means.pop(fragment).items():
             held = self.globals[name]
             if self.sgd:

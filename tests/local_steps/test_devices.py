@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
-
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.emulator.deferred import DeferredRuntime
@@ -40,8 +38,7 @@ def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
     return run(P, program)
 
 
-@pytest.mark.parametrize("P", [1, 3])
-def test_the_same_bits_on_every_device(cuda: DeferredRuntime, P: int) -> None:
-    found = trained(P, cuda)
+def test_the_same_bits_on_every_device(cuda: DeferredRuntime) -> None:
+    found = trained(2, cuda)
     assert cuda.launches
-    assert found == trained(P, None)
+    assert found == trained(2, None)

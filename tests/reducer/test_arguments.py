@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls.options import CallOptions, Options
+from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.reducer.bucket import TensorSpec, layout
 from sparsecomm.reducer.options import ReducerOptions, density_at
 from sparsecomm.tensors.dtypes import FLOAT32

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from sparsecomm.transport.base import Mismatch, Request
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Mismatch, Request
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 TWICE = 0.1  # of control messages that arrive twice
 MAX_EVENTS = 3_000_000  # after which a program does not end

@@ -101,14 +101,6 @@ def test_strides_of_dimensions_of_one_element_do_not_matter() -> None:
     assert tensor(torch().ones(4).as_strided((3, 0), (7, 5)), "x").size == 0
 
 
-def test_writes_arrive(dtype: DType) -> None:
-    for library in (numpy_library(), torch_library()):
-        array = library.make(dtype)
-        view = as_numpy(tensor(array, "x", writable=True))
-        view[:] = view[::-1].copy()
-        np.testing.assert_array_equal(as_numpy(tensor(array, "x")), bits(dtype)[::-1])
-
-
 def test_memory_that_may_not_be_written_may_be_read() -> None:
     array = np.ones(3, np.float32)
     array.flags.writeable = False
@@ -116,14 +108,6 @@ def test_memory_that_may_not_be_written_may_be_read() -> None:
         t = tensor(readonly, "x")
         assert t.readonly
         assert not as_numpy(t).flags.writeable
-
-
-def test_jax_results_under_way_are_waited_for() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    # A sort is dispatched asynchronously and runs on one thread: its duration does not hang on a busy machine's cores.
-    shuffled = jax.numpy.asarray(np.random.default_rng(0).permutation(1_000_000).astype(np.float32))
-    result = jax.jit(jax.numpy.sort)(shuffled)
-    np.testing.assert_array_equal(as_numpy(tensor(result, "x")), np.arange(1_000_000, dtype=np.float32))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -363,7 +347,7 @@ def peak() -> int:
 def test_imports_do_not_leak(library: Library) -> None:
     array = library.make(FLOAT32)
     flipped = library.make(FLOAT32).reshape(2, 3).T
-    for repeat in (2_000, 100_000):
+    for repeat in (2_000, 50_000):
         before = peak()
         for _ in range(repeat):
             as_numpy(tensor(array, "x"))
@@ -371,7 +355,7 @@ def test_imports_do_not_leak(library: Library) -> None:
             for _ in range(repeat // 10):
                 with pytest.raises(InvalidInputError):
                     tensor(flipped, "x")
-    assert peak() - before < 2**21  # 100,000 leaked capsules would be 10 MB
+    assert peak() - before < 2**21  # 50,000 leaked capsules would be 5 MB
 
 
 # --- residual and out -------------------------------------------------------------------------------------------

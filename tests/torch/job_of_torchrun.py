@@ -1,4 +1,4 @@
-"""What `test_job.py` has torchrun start: before there is a process group, every call is refused; then all sum."""
+"""A job of torchrun: before it has a process group, every call is refused; then all sum. See `test_training.py`."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
-
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState, broadcast_parameters  # noqa: E402
 from sparsecomm.torch.exchange import is_zero  # noqa: E402
@@ -33,35 +31,6 @@ MAKERS: dict[str, Callable[[Any, Any], Any]] = {
     "optimizer": lambda m, comm: DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=comm),
     "DiLoCo": lambda m, comm: DiLoCo(m, sgd(m), sync_every=2, comm=comm),
 }
-
-
-class Compiled(torch.nn.Module):
-    """Has the names that torch.compile gives; `training_compiled.py` has models that it made."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self._orig_mod = model
-
-
-def wrapped(how: str) -> Any:
-    made = model()
-    if how == "compiled":
-        return Compiled(made)
-    made[0] = Compiled(made[0]) if how == "block" else checkpoint_wrapper(made[0])
-    return made
-
-
-@pytest.mark.parametrize("how", ["compiled", "block", "checkpointed"])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_wrappers_leave_names_and_states_alone(maker: str, how: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        plain, other = (MAKERS[maker](m, transport) for m in (model(), wrapped(how)))
-        for one, two in ((plain, other), (other, plain)):
-            two.load_state_dict(one.state_dict())
-        reducers = (each.reducers[0] if maker == "DiLoCo" else each.reducer for each in (plain, other))
-        assert [reducer.names for reducer in reducers] == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
-
-    run(2, program)
 
 
 def test_names_without_wrappers() -> None:

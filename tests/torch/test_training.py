@@ -6,9 +6,10 @@ What they do is in the files of cases, ``training_*.py``.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,29 +20,13 @@ pytest.importorskip("torch.distributed.tensor")
 
 from sparsecomm.torch import broadcast_parameters, hook  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
+from tests.examples.conftest import Run, forks  # noqa: E402, F401
+from tests.processes import ENVIRONMENT, LIMIT  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
-from tests.torch.training_jobs import Jobs  # noqa: E402
 
-OF_ANY_SIZE = (
-    "training_ways",
-    "training_hook",
-    "training_optimizer",
-    "training_adamw",
-    "training_backend",
-    "training_broadcast",
-    "training_compiled",
-    "training_saved",
-    "training_late",
-)
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    made = Jobs()
-    yield made
-    made.end()
-
-
+IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"
+PROGRAM = "import sys; from tests.torch.training_ranks import main; main(*sys.argv[1:])"
+OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "compiled", "saved", "late")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # FSDP2 asks for means: before 2.9 gloo's reduce_scatter sums instead, and 2.6 does not get as far.
 needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs PyTorch 2.9")
@@ -50,21 +35,36 @@ needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs Py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("P", "names"),
-    [
-        (3, OF_ANY_SIZE),
-        (2, ("training_dense",)),
-        (4, ("training_tensor_parallel",)),
-        pytest.param(4, ("training_shards",), marks=needs_fsdp),
-        exhaustive(1, OF_ANY_SIZE),
-    ],
+    [(3, OF_ANY_SIZE), (2, ("dense",)), pytest.param(4, ("shards",), marks=needs_fsdp), exhaustive(1, OF_ANY_SIZE)],
 )
-def test_cases(jobs: Jobs, P: int, names: tuple[str, ...], tmp_path: Path) -> None:
-    jobs.run(P, tmp_path, *names)
+def test_cases(forks: Run, P: int, names: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    status, said = forks("-c", PROGRAM, tmp_path, *(f"training_{name}" for name in names), ranks=P)
+    print(said)
+    assert status == 0, said
 
 
 @pytest.mark.slow
-def test_survivors_go_on_with_a_new_process_group(jobs: Jobs, tmp_path: Path) -> None:
-    jobs.run(3, tmp_path, "training_lost", killed=1)
+def test_survivors_go_on_with_a_new_process_group(tmp_path: Path, forks: Run) -> None:  # noqa: F811
+    status, said = forks("-c", PROGRAM, tmp_path, "training_lost", ranks=3)
+    assert status == signal.SIGKILL, said
+    assert said.count("passed survivors_go_on") == 2, said
+
+
+@pytest.mark.slow
+def test_nobody_is_silently_alone_in_a_job_of_torchrun(forks: Run) -> None:  # noqa: F811
+    program, frameworks = Path(__file__).with_name("job_of_torchrun.py"), ["jax"] if find_spec("jax") else []
+    status, said = forks(program, *frameworks, ranks=2, JAX_PLATFORMS="cpu")
+    assert status == 0, said
+    assert said.count("is done") == 2
+
+
+def test_torch_is_not_imported() -> None:
+    program = (
+        "import sys, numpy as np, sparsecomm as sc\n"
+        "sc.sparse_allreduce(np.ones(4, np.float32), 4)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=True, timeout=LIMIT)
 
 
 def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,23 @@
-"""Cases of `SparseAdamW` on every rank, where backward passes go on beside the exchange: see `test_training.py`."""
+"""`SparseAdamW` on every rank: what overlaps with backward passes is what `step` exchanges, and torch's AdamW."""
 
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparsecomm.torch import SparseAdamW
-from tests.torch.training_ranks import ODD, RANK, Chosen, P, all_gather, case, gradients
+from tests.torch.training_ranks import ODD, RANK, Chosen, P, all_gather, case, gradients, gradients_by_rank
 
 SETTINGS = {"lr": 0.05, "density": 0.2, "bucket_bytes": 600}  # several buckets
 
 
-def pair(dtypes: Any = ()) -> list[tuple[nn.Module, SparseAdamW]]:
-    """Two alike: one exchanges in `step`, and one while the backward pass goes on."""
-    found = []
-    for overlap in (False, True):
-        model = Chosen(dtypes=dtypes)
-        found.append((model, SparseAdamW(model.named_parameters(), **SETTINGS, overlap=overlap)))
-    return found
+def made(overlap: bool, dtypes: Any) -> tuple[nn.Module, SparseAdamW]:
+    model = Chosen(dtypes=dtypes)
+    return model, SparseAdamW(model.named_parameters(), **SETTINGS, overlap=overlap)
 
 
 def check(*models: nn.Module) -> None:
@@ -30,75 +27,53 @@ def check(*models: nn.Module) -> None:
         assert torch.equal(other, flat[0])
 
 
-def step_of(model: nn.Module, optimizer: SparseAdamW, *given: Any) -> None:
-    optimizer.zero_grad()
-    for each in given[:-1]:
-        with optimizer.no_sync():
-            model(each).backward()
-    model(given[-1]).backward()
-    optimizer.step()
+def step_of(model: nn.Module, optimizer: SparseAdamW, *given: Any, by_closure: bool = False) -> None:
+    """Make a step with the sum of gradients, each by a backward pass."""
+
+    def passes() -> torch.Tensor:
+        optimizer.zero_grad()
+        for each in given:
+            with nullcontext() if each is given[-1] else optimizer.no_sync():
+                loss: torch.Tensor = model(each)
+                loss.backward()
+        return loss
+
+    if by_closure:
+        assert optimizer.step(passes).ndim == 0
+    else:
+        passes()
+        optimizer.step()
 
 
 @case
 def weights_are_those_of_an_exchange_in_step() -> None:
+    """With unused parameters, passes that add up, closures, steps that are skipped, and a checkpoint."""
     for dtypes in ((), (torch.bfloat16, torch.float32)):
-        both = pair(dtypes)
-        for step in range(6):
-            mine = gradients(step, RANK)
-            if step == 2 and RANK == ODD:
-                del mine["c"], mine["e"]
+        both = [made(False, dtypes), made(True, dtypes)]
+        for step in range(9):
+            given = [gradients(10 * step + i, RANK) for i in range(3 if step in (3, 7) else 1)]
+            if RANK == ODD and step == 2:
+                del given[0]["c"], given[0]["e"]
+            if RANK == ODD and step in (0, 4):
+                given[0]["b"] = given[0]["b"] + torch.nan
+            if step == 6:
+                file = io.BytesIO()
+                torch.save([(model.state_dict(), optimizer.state_dict()) for model, optimizer in both], file)
+                file.seek(0)
+                for _, optimizer in both:
+                    optimizer.remove()
+                both = [made(False, dtypes), made(True, dtypes)]
+                for (model, optimizer), (weights, state) in zip(
+                    both, torch.load(file, weights_only=False), strict=True
+                ):
+                    step_of(model, optimizer, gradients(99, RANK))
+                    model.load_state_dict(weights)
+                    optimizer.load_state_dict(state)
             for model, optimizer in both:
-                step_of(model, optimizer, mine)
+                step_of(model, optimizer, *given, by_closure=step in (0, 4, 5))
             check(*(model for model, _ in both))
+        assert {optimizer.state_dict()["state"][0]["step"].item() for _, optimizer in both} == {7}
         assert len(both[1][1].reducer.groups) > 1
-
-
-@case
-def passes_that_add_up() -> None:
-    both = pair()
-    for step in range(4):
-        given = [gradients(10 * step + i, RANK) for i in range(3)]
-        for model, optimizer in both:
-            step_of(model, optimizer, *given)
-        check(*(model for model, _ in both))
-
-
-@case
-def closures_and_skipped_steps() -> None:
-    (one, first), (other, second) = pair()
-    for step in range(5):
-        mine = gradients(step, RANK)
-        if step in (0, 3) and RANK == ODD:
-            mine["b"] = mine["b"] + torch.nan
-        for model, optimizer in ((one, first), (other, second)):
-
-            def closure(model: nn.Module = model, optimizer: SparseAdamW = optimizer, mine: Any = mine) -> Any:
-                optimizer.zero_grad()
-                loss = model(mine)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        check(one, other)
-    assert first.state_dict()["state"][0]["step"] == second.state_dict()["state"][0]["step"] == 3
-
-
-@case
-def checkpoints() -> None:
-    (one, first), (other, second) = pair()
-    for step in range(3):
-        step_of(one, first, gradients(step, RANK))
-    file = io.BytesIO()
-    torch.save((one.state_dict(), first.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=False)
-    step_of(other, second, gradients(9, RANK))
-    other.load_state_dict(weights)
-    second.load_state_dict(state)
-    for step in range(3, 6):
-        for model, optimizer in ((one, first), (other, second)):
-            step_of(model, optimizer, gradients(step, RANK))
-        check(one, other)
 
 
 @case
@@ -111,11 +86,8 @@ def at_density_1_it_is_torchs_adamw() -> None:
         optimizer = SparseAdamW(mine.named_parameters(), 0.05, density=1.0, bucket_bytes=600, overlap=overlap)
         dense = torch.optim.AdamW(parameters.values(), 0.05)
         for step in range(12):
-            given = [gradients(step, rank) for rank in range(P)]
-            for rank, each in enumerate(given):
-                del each["d"]
-                if 3 <= step < 6 or (step == 7 and rank == ODD) or step == 8:
-                    del each["a"]
+            without = dict.fromkeys(range(P), "ad" if 3 <= step < 6 or step == 8 else "d")
+            given = gradients_by_rank(step, {**without, ODD: "ad"} if step == 7 else without)
             mine.get_parameter("a").requires_grad_(not 3 <= step < 6)
             step_of(mine, optimizer, given[RANK])
             for name, p in parameters.items():

@@ -13,55 +13,45 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm as sc
-from sparsecomm.torch import DistributedOptimizer, keep_local, register, register_fsdp
-from sparsecomm.torch.shards import local
+from sparsecomm.torch import DistributedOptimizer, keep_local, register
+from sparsecomm.torch.parameters import local
 from tests.thinning import covering_array
-from tests.torch.training_ranks import ODD, RANK, SMALL, Chosen, P, case, flat, gradients_by_rank, same_everywhere
+from tests.torch.training_ranks import (
+    ODD,
+    RANK,
+    Chosen,
+    Gradients,
+    P,
+    Training,
+    case,
+    flat,
+    gradients_by_rank,
+    same_everywhere,
+)
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-MESH = init_device_mesh("cpu", (P, 1), mesh_dim_names=("replicate", "shard"))
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 24), "d": (290,), "e": (1,)}
-SPARSE = {"density": 0.05, "dense_below": 0, "scope": "tensor"}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.25)
 
 
-class Way:
-    """A training in one of the ways, with what has its reducer."""
+class Way(Training):
+    """A training in one of the ways. At density 1.0 `Dense` is its oracle."""
 
-    def __init__(self, way: str, model: nn.Module, **options: Any) -> None:
-        self.model, self.run, self.exchange = model, model, None
-        options = {"density": 1.0, **options}
-        kind, _, of_ddp = way.partition(" ")
-        if kind == "fsdp":
-            fully_shard(model, mesh=MESH["shard"])
-            self.exchange = register_fsdp(model, comm=MESH["replicate"].get_group(), **options)
-        self.optimizer: Any = sgd(model.parameters())
-        if kind == "optimizer":
-            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, model.named_parameters(), **options)
-        if kind in ("ddp", "register"):
-            settings = dict.fromkeys(of_ddp.split(), True)
-            if "static_graph" not in settings:
-                settings["find_unused_parameters"] = True
-            self.run = DistributedDataParallel(model, bucket_cap_mb=SMALL, **settings)
-            if kind == "register":
-                self.exchange = register(self.run, **options)
+    def __init__(self, way: str, density: float = 1.0, frozen: str = "", **ddp: bool) -> None:
+        model, ddp = Chosen(SHAPES), ddp or {"find_unused_parameters": True}
+        freeze(model, frozen)
+        super().__init__(way, model, sgd, ddp, density=density, scope="bucket" if density == 1 else "tensor")
 
-    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
-        trained = {n: g for n, g in by_rank[RANK].items() if getattr(self.model, n).requires_grad}
-        self.run(trained).backward()
-        self.optimizer.step()
-
-    def end(self) -> None:
-        if hasattr(self.exchange, "remove"):
-            self.exchange.remove()
+    def step(self, by_rank: list[Gradients]) -> None:  # type: ignore[override]
+        """Make a step without setting gradients to zero."""
+        self.backward({n: g for n, g in by_rank[RANK].items() if getattr(self.model, n).requires_grad})
+        self.update()
 
 
 class Dense:
@@ -70,7 +60,7 @@ class Dense:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer = model, sgd(model.parameters())
 
-    def step(self, by_rank: list[dict[str, torch.Tensor]]) -> None:
+    def step(self, by_rank: list[Gradients]) -> None:
         for name, p in self.model.named_parameters():
             used = [given.get(name) if p.requires_grad else None for given in by_rank]
             if any(g is not None for g in used):
@@ -79,13 +69,7 @@ class Dense:
         self.optimizer.step()
 
 
-WAYS = [
-    "ddp",
-    "register",
-    "register gradient_as_bucket_view",
-    "optimizer",
-    *(["fsdp"] if VERSION >= (2, 9) else []),  # as in `test_training.py`
-]
+WAYS = ["ddp", "hook", "hook of views", "optimizer", *(["fsdp"] if VERSION >= (2, 9) else [])]  # see `test_training.py`
 EVERYWHERE: Callable[[str], dict[int, str]] = partial(dict.fromkeys, range(P))
 # By step, which parameters each rank does not use.
 UNUSED: dict[str, list[dict[int, str]]] = {
@@ -121,10 +105,8 @@ def weights_are_those_of_dense_sums() -> None:
     cases = [(unused, "nothing") for unused in UNUSED] + [("nothing", frozen) for frozen in list(FROZEN)[1:]]
     rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # all have passed; every pair of values is enough
     for kind, (unused, frozen), zero in map(rows.__getitem__, covering_array(rows, 2)):
-        dense, model = Dense(Chosen(SHAPES)), Chosen(SHAPES)
-        for each in (dense.model, model):
-            freeze(each, FROZEN[frozen].get(-1, ""))
-        way = Way(kind, model)
+        dense, way = Dense(Chosen(SHAPES)), Way(kind, frozen=FROZEN[frozen].get(-1, ""))
+        freeze(dense.model, FROZEN[frozen].get(-1, ""))
         for step, without in enumerate(UNUSED[unused]):
             for each in (dense, way):
                 if step in FROZEN[frozen]:
@@ -139,8 +121,8 @@ def weights_are_those_of_dense_sums() -> None:
 @case
 def a_static_graph() -> None:
     """One rank never uses a parameter, and no rank another one."""
-    for kind in ("ddp static_graph", "register static_graph", "register static_graph gradient_as_bucket_view"):
-        dense, way = Dense(Chosen(SHAPES)), Way(kind, Chosen(SHAPES))
+    for kind in WAYS[:3]:
+        dense, way = Dense(Chosen(SHAPES)), Way(kind, static_graph=True)
         for step in range(4):
             for each in (dense, way):
                 each.optimizer.zero_grad()
@@ -152,7 +134,7 @@ def a_static_graph() -> None:
 def what_waits_for_a_parameter_without_gradient_stays() -> None:
     """Until it trains again, or is dropped. Weights do not move."""
     for kind, frozen in product(WAYS[1:], (False, True)):
-        way = Way(kind, Chosen(SHAPES), **SPARSE)
+        way = Way(kind, 0.05)
         reducer = way.exchange.reducer
         for step in range(2):
             way.step(gradients_by_rank(step, shapes=SHAPES))
@@ -181,10 +163,25 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
 
 
 @case
+def a_gradient_that_stays_is_exchanged_again() -> None:
+    """DDP leaves the gradient of a parameter that no rank used as it was, but sends it: the mean replaces it."""
+    training = Training("hook", ddp={"find_unused_parameters": True})
+    training.backward(gradients_by_rank(0)[RANK])
+    training.oracle.exchange(gradients_by_rank(0))
+    means = {name: p.grad for name, p in training.oracle.named.items()}
+    second = gradients_by_rank(1, EVERYWHERE("a"))
+    training.backward(second[RANK])
+    training.oracle.exchange([{name: means[name] + given.get(name, 0) for name in means} for given in second])
+    training.optimizer.step()
+    training.oracle.optimizer.step()
+    training.check()
+
+
+@case
 def a_gradient_scaler_that_was_not_passed() -> None:
     """One overflow on one rank: one step is skipped, and a warning names the argument."""
     for kind in WAYS[1:]:
-        way, scaler = Way(kind, Chosen(SHAPES), **SPARSE), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        way, scaler = Way(kind, 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
             way.optimizer.zero_grad()
             by_rank = gradients_by_rank(step, shapes=SHAPES)
@@ -208,7 +205,7 @@ def a_gradient_scaler_that_was_not_passed() -> None:
 @case
 def join_with_uneven_batches() -> None:
     """As under dense sums, in two epochs, and with parameters that some steps do not use."""
-    dense, way = Way("ddp", Chosen(SHAPES)), Way("register", Chosen(SHAPES))
+    dense, way = Way("ddp"), Way("hook")
     for epoch in range(2):
         for each in (dense, way):
             with each.run.join():
@@ -254,6 +251,9 @@ def gradients_that_share_memory() -> None:
     optimizer = DistributedOptimizer(plain, [("a", a), ("b", b), ("c", c)], 1.0)
     a.grad = torch.tensor(RANK + 1.0).expand(40, 50)
     b.grad = c.grad = torch.full((40, 50), RANK + 2.0)
+    if RANK == ODD:
+        c.grad = torch.full((40, 50), 7.0)
     optimizer.step()
-    for p, mean in ((a, P / 2 + 0.5), (b, P / 2 + 1.5), (c, P / 2 + 1.5)):
+    of_c = sum(7.0 if rank == ODD else rank + 2.0 for rank in range(P)) / P
+    for p, mean in ((a, P / 2 + 0.5), (b, P / 2 + 1.5), (c, of_c)):
         assert torch.equal(p, torch.full((40, 50), -mean))

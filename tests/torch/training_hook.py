@@ -22,29 +22,9 @@ import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.torch import SparseState, keep_local, register, sparse_hook
-from tests.torch.training_ranks import EXACT, RANK, Chosen, P, Training, case, gradients, gradients_by_rank
+from tests.torch.training_ranks import EXACT, RANK, Chosen, P, Training, case, gradients
 
 ALL = partial(dict.fromkeys, range(P))
-
-
-@case
-def means_are_written_by_ddp_alone() -> None:
-    for find, without in ((False, ""), (True, ""), (True, "ad")):
-        training = Training("hook", ddp={"find_unused_parameters": find})
-        model, state = training.model, training.exchange
-        copied: list[torch.Tensor] = []
-        keep, copy_ = state._end_pass, torch.Tensor.copy_
-
-        def counted(before: Any, keep: Any = keep, copy_: Any = copy_, copied: Any = copied) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.Tensor, "copy_", lambda to, *more: copied.append(to) or copy_(to, *more))
-                keep(before)
-
-        state._end_pass = counted
-        for step in range(3):
-            model.zero_grad(set_to_none=False)
-            training.backward(gradients_by_rank(step, ALL(without))[RANK])
-        assert not copied
 
 
 class Moved(TorchDispatchMode):
@@ -95,15 +75,6 @@ def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
         if sparse:
             assert written.nbytes == 4 * 200 * 200 * 4
     assert sum((moved[True] - moved[False]).values()) < 1000
-
-
-@case
-def a_parameter_that_nobody_ever_uses_has_no_gradient() -> None:
-    training = Training("hook", ddp={"find_unused_parameters": True})
-    for step in range(2):
-        training.backward(gradients_by_rank(step, ALL("a"))[RANK])
-        assert training.model.a.grad is None
-        assert training.model.d.grad is not None
 
 
 @case

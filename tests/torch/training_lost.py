@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseState, broadcast_parameters, sparse_hook
-from tests.torch.training_ranks import RANK, Chosen, P, case, gradients, sgd
+from tests.torch.training_ranks import FOLDER, RANK, Chosen, P, case, gradients, sgd
 
 VICTIM = 1
 SHAPES = {"w": (3000,), "b": (10,)}
@@ -68,7 +66,7 @@ def survivors_go_on() -> None:
     gc.collect()
     dist.destroy_process_group()
     rank = RANK - (RANK > VICTIM)
-    store = dist.FileStore(str(Path(sys.argv[3]).with_name("survivors")), P - 1)
+    store = dist.FileStore(str(FOLDER / "survivors"), P - 1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=P - 1)
     for rebuilt in (optimizer.rebuild(dist.group.WORLD), state.rebuild(dist.group.WORLD)):
         assert (rebuilt.size, rebuilt.ranks_lost, rebuilt.elements_lost, rebuilt.step) == (2, (VICTIM,), 3010, 4)

@@ -1,16 +1,19 @@
 """What cases of training share, in a process that is one rank: a model with any gradient, its training, the oracle.
 
-The process has the arguments RANK SIZE FILE NAME ..., and runs the cases of files by name; ranks meet in FILE.
+``main(FOLDER, NAME, ...)`` runs the cases of files by name.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import sys
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomm.torch import DistributedOptimizer, register
+from sparsecomm.torch import DistributedOptimizer, register, register_fsdp
 from tests import reference
 
-RANK, P = int(sys.argv[1]), int(sys.argv[2])
+RANK, P = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ODD = 1 % P  # the rank that does something else
 SHAPES = {"a": (20, 14), "b": (7,), "c": (5, 3, 4, 2), "d": (290,), "e": (1,)}
 DENSITY = 0.1
@@ -32,6 +37,7 @@ SMALL = 0.0004  # MB in a bucket of DDP: several buckets
 WAYS = ("hook", "hook of views", "optimizer")
 Gradients = dict[str, torch.Tensor]
 
+FOLDER = Path()  # of this run
 CASES: list[Callable[[], None]] = []
 
 
@@ -45,17 +51,24 @@ def case_of_several(function: Callable[[], None]) -> Callable[[], None]:
     return case(function) if P > 1 else function
 
 
-def main() -> None:
+def main(folder: str, *names: str) -> None:
+    """Run the cases of ``names``. Ranks that wait for one that fails are killed: see `tests.examples.conftest`."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for known in ("Adam divides gradients", "DTensor random operators"):
+        warnings.filterwarnings("ignore", known)
+    os.environ.update(SPARSECOMM_PROFILE="none", GLOO_SOCKET_IFNAME="lo")  # "auto" chooses alike in every run
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], P), rank=RANK, world_size=P)
-    for name in sys.argv[4:]:
+    global FOLDER
+    FOLDER = Path(folder)
+    dist.init_process_group("gloo", store=dist.FileStore(str(FOLDER / "store"), P), rank=RANK, world_size=P)
+    for name in names:
         importlib.import_module(f"tests.torch.{name}")
     for function in CASES:
         began = time.monotonic()
-        print(f"{function.__name__}: ", end="", flush=True)
         function()
         dist.barrier()
-        print(f"{time.monotonic() - began:.2f} s", flush=True)
+        print(f"rank {RANK}: passed {function.__name__} {time.monotonic() - began:.2f} s\n", end="", flush=True)
     dist.destroy_process_group()
 
 
@@ -101,6 +114,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@cache
+def _mesh() -> Any:
+    """Replicas of one shard."""
+    return init_device_mesh("cpu", (P, 1), mesh_dim_names=("replicate", "shard"))
+
+
 class Training:
     """The training of a model, in one of the ways in which gradients are exchanged, and that of its oracle.
 
@@ -121,15 +140,17 @@ class Training:
         settings = {"algorithm": "split", **EXACT, **options}
         self.oracle = Oracle(self.model, settings["algorithm"], make)
         self.run: Any = self.model
+        if way == "fsdp":
+            fully_shard(self.model, mesh=_mesh()["shard"])
+            self.exchange: Any = register_fsdp(self.model, comm=_mesh()["replicate"].get_group(), **settings)
         self.optimizer: Any = make([p for p in self.model.parameters() if p.requires_grad])
         if way == "optimizer":
             named = self.model.named_parameters(remove_duplicate=False)
-            self.exchange: Any = DistributedOptimizer(self.optimizer, named, **settings)
-            self.optimizer = self.exchange
-        else:
+            self.optimizer = self.exchange = DistributedOptimizer(self.optimizer, named, **settings)
+        elif way != "fsdp":
             views = {"gradient_as_bucket_view": way == "hook of views", "bucket_cap_mb": SMALL}
             self.run = DistributedDataParallel(self.model, **{**views, **ddp})
-            self.exchange = register(self.run, **settings)
+            self.exchange = register(self.run, **settings) if way != "ddp" else None
 
     def backward(self, given: Gradients) -> None:
         loss = self.run(given)
@@ -167,6 +188,10 @@ class Training:
     def load(self, state: Any) -> None:
         whole = {**self.optimizer.state_dict(), "sparsecomm": state} if self.way == "optimizer" else state
         self.exchange.load_state_dict(whole)
+
+    def end(self) -> None:
+        if hasattr(self.exchange, "remove"):
+            self.exchange.remove()
 
     def set(self, given: Gradients) -> None:
         """Set gradients without a backward pass."""

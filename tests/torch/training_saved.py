@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,28 +17,31 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseAdamW, Stateful
-from tests.torch.training_ranks import RANK, Chosen, P, case, gradients
+from tests.torch.training_ranks import FOLDER, RANK, Chosen, P, case, gradients
 
-FOLDER = Path(sys.argv[3]).with_name("dcp")
+SAVED = FOLDER / "dcp"
+WAYS = ("SparseAdamW", "DistributedOptimizer")
 
 
 def made(way: str, comm: Any = None) -> tuple[nn.Module, Any]:
     model = Chosen()
     if way == "SparseAdamW":
         return model, SparseAdamW(model.named_parameters(), lr=0.05, density=0.2, comm=comm)
-    named = model.named_parameters()
     options: dict[str, Any] = {"comm": comm, "algorithm": "split", "dense_below": 0, "momentum": 0.5}
-    return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named, 0.1, **options)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, DistributedOptimizer(sgd, model.named_parameters(), 0.1, **options)
 
 
-def stepped(model: nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    model(gradients(step, RANK)).backward()
-    optimizer.step()
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+def stepped(*steps: int, trainings: list[tuple[nn.Module, Any]]) -> None:
+    """Make these steps in all trainings, which end alike: weights, and the sums of residuals."""
+    for step in steps:
+        for model, optimizer in trainings:
+            optimizer.zero_grad()
+            model(gradients(step, RANK)).backward()
+            optimizer.step()
+    (model, optimizer), (other, its) = trainings[0], trainings[-1]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert torch.equal(waiting(optimizer), waiting(its))
 
 
 def waiting(optimizer: Any, group: Any = None) -> torch.Tensor:
@@ -46,83 +49,77 @@ def waiting(optimizer: Any, group: Any = None) -> torch.Tensor:
     parts = [torch.from_numpy(optimizer.reducer.residual(name)).reshape(-1) for name in optimizer.reducer.names]
     total = torch.cat(parts).double()
     dist.all_reduce(total, group=group)
+    assert total.any()
     return total
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore PyTorch's warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def removed() -> None:
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(SAVED)
+    dist.barrier()
+
+
 @case
+@quiet()
 def states_beside_a_model() -> None:
     """They go on as if they had not stopped; fewer ranks share out what all had."""
     fewer = dist.new_group(list(range(max(1, P - 1))))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for way in ("SparseAdamW", "DistributedOptimizer"):
-            model, optimizer = made(way)
-            for step in range(3):
-                stepped(model, optimizer, step)
-            dcp.save({"model": model, "sparse": Stateful(optimizer)}, checkpoint_id=FOLDER)
-            before = waiting(optimizer)
-            assert before.any()
-            again, other = made(way)
-            dcp.load({"model": again, "sparse": Stateful(other, FOLDER)}, checkpoint_id=FOLDER)
-            for step in (3, 4):
-                stepped(model, optimizer, step)
-                stepped(again, other, step)
-            assert torch.equal(weights_of(model), weights_of(again))
-            assert torch.equal(waiting(optimizer), waiting(other))
-            if max(1, P - 1) > RANK:
-                _, few = made(way, fewer)
-                dcp.load({"sparse": Stateful(few, FOLDER, comm=fewer)}, checkpoint_id=FOLDER, process_group=fewer)
-                assert few.reducer.step == 3
-                torch.testing.assert_close(waiting(few, fewer), before, rtol=1e-5, atol=1e-5)
-            with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
-                Stateful(other, FOLDER, name="other").state_dict()
-            dist.barrier()
-            if RANK == 0:
-                shutil.rmtree(FOLDER)
-            dist.barrier()
+    for way in WAYS:
+        model, optimizer = made(way)
+        stepped(0, 1, 2, trainings=[(model, optimizer)])
+        dcp.save({"model": model, "sparse": Stateful(optimizer)}, checkpoint_id=SAVED)
+        before = waiting(optimizer)
+        again, other = made(way)
+        dcp.load({"model": again, "sparse": Stateful(other, SAVED)}, checkpoint_id=SAVED)
+        stepped(3, 4, trainings=[(model, optimizer), (again, other)])
+        if max(1, P - 1) > RANK:
+            _, few = made(way, fewer)
+            dcp.load({"sparse": Stateful(few, SAVED, comm=fewer)}, checkpoint_id=SAVED, process_group=fewer)
+            assert few.reducer.step == 3
+            torch.testing.assert_close(waiting(few, fewer), before, rtol=1e-5, atol=1e-5)
+        with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
+            Stateful(other, SAVED, name="other").state_dict()
+        removed()
 
 
 @case
+@quiet()
 def states_that_pytorch_gets_and_sets() -> None:
     """By names of parameters, as trainers do that are built on `torch.distributed.checkpoint`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for way in ("SparseAdamW", "DistributedOptimizer"):
-            model, optimizer = made(way)
-            residuals = optimizer.residuals_apart()
-            if way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train and be saved
-                get_optimizer_state_dict(model, optimizer)
-                assert optimizer.reducer.step == 0
-                _, early = made(way)
-                early.residuals_apart()
-                early.load_state_dict(optimizer.state_dict())
-                assert not early.state
-            for step in range(3):
-                stepped(model, optimizer, step)
-            before = waiting(optimizer)
-            assert before.any()
-            optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
-            weights, state = get_state_dict(model, optimizer)
-            saved = {"model": weights, "optimizer": state, "residuals": Stateful(residuals)}
-            dcp.save(saved, checkpoint_id=FOLDER)
-            assert torch.equal(waiting(optimizer), before)
+    for way in WAYS:
+        model, optimizer = made(way)
+        residuals = optimizer.residuals_apart()
+        if way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train and be saved
+            get_optimizer_state_dict(model, optimizer)
+            assert optimizer.reducer.step == 0
+            _, early = made(way)
+            early.residuals_apart()
+            early.load_state_dict(optimizer.state_dict())
+            assert not early.state
+        stepped(0, 1, 2, trainings=[(model, optimizer)])
+        before = waiting(optimizer)
+        optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state, "residuals": Stateful(residuals)}, checkpoint_id=SAVED)
+        assert torch.equal(waiting(optimizer), before)
 
-            again, other = made(way)
-            its = other.residuals_apart()
-            weights, state = get_state_dict(again, other)
-            room = {"model": weights, "optimizer": state, "residuals": Stateful(its, FOLDER)}
-            dcp.load(room, checkpoint_id=FOLDER)
-            set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-            for step in (3, 4):
-                stepped(model, optimizer, step)
-                stepped(again, other, step)
-            assert torch.equal(weights_of(model), weights_of(again))
-            assert torch.equal(waiting(optimizer), waiting(other))
-
-            _, forgetful = made(way)
-            with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
-                forgetful.load_state_dict(optimizer.state_dict())  # which has none
-            dist.barrier()
-            if RANK == 0:
-                shutil.rmtree(FOLDER)
-            dist.barrier()
+        again, other = made(way)
+        its = other.residuals_apart()
+        weights, state = get_state_dict(again, other)
+        room = {"model": weights, "optimizer": state, "residuals": Stateful(its, SAVED)}
+        dcp.load(room, checkpoint_id=SAVED)
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+        stepped(3, 4, trainings=[(model, optimizer), (again, other)])
+        _, forgetful = made(way)
+        with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
+            forgetful.load_state_dict(optimizer.state_dict())  # which has none
+        removed()

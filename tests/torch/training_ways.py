@@ -72,29 +72,6 @@ def weights_are_the_oracles() -> None:
 
 
 @case
-def density_1_is_the_dense_program() -> None:
-    """Whatever the algorithm and the wire format are, and in the dense steps at the beginning of a sparse training."""
-    momentum: Any = lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)  # noqa: E731
-    settings: list[dict[str, Any]] = [
-        {"density": 1.0, "algorithm": "auto"},
-        {"density": 0.1, "dense_steps": 3, "algorithm": "double", "wire": "packed_sign"},
-    ]
-    for way, options in product(WAYS, settings):
-        training = Training(way, make=momentum, **options)
-        dense = DistributedDataParallel(copy.deepcopy(training.model))
-        optimizer = momentum(dense.parameters())
-        for step in range(3):
-            mine = {name: g / 7 for name, g in gradients(step, RANK).items()}
-            training.step(mine)
-            optimizer.zero_grad()
-            dense(mine).backward()
-            optimizer.step()
-        for p, q in zip(training.model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-        assert not any(kept.any() for kept in training.state()["residuals"].values())
-
-
-@case
 def every_type() -> None:
     half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
     mixed = [brain, single, double, half]
@@ -103,17 +80,6 @@ def every_type() -> None:
         training = Training(way, Chosen(dtypes=dtypes))
         for step in range(3):
             training.follow(gradients_by_rank(step))
-
-
-@case
-def unused_parameters() -> None:
-    """On some ranks or on all: what waits in the residuals of ranks without a gradient stays there."""
-    everywhere = [dict.fromkeys(range(P), names) for names in ("ad", "bcde")]
-    for way, none in product(WAYS, [True, False]):
-        training = Training(way, ddp={"find_unused_parameters": True})
-        for step, without in enumerate([{}, {ODD: "ad"}, everywhere[0], {0: "e"}, everywhere[1]]):
-            training.follow(gradients_by_rank(step, without), none)
-        same_everywhere(training.model)
 
 
 @case
@@ -209,8 +175,7 @@ def stops_change_nothing() -> None:
         ("optimizer", plain, False, {"momentum": 0.5, "density": sc.Warmup(0.01, 4)}),
     ):
         whole = trained(set(), way, make, pickled, **options)
-        for stops in ({0, 3}, {1, 2, 4}):
-            assert np.array_equal(trained(stops, way, make, pickled, **options), whole), (way, stops)
+        assert np.array_equal(trained({0, 2, 3}, way, make, pickled, **options), whole), way
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------------
@@ -225,7 +190,7 @@ def scaled(way: str, scale: float = 16.0) -> Training:
 def an_infinity_on_one_rank() -> None:
     """All ranks skip the step and halve their scale; finite gradients wait; nothing is lost, whatever the scale."""
     cases = [("a", ""), ("d", "a"), ("e", "b")]
-    for way, (infinite, unused) in [*product(WAYS[:1], cases), (WAYS[1], cases[0]), *product(WAYS[2:], cases[1:])]:
+    for way, (infinite, unused) in zip(WAYS, cases, strict=True):
         training = scaled(way)
         for step in range(7):
             by_rank = gradients_by_rank(step, dict.fromkeys(range(P), unused) if step % 3 == 2 else {})
@@ -276,27 +241,6 @@ def every_optimizer_hears_of_an_infinity() -> None:
         assert np.array_equal(same_everywhere(training.model), before)
         kept = held(training.state())
         assert np.array_equal(sum(k["a"] for k in kept), sum(g["a"].reshape(-1).numpy() for g in by_rank))
-
-
-@case
-def means_may_be_clipped_and_rates_scheduled() -> None:
-    for training in (*map(scaled, WAYS), Training()):
-        oracle = training.oracle
-        schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 1, gamma=0.5) for each in (training, oracle)]
-        for step in range(3):
-            training.optimizer.zero_grad()
-            training.backward(gradients(step, RANK))
-            if training.scaler is not None:
-                training.scaler.unscale_(training.optimizer)
-            oracle.exchange(gradients_by_rank(step))
-            for model in (training.model, oracle.model):
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            training.update()
-            oracle.optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
-            training.check()
-        assert training.optimizer.param_groups[0]["lr"] == 0.5 / 8
 
 
 @case

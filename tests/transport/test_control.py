@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.transport import Request, control
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 from sparsecomm.transport.control import (
     LEFT,
     LEFT_BY_DEATH,
@@ -20,7 +21,6 @@ from sparsecomm.transport.control import (
     FailureDetector,
     format_ranks,
 )
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 
 class Rank(FailureDetector):

@@ -1,9 +1,11 @@
-"""Messages: what goes in comes out, and nothing else is taken."""
+"""Messages and the table of wire formats: what goes in comes out, and nothing else is taken."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 from sparsecomm import CollectiveMismatchError
 from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.memory import HOST
+from sparsecomm.transport.base import HOST
 from sparsecomm.wire import EXACT, HEADER_BYTES, PLAIN, WIRES, CallSignature, Messages, VectorType
-from sparsecomm.wire.header import HEADER
+from sparsecomm.wire.header import HEADER, WIRE_NAMES
 
 BACKEND = CpuBackend(1)
 RANK = 3
@@ -103,13 +105,8 @@ def test_the_header_is_as_documented() -> None:
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
     assert message[24:48] == b"tree".ljust(24, b"\0")
     assert message[48:64] == bytes(16)
-    assert [int.from_bytes(message[a:b], "little") for a, b in ((64, 72), (72, 76), (76, 80), (80, 88), (88, 96))] == [
-        7,
-        3,
-        5,
-        2,
-        16,
-    ]
+    offsets = (64, 72), (72, 76), (76, 80), (80, 88), (88, 96)
+    assert [int.from_bytes(message[a:b], "little") for a, b in offsets] == [7, 3, 5, 2, 16]
     signature = CallSignature("split", 2, 1, 4, 9, 3, 0x01020304, 0, 4096, 0x05060708, residual=True, out=True)
     whole = signature.pack()
     assert whole[4:8] == b"\x02\x01\x04\x06"
@@ -152,14 +149,15 @@ def test_any_bytes_after_the_header_are_refused_or_read_in_bounds(
     head = draw.draw(st.sampled_from([m.packed, m.packed, draw.draw(st.binary(min_size=64, max_size=64))]))
     head = HEADER.pack(head, number if number % 4 == 0 else 7, 3, 2, items, len(payload))
     message = np.frombuffer(head + payload, np.uint8)[: draw.draw(st.sampled_from([None, 50, 90]))].copy()
-    reads: list[Callable[[], object]] = [
-        lambda: m.read_entries(message, format_, 3, 2),
-        lambda: m.read_parcel(message, format_, 3, 2, expected % 30),
-        lambda: m.read_dense(message, 3, 2, expected),
+    reads: list[Callable[[], list[SparseVector]]] = [
+        lambda: [m.read_entries(message, format_, 3, 2)],
+        lambda: m.read_parcel(message, format_, 3, 2, expected % 30)[0],
     ]
     for read in reads:
         with contextlib.suppress(CollectiveMismatchError):
-            read()
+            assert all(len(vector.indices) == len(vector.values) for vector in read())
+    with contextlib.suppress(CollectiveMismatchError):
+        assert len(m.read_dense(message, 3, 2, expected)) == expected
 
 
 def test_what_is_not_expected_is_refused_and_named() -> None:
@@ -176,10 +174,25 @@ def test_what_is_not_expected_is_refused_and_named() -> None:
         m.read_entries(messages(wire="packed_int8").entries(sent, PLAIN, 2), PLAIN, 1, 2)
     with pytest.raises(CollectiveMismatchError, match="no message of this version"):
         m.read_entries(np.frombuffer(b"hello", np.uint8), PLAIN, 1, 2)
+    for count in (2, 4):
+        miscounted = good.copy()
+        miscounted[80] = count  # the number of entries in the header
+        with pytest.raises(CollectiveMismatchError, match=f"{count} entries in 24 bytes"):
+            m.read_entries(miscounted, PLAIN, 1, 2)
     segment = m.dense(np.ones(5, np.float32), 0)
     np.testing.assert_array_equal(m.read_dense(segment, 3, 0, 5), 1)
     with pytest.raises(CollectiveMismatchError, match="instead of 6 elements"):
         m.read_dense(segment, 3, 0, 6)
+
+
+def test_codes_of_formats_stay_and_the_docs_name_all() -> None:
+    """A rank of an earlier version would take another format for its own."""
+    codes = {"plain": 0, "packed": 1, "packed_bfloat16": 2, "packed_float16": 3, "packed_int8": 5}
+    assert {name: wire.code for name, wire in WIRES.items()}.items() >= codes.items()
+    assert len({wire.code for wire in WIRES.values()} | {4}) == len(WIRES) + 1  # 4 was int8 without infinities
+    assert {code: WIRES[name].code for code, name in WIRE_NAMES.items()} == {code: code for code in WIRE_NAMES}
+    page = Path(__file__).parents[2] / "docs" / "internals" / "wires.md"
+    assert set(WIRES) <= set(re.findall(r'`"?(\w+)"?`', page.read_text()))
 
 
 def test_ranks_that_chose_by_other_costs_are_told_what_to_do() -> None:

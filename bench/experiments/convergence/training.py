@@ -19,7 +19,7 @@ import sparsecomm as sc
 from bench.experiments.tasks import TASKS, Samples, evaluate, weights_of
 from bench.experiments.trainer import Trainer
 from sparsecomm.transport import Transport, simulated
-from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.base import Bytes
 from sparsecomm.transport.simulated import SimulatedTransport
 from sparsecomm.wire import HEADER_BYTES
 

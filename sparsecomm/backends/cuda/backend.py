@@ -1,36 +1,42 @@
-"""The arithmetic of a CUDA device: sequences of the kernels in ``kernels/cuda``.
+"""`CudaBackend`: the backend of a CUDA device, which starts the kernels in ``kernels/cuda``.
 
-Nothing here waits for the device, but `CountedVector` when its number of entries is asked for, and `threshold`,
-`well_formed` and packing, whose answers the host needs. Grids come from bounds that the host knows; numbers of entries
-stay in device memory. After a first call of the same sizes, which compiles and allocates, a sequence can be captured
-into a CUDA graph.
+Only `threshold`, `well_formed`, packing, and a `CountedVector` that is asked for its number of entries wait for the
+device. After a first call of the same sizes, which compiles and allocates, all else can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from sparsecomm.backends.cuda.dense import DenseArithmetic
+import numpy as np
+
+from sparsecomm.backends import default_float_mode
+from sparsecomm.backends.base import Backend
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, Operand, ceil_div, dtype_of
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
+from sparsecomm.backends.cuda.modules import dense_definitions
 from sparsecomm.backends.cuda.packing import Packing
-from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime
+from sparsecomm.backends.cuda.runtime import Event, OnStream, Runtime, read_word
+from sparsecomm.backends.cuda.selection import Selection
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.interop import Tensor
-from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["CudaBackend", "CudaTimeline", "of"]
 
 
-class CudaBackend(DenseArithmetic, Packing):
+class CudaBackend(Selection, Packing):
     """`sparsecomm.backends.base.Backend` on one device and its current stream, which is its own execution context."""
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
 
     def side_stream(self) -> OnStream:
+        if self._side is None:
+            self._side = self.runtime.new_stream()
         after = self.runtime.record()
-        return OnStream(self.runtime, self.own_stream(), lambda: self.runtime.follow(after), self.runtime.synchronize)
+        return OnStream(self.runtime, self._side, lambda: self.runtime.follow(after), self.runtime.synchronize)
 
     def timeline(self) -> CudaTimeline:
         return CudaTimeline(self.runtime)
@@ -38,17 +44,103 @@ class CudaBackend(DenseArithmetic, Packing):
     def memory(self, direct: bool) -> MessageMemory:
         if self.runtime.capturing():
             raise InvalidInputError(
-                "x is on a stream that is being captured into a CUDA graph; expected one on which work runs: a call "
-                "that talks to other ranks cannot be replayed; call it before or after the graph"
+                "x is on a stream that is being captured into a CUDA graph; a call that talks to other ranks cannot be "
+                "replayed: call it before or after the graph"
             )
         return (DeviceMemory if direct else StagedMemory)(self.runtime, self.in_use)
 
     def memory_of(self, tensor: Tensor) -> Array:
         return self.runtime.view(tensor.pointer, tensor.size, tensor.dtype.view, tensor.owner)
 
+    # -- kernels/cuda/dense.cu ----------------------------------------------------------------------------------------
+
+    scale = default_float_mode(Backend.scale)
+
+    def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
+        self._scatter("scatter_add", dense_tensor, entries, {})
+
+    def scatter_add_where(
+        self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
+    ) -> None:
+        among = Operand.of(others)
+        more: Arguments = {"others": among.indices, "other_host_count": among.host_count}
+        more |= {"other_device_count": among.device_count, "present": present}
+        self._scatter("scatter_add_where", dense_tensor, entries, more)
+
+    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, more: Arguments) -> None:
+        given, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
+        self._elementwise(kernel, given.max_count, types, {"dense": dense, **given.arguments(), **more})
+
+    def densify(self, out: Tensor, entries: SparseVector) -> None:
+        if isinstance(entries, DenseSum):
+            self.cast_into(entries.dense, out)
+        elif out.size:
+            types = dense_definitions(out.dtype, int64_indices=entries.size >= INT64_SIZE)
+            given: Arguments = {"out": out, "n": out.size, "aligned": out.pointer % 16 == 0}
+            given |= Operand.of(entries).arguments()
+            tiles = ceil_div(out.size, self.tuning.densify_tile)
+            self.start(self.prepare("dense.cu", "densify", types, tiles, self.tuning.dense_threads, given))
+
+    def divide(self, entries: SparseVector, divisor: int) -> SparseVector:
+        if isinstance(entries, DenseSum):
+            given = Operand(entries.dense, entries.dense, entries.size, entries.size, None)
+        else:
+            given = Operand.of(entries)
+        quotients = self.runtime.empty(given.max_count, given.values.dtype)
+        arguments: Arguments = given.arguments() | {"by": quotients.dtype.type(divisor), "counts": None}
+        arguments["to"] = quotients
+        del arguments["indices"]
+        self._elementwise("divide", given.max_count, dense_definitions(dtype_of(quotients)), arguments)
+        if isinstance(entries, DenseSum):
+            return self.nonzeros(quotients, entries.shape)
+        if isinstance(entries, CountedVector):
+            return entries.with_values(quotients)
+        return SparseVector.trusted(given.indices, quotients, entries.size, entries.shape)
+
+    def means(self, entries: SparseVector, counts: Array) -> SparseVector:
+        quotients, count = self.runtime.empty(entries.nnz, entries.values.dtype), entries.nnz
+        given: Arguments = {"values": entries.values, "host_count": count, "device_count": None}
+        given |= {"by": quotients.dtype.type(1), "counts": counts, "to": quotients}
+        self._elementwise("divide", count, dense_definitions(dtype_of(quotients)), given)
+        return self.with_values(entries, quotients)
+
+    def not_zero(self, values: Array) -> Array:
+        """See `Backend`. CuPy's own comparison treats subnormal floats as zero."""
+        mask: Array = values.view(f"u{values.itemsize}") << 1 != 0
+        return mask
+
+    def well_formed(self, entries: SparseVector, begin: int = 0, end: int | None = None) -> bool:
+        end = entries.size if end is None else end
+        faults, (indices, values, count) = self.zeros(1, np.uint32), (entries.indices, entries.values, entries.nnz)
+        types = dense_definitions(dtype_of(values), int64_indices=entries.size >= INT64_SIZE)
+        given: Arguments = {"indices": indices, "values": values, "count": count, "begin": begin, "end": end}
+        given["faults"] = faults
+        self._elementwise("well_formed", count, types, given)
+        return not read_word(self.runtime, faults)
+
+    def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
+        total = self.runtime.empty(x.size, x.dtype.accumulator)
+        types = dense_definitions(x.dtype, residual.dtype if residual else x.dtype)
+        self._elementwise("widen", x.size, types, {"x": x, "residual": residual, "n": x.size, "sum": total})
+        return total
+
+    def add(self, total: Array, addend: Array) -> None:
+        n = len(total)
+        self._elementwise("add", n, dense_definitions(dtype_of(total)), {"sum": total, "addend": addend, "n": n})
+
+    def cast_into(self, values: Array | None, out: Tensor) -> None:
+        given: Arguments = {"values": values, "n": out.size, "dense": out}
+        self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
+
+    def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
+        """Start a kernel of dense.cu with about a thread per entry or element."""
+        if max_count:
+            threads = self.tuning.dense_threads
+            self.start(self.prepare("dense.cu", name, types, self.spread(max_count, threads), threads, arguments))
+
 
 class CudaTimeline:
-    """A `sparsecomm.backends.base.Timeline`: an event stands where its work ends so far."""
+    """A `sparsecomm.backends.base.Timeline`; ``last`` is the event after its work so far."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -78,7 +170,7 @@ def of(index: int) -> CudaBackend:
     return CudaBackend(_runtime(index))
 
 
-@cache  # for all threads: what it keeps, compiled kernels, does not change once it is made
+@cache  # shared by all threads: it keeps only compiled kernels
 def _runtime(index: int) -> Runtime:
     try:
         import cupy

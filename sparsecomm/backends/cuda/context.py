@@ -1,4 +1,4 @@
-"""Execution contexts: the memory that kernels work in, how they are started, and the vectors that they leave."""
+"""`ExecutionContext`: the memory that kernels work in, their launches, and the vectors that they return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
 
-# Of a kernel: an array or a tensor stands for its address, `None` for a null pointer, an int for u64.
+# Of a kernel: an array or a tensor is passed as its address, `None` as a null pointer, an int as u64.
 Argument = Array | Tensor | Scalar | int | None
 Arguments = dict[str, Argument]
 
@@ -45,24 +45,24 @@ class Workspace:
 
     @property
     def selection(self) -> int:
-        """The address of the state of a selection."""
+        """The address of a selection's state."""
         return self._state("SELECTION")
 
     @property
     def sample(self) -> int:
-        """The address of the histogram of a sample."""
+        """The address of a sample's histogram."""
         return self._state("SAMPLE")
 
     def look_back(self, tiles: int) -> int:
-        """Return the address of the state of a look-back over so many tiles."""
+        """Return the address of a look-back's state."""
         return self._state("LOOK_BACK", 8 * tiles)
 
     def radix(self, blocks: int) -> int:
-        """Return the address of the state of a radix selection by so many blocks."""
+        """Return the address of a radix selection's state."""
         return self._state("RADIX", 16 * blocks)
 
     def room(self, name: str, count: int, dtype: DTypeLike) -> int:
-        """Return the address of room for ``count`` elements, not initialised."""
+        """Return the address of ``count`` uninitialised elements."""
         return self._grown(f"{name} {dtype}", count, dtype, zero=False)
 
     def state(self, name: str) -> Array:
@@ -85,52 +85,36 @@ class Workspace:
         return self._runtime.address(array)
 
 
-_Workspaces = dict[int, Workspace]  # by the handle of the stream
-
-
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.workspaces = _Workspaces()
+        self.workspaces: dict[int, Workspace] = {}
 
 
 class ExecutionContext(Backend):
-    """A backend's kernels and their memory: CUDA, sizes, scratch memory, a stream of its own.
+    """The kernels of one owner's backend, their sizes (``tuning``), and their scratch memory, which is per stream.
 
-    It belongs to one owner, and serves one thread at a time. Scratch memory is per stream, since what a stream was
-    given may still run.
-
-    Attributes:
-        runtime: CUDA.
-        tuning: the sizes.
-        in_use: the host memory that streams still work with.
+    ``in_use`` is host memory that streams still work with.
     """
 
     def __init__(self, runtime: Runtime, tuning: Tuning = TUNING, **sizes: int) -> None:
-        """``sizes``: those of ``tuning`` that are to be others."""
+        """``sizes`` override those of ``tuning``."""
         self.runtime, self.tuning = runtime, replace(tuning, **sizes)
         self.in_use = MemoryInUse()
         self._definitions = self.tuning.definitions + structure_definitions(self.tuning)
-        self._workspaces, self._of_thread = _Workspaces(), _OfThread()
+        self._workspaces, self._of_thread = dict[int, Workspace](), _OfThread()  # by the handle of the stream
         self._side: Stream | None = None
-
-    def own_stream(self) -> Stream:
-        """Return the stream that is this context's own."""
-        if self._side is None:
-            self._side = self.runtime.new_stream()
-        return self._side
 
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
         stream = self.runtime.stream()
-        # The per-thread default stream is one handle, and a stream each. A thread that has ended leaves its number to
-        # the next one, and may leave work.
+        # In every thread, this handle names another stream. Thread numbers are reused while work may still run.
         workspaces = self._of_thread.workspaces if stream == PER_THREAD else self._workspaces
         if stream not in workspaces:
             workspaces[stream] = Workspace(self.runtime, self.tuning)
         return workspaces[stream]
 
     def room(self, count: int, size: int, value: ArrayDType) -> tuple[Array, Array]:
-        """Return new arrays for the indices and values of ``count`` entries of ``size`` elements, not initialised."""
+        """Return uninitialised arrays for the indices and values of ``count`` entries of ``size`` elements."""
         return self.runtime.empty(count, index_dtype(size)), self.runtime.empty(count, value)
 
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
@@ -145,20 +129,17 @@ class ExecutionContext(Backend):
     def prepare(
         self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
     ) -> Launch:
-        """Return a launch of a kernel of ``kernels/cuda/<file>``, compiled for ``types`` and the tuning's sizes.
-
-        ``arguments`` have the names, and the order, of the kernel's parameters.
-        """
+        """Return a launch of a kernel, compiled for ``types``; ``arguments`` have its parameters' names and order."""
         kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
     def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. What can fail, compiling and allocating, was done to prepare them."""
+        """Start kernels on the current stream. Compiling and allocating, which can fail, came before."""
         for it in launches:
             self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
 
     def spread(self, count: int, threads: int) -> int:
-        """Return how many blocks have about a thread for each of ``count``: not many more than run at once."""
+        """Return the number of blocks with about a thread per element, but not many more than run at once."""
         return min(ceil_div(count, threads), 16 * self.runtime.multiprocessors)
 
     def _scalar(self, argument: Argument) -> Scalar:
@@ -176,14 +157,14 @@ class ExecutionContext(Backend):
 
 
 class CountedVector(SparseVector):
-    """A `SparseVector` as kernels leave it: room for many entries, and their number in device memory.
+    """A `SparseVector` whose number of entries is in device memory.
 
-    Kernels go on with it without waiting. The host waits when it first asks for ``nnz``, ``indices`` or ``values``.
+    The host waits for the number when it first asks for ``nnz``, ``indices`` or ``values``.
 
     Attributes:
         room: arrays for indices and values.
         counter: one uint64, how many of each are entries.
-        host_count: the same, once the host knows it.
+        host_count: the same number, once the host knows it.
     """
 
     __slots__ = ("_runtime", "counter", "host_count", "room")
@@ -222,14 +203,13 @@ class CountedVector(SparseVector):
         return Device("cuda", self._runtime.device)
 
     def with_values(self, values: Array) -> CountedVector:
-        """Return the same indices with other values."""
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)
         other.host_count = self.host_count
         return other
 
 
 class Operand(NamedTuple):
-    """A sparse vector as an argument of a kernel: its number of entries is ``device_count``, if that is not `None`."""
+    """A sparse vector as an argument of a kernel: ``device_count``, if not None, replaces ``host_count``."""
 
     indices: Array
     values: Array
@@ -239,24 +219,20 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, entries: SparseVector) -> Operand:
-        """Return the operand without waiting for the number of entries."""
         if isinstance(entries, CountedVector) and entries.host_count is None:
             indices, values = entries.room
             return cls(indices, values, len(indices), 0, entries.counter)
         return cls(entries.indices, entries.values, entries.nnz, entries.nnz, None)
 
     def arguments(self, prefix: str = "") -> Arguments:
-        """Return a kernel's arguments, whose names begin with ``prefix``."""
         names = "indices", "values", "host_count", "device_count"
         given = self.indices, self.values, self.host_count, self.device_count
         return {prefix + name: argument for name, argument in zip(names, given, strict=True)}
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def dtype_of(array: Array) -> DType:
-    """Return the type of an array of float32 or float64."""
     return FLOAT64 if array.dtype.itemsize == 8 else FLOAT32

@@ -1,7 +1,4 @@
-"""CUDA by CuPy: its compiler cache, memory pools, streams and arrays.
-
-What is called here for every launch, copy and allocation is compiled in CuPy, so that no signal handler runs within it.
-"""
+"""`CupyRuntime`: CUDA through CuPy, with its memory pools, streams and arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class CupyRuntime:
 
     def kernel(self, file: str, name: str, definitions: tuple[str, ...]) -> Any:
         key = file, name, definitions
-        if key not in self._kernels:  # two threads may come here at once: then they make the same twice
+        if key not in self._kernels:  # two threads may both compile it
             with cupy.cuda.Device(self.device):
                 module = cupy.cuda.function.Module()
                 module.load(_binary((SOURCES / "cuda" / file).read_text(), _options(definitions)))
@@ -105,7 +102,7 @@ class CupyRuntime:
         try:
             if ours is not None:
                 ours.__exit__(None, None, None)
-                users.wait_event(ours.record())  # results are CuPy arrays: whoever uses them there comes after us
+                users.wait_event(ours.record())  # results are used on that stream
         finally:
             device.__exit__(None, None, None)
 
@@ -136,9 +133,9 @@ def _stream(handle: int, device: int) -> Any:
 
 
 def _binary(source: str, options: tuple[str, ...]) -> bytes:
-    """Return a module for the current device, compiled, or from the folder in which CuPy keeps its own.
+    """Return a module for the current device, compiled or from the folder of CuPy's cache.
 
-    `cupy.RawModule` would add ``-ftz=true``: subnormal floats would be zero, which they are not on the CPU.
+    `cupy.RawModule` would add ``-ftz=true``, which sets subnormal floats to zero; the CPU does not.
     """
     versions = cupy.__version__, compiler._get_nvrtc_version(), cupy.cuda.Device().compute_capability
     known_by = hashlib.sha256(repr((source, options, versions)).encode()).hexdigest()
@@ -147,16 +144,16 @@ def _binary(source: str, options: tuple[str, ...]) -> bytes:
     with suppress(OSError):
         return path.read_bytes()
     made: bytes = compiler.compile_using_nvrtc(source, options)[0]
-    with suppress(OSError):  # whoever cannot write there compiles again
+    with suppress(OSError):  # a folder that cannot be written to: compile again next time
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(made)
-        os.replace(file.name, path)  # whole, whoever else does the same
+        os.replace(file.name, path)  # atomically: other processes may write the same file
     return made
 
 
 def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    """Return options, with a digest of all sources, of which a module's own text is one."""
+    """Return options with a digest of all sources, by which the cache distinguishes them."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("cuda/*.cu*")]):
         digest.update(path.read_bytes())

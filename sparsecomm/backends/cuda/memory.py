@@ -1,7 +1,7 @@
-"""Messages of a device's arrays: in its own memory where MPI takes that, else in pinned host memory.
+"""Message memory of a CUDA device: its own memory if MPI accepts it, else pinned host memory.
 
-MPI keeps no order with streams. So the host waits for an event before MPI reads or writes what a stream has written or
-may still read, and host memory that a stream works with is not freed before it has: also where a call ends by an error.
+MPI ignores streams. So the host waits for an event before MPI reads what a stream has written or writes what it may
+still read, and host memory is not freed while a stream uses it, even if a call fails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory
 
 __all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
@@ -23,18 +23,17 @@ CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
 
 
 class MemoryInUse:
-    """Host memory that streams still read or write: it is kept until they are done with it."""
+    """Keeps host memory alive while streams read or write it."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Event, _Bytes]] = []
 
     def keep(self, memory: _Bytes, until: Event) -> None:
-        """Keep ``memory`` until all work before an event is done."""
         self._kept = [(event, kept) for event, kept in self._kept if not event.done()]
         self._kept.append((until, memory))
 
     def __del__(self) -> None:
-        # At the end of the process CUDA may be gone, and so may be this module's names.
+        # When the process ends, CUDA and this module's names may be gone.
         try:
             for event, _ in self._kept:
                 event.wait()
@@ -43,7 +42,7 @@ class MemoryInUse:
 
 
 class _Chunk(NamedTuple):
-    """Bytes that are being copied from the device: two addresses in host memory, and when they are there."""
+    """Bytes in host memory, by address, that are being copied from the device until ``written``."""
 
     begin: int
     end: int
@@ -51,12 +50,10 @@ class _Chunk(NamedTuple):
 
 
 class StagedMemory(MessageMemory):
-    """A `sparsecomm.transport.memory.MessageMemory` in pinned host memory, for the messages of one call.
+    """A `sparsecomm.transport.base.MessageMemory` in pinned host memory, for the messages of one call.
 
-    It is copied on the current stream, next to which MPI runs.
-
-    Long messages are copied in chunks, each of which may be sent when it is there; and what comes in pieces is copied
-    to the device piece by piece, while the next one is received.
+    Long messages are copied in chunks, each of which may be sent when it is there. Received pieces are copied to the
+    device while the next one is received.
     """
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
@@ -102,7 +99,7 @@ class StagedMemory(MessageMemory):
         return message[:nbytes].tobytes()
 
     def get(self, data: _Bytes, dtype: DTypeLike) -> Array:
-        """What has come in pieces is there already."""
+        """Return an array on the device; a message in pieces is there already."""
         dtype = np.dtype(dtype)
         for address, mirror in self._landings.values():
             begin = data.ctypes.data - address
@@ -114,7 +111,7 @@ class StagedMemory(MessageMemory):
         return array
 
     def _copy(self, to: int, source: int, nbytes: int, host: _Bytes) -> Event:
-        """Start copying to or from ``host``, and return the event that it is done."""
+        """Start copying to or from ``host`` memory, and return the event after it."""
         try:
             self._runtime.copy(to, source, nbytes)
         finally:
@@ -124,13 +121,13 @@ class StagedMemory(MessageMemory):
 
 
 class DeviceMemory(MessageMemory):
-    """A `sparsecomm.transport.memory.MessageMemory` on the device, for a transport that takes its addresses."""
+    """A `sparsecomm.transport.base.MessageMemory` on the device, for a transport that accepts it."""
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
         self._runtime, self._in_use = runtime, in_use
 
     def empty(self, nbytes: int) -> Array:
-        """Wait for what still reads or writes this memory, as a part of arrays that were freed: MPI would not."""
+        """Return new memory, after waiting for work on freed arrays that it may have been part of."""
         made = self._runtime.empty(nbytes, np.uint8)
         self._runtime.synchronize()
         return made
@@ -165,6 +162,6 @@ class DeviceMemory(MessageMemory):
         dtype = np.dtype(dtype)
         if self._runtime.address(data) % dtype.itemsize == 0:
             return data.view(dtype)
-        array = self._runtime.empty(len(data) // dtype.itemsize, dtype)  # kernels need them at whole multiples
+        array = self._runtime.empty(len(data) // dtype.itemsize, dtype)  # kernels need aligned arrays
         self._runtime.copy(self._runtime.address(array), self._runtime.address(data), len(data))
         return array

@@ -1,7 +1,4 @@
-"""What the kernels are compiled with: their sizes, the structures that they keep, and the types that are asked for.
-
-There is one module per file and combination of types.
-"""
+"""What the kernels are compiled with: sizes, structures, and types; one module per file and combination of types."""
 
 from __future__ import annotations
 
@@ -17,22 +14,8 @@ from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
-__all__ = [
-    "OPTIONS",
-    "SOURCES",
-    "TUNING",
-    "Tuning",
-    "dense_definitions",
-    "merge_definitions",
-    "packed_definitions",
-    "selection_definitions",
-    "structure_definitions",
-    "structures",
-    "variants",
-]
-
 SOURCES = Path(sparsecomm._kernels.__path__[0])
-# As the CPU rounds: each operation by itself, quotients to nearest, and subnormal floats as what they are.
+# Rounds as the CPU does: each operation by itself, quotients to nearest, with subnormal floats.
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 
@@ -43,10 +26,7 @@ _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes with which no kernel spills registers on compute capability 9.0, and 512 to 1,536 threads stay resident
-    on a multiprocessor (tests/kernels/test_cuda_compile.py). Those of top-k, merging and chunks were the fastest of
-    some on an H100 (docs/internals/cuda.md).
-    """
+    """Sizes of kernels and launches, for compute capability 9.0: see docs/internals/cuda.md."""
 
     sample_threads: int = 512  # of a block
     sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys
@@ -88,9 +68,9 @@ TUNING = Tuning()
 
 @cache
 def structures(tuning: Tuning) -> dict[str, ArrayDType]:
-    """Return the structures that kernels keep in device memory, as kernels/cuda declares them.
+    """Return the structures that kernels keep in device memory, as kernels/cuda declares them, which checks the sizes.
 
-    Their sizes are checked when a kernel is compiled. What stands once per tile or block is in it once.
+    A field that exists once per tile or block is included once.
     """
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
@@ -112,12 +92,11 @@ def structures(tuning: Tuning) -> dict[str, ArrayDType]:
 
 
 def structure_definitions(tuning: Tuning) -> tuple[str, ...]:
-    """Return ``NAME_BYTES=value`` for each structure."""
     return tuple(f"{name}_BYTES={dtype.itemsize}u" for name, dtype in structures(tuning).items())
 
 
 def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
-    """Return a structure of fields, of which each group begins a line."""
+    """Return a structure of fields; each group begins a cache line."""
     offsets, end = [], 0
     for line in lines:
         end += -end % _LINE
@@ -152,7 +131,7 @@ def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bo
 
 
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of packed.cu. float64 values travel as they are only."""
+    """Return the types of packed.cu."""
     acc = FLOAT64 if float64_values else FLOAT32
     itemsize = 0 if kind.planes else kind.itemsize or acc.itemsize
     sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"

@@ -1,8 +1,7 @@
 """The packed format: kernels/cuda/packed.cu.
 
-The host waits for what it must know: the outermost indices, and what was found.
-
-Values of few bits travel exact if one of them is not finite. That is looked for in a launch of its own.
+The host waits for the outermost indices and for what was found. Values of few bits are sent exactly if one of them is
+not finite, which a launch of its own finds out.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class Packing(ExecutionContext):
     def unpack(
         self, data: Array, head: bytes, count: int, n: int, kind: ValueKind, float64_values: bool
     ) -> tuple[Array, Array]:
-        """See `sparsecomm.backends.base.Backend`. ``data`` is at a multiple of 8 bytes."""
         value = np.dtype(np.float64 if float64_values else np.float32)
         if count > n:
             raise ValueError(f"{count} entries of {n} elements")
@@ -105,7 +103,7 @@ class Packing(ExecutionContext):
         return rounded, errors, read_word(runtime, zeros)
 
     def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
-        """Return what looks for values that are not finite, and where it says so; nothing for kinds that have them."""
+        """Return the launch that looks for values that are not finite, and its result; nothing if the kind has them."""
         if not kind.planes:
             return [], None
         found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)
@@ -113,7 +111,6 @@ class Packing(ExecutionContext):
         return [self._per_entry("find_not_finite", types, len(values), given)], found
 
     def _per_entry(self, name: str, types: tuple[str, ...], entries: int, arguments: Arguments) -> Launch:
-        """Return the launch of a kernel with a thread per entry, or some entries per thread."""
         threads = self.tuning.packed_threads
         return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, arguments)
 

@@ -1,7 +1,4 @@
-"""The part of CUDA that the launch code uses, so that it runs unchanged on anything that gives it.
-
-`sparsecomm.backends.cuda.cupy_runtime` is CuPy's. The tests have one that runs the same kernels on the CPU.
-"""
+"""`Runtime`: the part of CUDA that the launch code uses. `CupyRuntime` provides it, and so does the tests' emulator."""
 
 from __future__ import annotations
 
@@ -15,24 +12,20 @@ from sparsecomm.tensors.sparse import Array
 
 __all__ = ["PER_THREAD", "Event", "Kernel", "OnStream", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
-PER_THREAD = 2  # the handle of the per-thread default stream: the same in every thread, and each has another stream
+PER_THREAD = 2  # the handle of the per-thread default stream, which names another stream in every thread
 _Work = Callable[[], object]
 Scalar = np.generic  # of a parameter's type; addresses are np.uint64
 
 
-class Kernel(Protocol):
-    """A compiled kernel."""
-
-
-class Stream(Protocol):
-    """A queue of work on the device. Work of one stream runs in order, that of two streams in any."""
+Kernel = Any  # compiled
+Stream = Any  # a queue of work on the device
 
 
 class Event(Protocol):
     """A point in the work of a stream."""
 
     def wait(self) -> None:
-        """Wait until all work before it is done."""
+        """Wait for all work before it."""
 
     def done(self) -> bool:
         """Return whether all work before it is done."""
@@ -41,7 +34,7 @@ class Event(Protocol):
 class Runtime(Protocol):
     """One device, and the stream that is current in this thread. All methods may be called from any thread.
 
-    Memory that is freed may be given out again at once, to the stream that was current when it was made.
+    Freed memory may be reused at once by the stream that was current when it was made.
     """
 
     device: int
@@ -57,10 +50,10 @@ class Runtime(Protocol):
         """
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
-        """Return a new flat array of the device, not initialised, of the array library of this device's users."""
+        """Return a new, uninitialised, flat array of the device."""
 
     def address(self, array: Array) -> int:
-        """Return the address of an array that `empty` made, or of a contiguous part of it."""
+        """Return the address of an array of `empty`, or of a contiguous part of it."""
 
     def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
         """Return memory of the device, which ``owner`` keeps, as a flat array."""
@@ -69,7 +62,7 @@ class Runtime(Protocol):
         """Fill an array with zero bytes, on the current stream."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return host memory that the device copies to and from without a copy in between."""
+        """Return page-locked host memory."""
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Start copying bytes, each way, on the current stream. Host memory must be `pinned`, or the call waits."""
@@ -78,20 +71,16 @@ class Runtime(Protocol):
         """Return the point that the current stream has reached."""
 
     def capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph: then nothing runs or can be waited for."""
+        """Return whether the current stream is being captured into a graph, where nothing runs or can be waited for."""
 
     def new_stream(self) -> Stream:
-        """Return a new stream, which waits for no other one unless it is told to `follow`."""
+        """Return a new stream, which waits for no other one without `follow`."""
 
     def enter(self, stream: int | Stream | None) -> Any:
-        """Make the device current, and a stream: by its handle, or one of `new_stream` (``None``: leave it).
-
-        Returns:
-            What `leave` takes.
-        """
+        """Make the device current, and a stream: a handle, or one of `new_stream`; return the argument of `leave`."""
 
     def leave(self, entered: Any) -> None:
-        """Make current what was so before `enter`. The stream that is current then follows the one that was left."""
+        """Restore the stream and device from before `enter`. That stream then follows the one that was left."""
 
     def follow(self, event: Event) -> None:
         """Make the current stream wait until all work before ``event`` is done. The host does not wait."""
@@ -104,9 +93,9 @@ class Runtime(Protocol):
 
 
 class OnStream:
-    """A context in which a stream is current. It may be entered more than once, though not within itself.
+    """A context in which a stream is current. It may be entered repeatedly, but not nested.
 
-    ``begin`` does what comes before all else on the stream; ``end`` what comes last, also after an error.
+    ``begin`` runs first on the stream; ``end`` runs last, also after an error.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80, FLOAT32: 0x7F800000, FLOAT64: 0x
 
 
 class _Candidates(NamedTuple):
-    """Room for entries that may be selected: their indices and bits, and scratch for bits, as addresses."""
+    """Addresses of room for entries that may be selected, and of scratch memory for bits."""
 
     capacity: int
     indices: int
@@ -32,7 +32,7 @@ class _Candidates(NamedTuple):
 
     @classmethod
     def room(cls, context: ExecutionContext, capacity: int, size: int, value_bytes: int) -> _Candidates:
-        """Return room in the current stream's workspace, for entries of ``size`` elements."""
+        """Return room in the current stream's workspace."""
         work, bits = context.workspace(), f"u{value_bytes}"
         indices = work.room("indices", capacity, index_dtype(size))
         return cls(capacity, indices, work.room("bits", capacity, bits), work.room("survivors", capacity, bits))
@@ -155,7 +155,7 @@ class Selection(ExecutionContext):
         return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
-        """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from what `filter` left, if it has to."""
+        """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from the candidates, if it is needed."""
         work, threads = self.workspace(), self.tuning.radix_threads
         rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
         blocks = min(rows, 2 * self.runtime.multiprocessors)  # most calls need them only to look at one flag
@@ -215,7 +215,7 @@ class Selection(ExecutionContext):
         return ceil_div(x.size, elements)
 
     def _at_once(self, tiles: int, blocks: int) -> int:
-        """Return how many blocks share so many tiles, at least one: not more than ``blocks`` per multiprocessor."""
+        """Return the number of blocks that share the tiles: at least one, and at most ``blocks`` per multiprocessor."""
         return max(1, min(tiles, blocks * self.runtime.multiprocessors))
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
@@ -225,12 +225,11 @@ class Selection(ExecutionContext):
 
 
 def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
-    """Return the arguments with which kernels that select begin."""
+    """Return the first arguments of kernels that select."""
     return {"x": x, "residual": residual, "n": x.size}
 
 
 def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
-    """Return the types of kernels that select from these."""
     return selection_definitions(x.dtype, residual.dtype if residual else None, x.size >= INT64_SIZE)
 
 
@@ -240,7 +239,7 @@ def _aligned(*tensors: Tensor | None) -> bool:
 
 
 def _min_key(tau: float, dtype: DType) -> int:
-    """Return the smallest key whose value is at least ``tau``; at least 1, as zeros are never selected."""
+    """Return the smallest key whose value is at least ``tau``; at least 1, because zeros are never selected."""
     if tau == math.inf:
         return _INFINITY[dtype]
     low, high = 1, _INFINITY[dtype]

@@ -1,7 +1,6 @@
 from typing import Any
 
-from sparsecomm.transport.base import Request
-from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.base import Bytes, Request
 
 DATA: int
 GOODBYE: int

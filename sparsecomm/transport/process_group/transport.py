@@ -21,9 +21,8 @@ import torch.distributed as dist
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import job
-from sparsecomm.transport.base import PeerTraffic, Request
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory, PeerTraffic, Request
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 from sparsecomm.transport.process_group import _connections
 
 __all__ = ["ProcessGroupTransport", "is_registered"]

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.transport.base import TrafficCounters
-from sparsecomm.transport.memory import Bytes
+from sparsecomm.transport.base import Bytes, TrafficCounters
 from sparsecomm.transport.simulated.rank import MessageCost, Network, Scheduler, SimulatedTransport, World
 
 __all__ = ["Result", "SimulatedTransport", "run"]

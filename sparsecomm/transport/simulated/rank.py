@@ -15,9 +15,8 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError, pip_install
 from sparsecomm.signals import poll, swap
-from sparsecomm.transport.base import Request
+from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Request
 from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
-from sparsecomm.transport.memory import HOST, Bytes, MessageMemory
 
 __all__ = ["MessageCost", "Network", "Scheduler", "SimulatedTransport", "World"]
 

@@ -14,8 +14,7 @@ import sparsecomm as sc
 from sparsecomm.backends.cuda import memory
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.transport import abi, simulated, transport_of
-from sparsecomm.transport.base import TrafficCounters
-from sparsecomm.transport.memory import MessageMemory
+from sparsecomm.transport.base import MessageMemory, TrafficCounters
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use

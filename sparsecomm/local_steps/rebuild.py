@@ -1,0 +1,96 @@
+"""What the ranks of a new communicator compare and send in `LocalSteps.rebuild`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+
+from sparsecomm.checks import quote
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
+from sparsecomm.reducer.bucket import TensorSpec
+from sparsecomm.reducer.connection import Members
+from sparsecomm.states.loading import Prepared, Undo, error_text, load
+from sparsecomm.states.values import from_bytes, to_bytes
+from sparsecomm.transport import Comm, Transport
+
+__all__ = ["broadcast_outer", "compared_members"]
+
+_LABEL = zlib.crc32(b"members of local steps") or 1
+
+
+def compared_members(
+    transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], word: int
+) -> Members:
+    """Gather the `Members` of a new communicator, and compare their settings, by name. Collective.
+
+    ``word`` becomes the last of `Member.words`.
+
+    Raises:
+        CollectiveMismatchError: a setting differs from that of the lowest rank that does not join. All ranks raise.
+    """
+    try:
+        library = version("sparsecomm")
+    except PackageNotFoundError:  # a checkout that was not installed
+        library = "0"
+    settings = {"version of sparsecomm": library, **settings}
+    try:
+        members = Members(
+            transport,
+            before,
+            joining,
+            step,
+            [*(zlib.crc32(repr(value).encode()) for value in settings.values()), word],
+            _LABEL,
+        )
+    except CollectiveMismatchError as error:
+        raise CollectiveMismatchError(
+            f"rank {transport.rank}: LocalSteps.rebuild: another rank makes another call, or has another version of "
+            f"sparsecomm than this one, {library}. {error}"
+        ) from error
+    for rank, member in enumerate(members.all):
+        for (name, value), expected, got in zip(settings.items(), members.stay[0].words, member.words, strict=False):
+            if got != expected:
+                raise CollectiveMismatchError(
+                    f"rank {transport.rank}: rank {rank} has another {name} than rank {members.lead}; this rank has "
+                    f"{quote(value)}. Create LocalSteps with the same model and settings on all ranks, and call "
+                    "rebuild again"
+                )
+    return members
+
+
+def broadcast_outer(
+    transport: Transport, root: int, outer: OuterOptimizer | None, specs: Mapping[str, TensorSpec]
+) -> None:
+    """Give all ranks the state of rank ``root``'s outer optimizer. Collective.
+
+    Raises:
+        InvalidInputError: the state cannot be sent, or a rank cannot load it. All ranks raise, and nothing has changed.
+    """
+    data, failed = np.empty(0, np.uint8), ""
+    if transport.rank == root:
+        try:
+            data = to_bytes(None if outer is None else outer.state_dict())
+        except Exception as error:  # sent as a length of 0, so that all ranks raise
+            failed = f": {error_text(error)}"
+    length = np.array([len(data)], "<u8")
+    transport.broadcast(length.view(np.uint8), root)
+    nbytes, limit = int(length[0]), (64 << 20) + 64 * sum(spec.nbytes for spec in specs.values())
+    if not 0 < nbytes <= limit:
+        raise InvalidInputError(
+            f"rank {transport.rank}: the state of rank {root}'s outer optimizer cannot be sent{failed}. Its state_dict "
+            f"must return numbers, strings, arrays, lists and dictionaries, of at most {limit:,} bytes; got {nbytes:,}"
+        )
+    data = data if transport.rank == root else np.empty(nbytes, np.uint8)
+    transport.broadcast(data, root)
+
+    def prepare(undo: Undo) -> Prepared:
+        state = from_bytes(data)
+        if outer is not None and transport.rank != root:
+            state = load_outer(outer, state, specs, undo)
+        return Prepared({"outer": state})
+
+    load(transport, "LocalSteps.rebuild", ["outer"], prepare)
