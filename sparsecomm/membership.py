@@ -76,7 +76,7 @@ def _mpi(comm: object, function: str) -> tuple[ModuleType, MPI.Intracomm]:
         raise InvalidInputError(
             f"comm is {comm!r} of type {type(comm).__name__}: {function} takes an mpi4py communicator. The ranks of a "
             "process group are fixed: make a new group of the surviving ranks, and pass it to Reducer.rebuild; see "
-            "docs/how-to/lost-rank.md"
+            "docs/guides/lost-rank.md"
         )
     try:
         from sparsecomm.transport import membership, mpi  # here, so that importing sparsecomm does not start MPI

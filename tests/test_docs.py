@@ -113,7 +113,7 @@ def test_one_place_knows_the_address_of_the_repository() -> None:
 def test_links_are_made_absolute() -> None:
     address = links.repository()
     for page, text, expected in (
-        ("README.md", "[a](docs/choosing.md#top)", f"[a]({address}/blob/main/docs/choosing.md#top)"),
+        ("README.md", "[a](docs/guides/choosing.md#top)", f"[a]({address}/blob/main/docs/guides/choosing.md#top)"),
         ("README.md", "![a](docs/images/split.svg)", f"![a]({address}/raw/main/docs/images/split.svg)"),
         ("docs/a/b.md", "[a](../../bench/results)", f"[a]({address}/tree/main/bench/results)"),
         ("README.md", "[a](#here) [b](https://a.b/c) d[0](x)", None),

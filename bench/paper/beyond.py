@@ -261,7 +261,7 @@ def formula_lines(cells: list[Cell]) -> list[str]:
 
 
 def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
-    """Return the tables of docs/reports/beyond-32.md, as lists of cells, the heading first."""
+    """Return the tables of docs/reports/paper.md, as lists of cells, the heading first."""
     errors = [["P", "steps", "within 20 %", "median error", "largest error", "median error without the compute time"]]
     for P in sorted({row["P"] for row in found}):
         its = [row for row in found if row["P"] == P]

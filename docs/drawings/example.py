@@ -1,4 +1,4 @@
-"""The worked example of docs/concepts/worked-example.md: a call of `tree` on 4 ranks, and its drawing."""
+"""The worked example of docs/concepts/index.md: a call of `tree` on 4 ranks, and its drawing."""
 
 from __future__ import annotations
 

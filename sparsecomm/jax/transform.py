@@ -47,7 +47,7 @@ def sparsify(
     """Replace this rank's gradients by the sparse average over all ranks, with error feedback (Stich et al., 2018).
 
     Use it as the first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. All ranks then make the same
-    updates, bit for bit. The defaults are the recommended setting (docs/choosing.md); for a dense baseline pass
+    updates, bit for bit. The defaults are the recommended setting (docs/guides/choosing.md); for a dense baseline pass
     ``density=1.0``. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
 
     If a gradient is not finite on some rank, or a sum overflows, all ranks skip the step: ``update`` returns zeros and

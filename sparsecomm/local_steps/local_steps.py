@@ -73,7 +73,7 @@ class LocalSteps:
     **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. The fragment's
     local parameters are set to the global ones, and the pseudo-gradient stays in the residual. The local step has been
     counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks already had the result
-    (docs/footguns.md), `rebuild` makes the global parameters equal.
+    (docs/guides/troubleshooting.md), `rebuild` makes the global parameters equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
     it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer

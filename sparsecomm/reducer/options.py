@@ -119,7 +119,7 @@ def _count(name: str, value: Any, minimum: int) -> int:
     return count
 
 
-# The recommended setting for training with SGD (docs/choosing.md). "auto" means `ALGORITHM` and `WIRE`.
+# The recommended setting for training with SGD (docs/guides/choosing.md). "auto" means `ALGORITHM` and `WIRE`.
 DENSITY: Final = Warmup(0.1, 0, dense_steps=100)
 ALGORITHM: Final[AlgorithmName] = "double"
 WIRE: Final[WireName] = "packed_int2"

@@ -25,7 +25,7 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     if not survives():
         raise TransportError(
             f"rank {comm.Get_rank()}: this MPI ends the job when a rank dies, so there is nothing to shrink. Start "
-            "with `mpirun --with-ft ulfm` of Open MPI 5, or restart from a checkpoint: see docs/how-to/lost-rank.md"
+            "with `mpirun --with-ft ulfm` of Open MPI 5, or restart from a checkpoint: see docs/guides/lost-rank.md"
         )
     _close_transports(comm)
     timeout = config.timeout()

@@ -30,7 +30,7 @@ from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of t
 
 ADVICE = (
     "To continue without them, call `comm = sparsecomm.shrink(comm)` on all ranks that live, then "
-    "`Reducer.rebuild(comm)`; see docs/how-to/lost-rank.md"
+    "`Reducer.rebuild(comm)`; see docs/guides/lost-rank.md"
 )
 DETECTION_TIME = 1.0  # seconds within which MPI reports which rank died, once it reports that one did
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`

@@ -2,7 +2,7 @@
 
 `TRAINED` holds the trainings of docs/reports/local-steps.md: P = 8, 600 local steps of AdamW, 64 of each chunk of 4,096
 elements in 2 bits, the mean of contributors, a decay of 0.8. `STEPS_TRAINED` holds trainings with an exchange in every
-step, from docs/reports/what-is-lost.md and docs/choosing.md.
+step, from docs/reports/convergence.md and docs/guides/choosing.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 from tests.processes import ROOT, mpirun, needs_mpirun
 from tests.thinning import exhaustive
 
+ARCHITECTURE = ROOT / "docs" / "internals" / "architecture.md"
 THROUGH = {
     "call": ["calls/sparse.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
     "adamw": ["torch/adamw.py", "optimizers/adamw.py", "reducer/reducer.py", "transport/mpi.py"],
@@ -34,3 +35,20 @@ def test_what_runs_is_listed_once_and_exists(what: str) -> None:
             assert found, name
             assert name.endswith(".py") or not (ROOT / "sparsecomm" / f"{name.split()[0]}.py").exists(), name
     assert len(listed["second"]) <= len(listed["first"])
+    if what in DRAWN:
+        compiled = {re.sub(r"_(openmpi|mpich|mpiabi)$", "", name.split()[0]) for name in names if "compiled" in name}
+        assert drawn(DRAWN[what]) == compiled | {name.removesuffix(".py") for name in names if name.endswith(".py")}
+
+
+DRAWN = {"call": "A call", "step": "A step"}  # headings of the page of the architecture
+
+
+def drawn(heading: str) -> set[str]:
+    """Return the files in the first drawing below a heading. `tensors/interop, _dlpack` are two files of a folder."""
+    section = ARCHITECTURE.read_text().split(f"## {heading}\n")[1]
+    files: set[str] = set()
+    for line in section.split("```")[1].splitlines():
+        words = re.split(r"\s{2,}", line.lstrip(" |`-"))[0]
+        folder, slash, names = words.rpartition("/")
+        files |= {f"{folder}{slash}{name.strip()}" for name in names.split(",") if name}
+    return files

@@ -98,7 +98,7 @@ def _alone(parameters: Any, **options: Any) -> sc.LocalSteps:
 
 
 def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "plan.md").read_text()
     command, shown = re.findall(r"```console\n\$ sparsecomm (plan .*?) --plot plan\.png\n(.*?)```", page, re.DOTALL)[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out == shown.replace("...", sc.__version__, 1)

@@ -166,8 +166,7 @@ def test_the_readme_in_its_order(clone: Path) -> None:
             Environment(clone / "venv", clone).link("torch")
         runner.run(block)
     assert all("--nnodes" in line for line in runner.left_out), runner.left_out
-    commands = "
-".join(runner.ran)
+    commands = "\n".join(runner.ran)
     for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
         assert command in commands, commands
 

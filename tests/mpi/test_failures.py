@@ -40,7 +40,7 @@ allreduce()
 
 STARTS_ANOTHER = """
 import subprocess
-launcher = "OMPI_", "PMIX_", "PMI_"  # as docs/footguns.md says
+launcher = "OMPI_", "PMIX_", "PMI_"  # as docs/guides/troubleshooting.md says
 environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
 other = "import numpy, sparsecomm; print(sparsecomm.sparse_allreduce(numpy.ones(9), 2))"
 if rank == 0:

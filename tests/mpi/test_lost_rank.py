@@ -12,7 +12,7 @@ import sparsecomm as sc
 from tests.processes import mpirun, needs_survivors
 
 # Open MPI 5.0.11 hears of a death while it makes a communicator, and ends with a segmentation fault of its own, about
-# once in ten such deaths (docs/how-to/lost-rank.md). Only what it says then is a reason to try again.
+# once in ten such deaths (docs/guides/lost-rank.md). Only what it says then is a reason to try again.
 CRASH = "(ompi_comm_revoke_local+"
 
 

@@ -87,7 +87,7 @@ def test_attack_on_real_ranks(command: str) -> None:
 @needs_mpirun
 @needs_survivors
 # In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now
-# and then ends with a segmentation fault of its own (docs/how-to/lost-rank.md): not where every failure counts.
+# and then ends with a segmentation fault of its own (docs/guides/lost-rank.md): not where every failure counts.
 @pytest.mark.parametrize("seed", [exhaustive(1), exhaustive(2), 5])
 def test_a_lost_rank(seed: int) -> None:
     attack("lost --runs 1 --seconds 60", seed)  # the machine may do much else

@@ -1,4 +1,4 @@
-"""Cases of what PyTorch does to models and optimizers, on every rank, as docs/how-to/integrations.md has it in a table:
+"""Cases of what PyTorch does to models and optimizers, on every rank, as docs/guides/frameworks.md has it in a table:
 `torch.compile`, activation checkpointing, static graphs, narrow gradients, fused and foreach optimizers.
 """
 

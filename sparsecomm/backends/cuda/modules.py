@@ -26,7 +26,7 @@ _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes of kernels and launches, for compute capability 9.0: see docs/internals/cuda.md."""
+    """Sizes of kernels and launches, for compute capability 9.0: see docs/internals/kernels.md."""
 
     sample_threads: int = 512  # of a block
     sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys

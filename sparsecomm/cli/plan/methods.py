@@ -28,7 +28,7 @@ _GOOD = 0.9  # utilisation
 _CHUNKS = 64 / 4096  # the density of `LocalSteps`
 _WIRE = "packed_int2"
 
-# The settings that docs/choosing.md recommends for an exchange in every step: their arguments, and the exchange.
+# The settings that docs/guides/choosing.md recommends for an exchange in every step: their arguments, and the exchange.
 SETTINGS: dict[str, Sequence[tuple[str, Exchange]]] = {
     ADAMW: (
         ("", Exchange("double", _WIRE, 0.09, adamw=True)),
@@ -215,7 +215,7 @@ def _cautions(way: Way, network: Network) -> list[str]:
     if way.method in (ADAMW, SGD):
         lines.append(
             f"Loss: {_above(way)} in trainings of small models on 8 ranks. Compare with dense on your own model. See "
-            "docs/reports/what-is-lost.md."
+            "docs/reports/convergence.md."
         )
     if "momentum" in way.arguments:
         lines.append("Use SGD without momentum, at twice the learning rate that suits momentum 0.9, and a Warmup.")

@@ -41,7 +41,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _IPV6 = Path("/proc/net/if_inet6")
 _ADVICE = (
     "Check that these addresses belong to the network between the machines; GLOO_SOCKET_IFNAME selects its interface. "
-    "Check that the firewall allows TCP to any port. See docs/how-to/two-machines.md"
+    "Check that the firewall allows TCP to any port. See docs/guides/launch.md"
 )
 
 _joinings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joining] = weakref.WeakKeyDictionary()  # the latest ones
