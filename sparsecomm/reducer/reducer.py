@@ -43,7 +43,7 @@ class Reducer:
                 reducer.push(name, gradient)
             reducer.wait()                                        # the sums have replaced the gradients
 
-    The defaults of ``density``, ``algorithm`` and ``wire`` are the recommended setting for SGD (docs/guides/choosing.md). For
+    The defaults of ``density``, ``algorithm`` and ``wire`` suit SGD (docs/guides/choosing.md). For
     a dense baseline, pass ``density=1.0``. Calls begin when their tensors are ready, in the same order on all ranks,
     and overlap with the program. A residual for each tensor, in float32 (float64 for float64), stores what was not
     sent.

@@ -211,7 +211,7 @@ def register(
 
         state = sparsecomm.torch.register(DistributedDataParallel(model))
 
-    For SGD, with or without momentum. The defaults are what our reports recommend (docs/guides/choosing.md). For a dense
+    For SGD, with or without momentum. The defaults are recommended in docs/guides/choosing.md. For a dense
     baseline, pass ``density=1.0``: gradients are then the same as without this line. Adam and its variants divide by
     the size of gradients, and train worse with sparse means: use `SparseAdamW` for these, without DDP.
 

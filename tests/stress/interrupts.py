@@ -2,7 +2,8 @@
 
 Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
 are no more. Within the gate of `sparsecomm.signals`, only waits poll: real signals at random times find these.
-Then both ranks go on as docs/guides/troubleshooting.md says. Afterwards all must be as if there had been no interrupt, bit for bit.
+Then both ranks continue as docs/guides/troubleshooting.md says. Afterwards everything must be as without an interrupt,
+bit for bit.
 In a first call gradients must be where `last_call` says, and the next call right. A wait as long as the timeout is a
 hang. The report counts the places by file.
 """

@@ -1,4 +1,4 @@
-"""Scenes that are interrupted on one of two real ranks, and how both then go on, as docs/guides/troubleshooting.md says.
+"""Scenes that are interrupted on one of two real ranks, and continue as docs/guides/troubleshooting.md says.
 
 A scene returns values that must be the same, bit for bit, as without an interrupt.
 """
