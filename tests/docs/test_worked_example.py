@@ -1,4 +1,4 @@
-"""The numbers of docs/concepts/worked-example.md, which were found by hand, are those of the library."""
+"""The numbers of docs/concepts/index.md, which were found by hand, are those of the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sparsecomm as sc
 from docs.drawings.example import GRADIENTS, Example, K, worked_example
 from docs.drawings.traces import trace
 
-PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "worked-example.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "index.md").read_text()
 
 
 def table(name: str) -> list[list[str]]:

@@ -1,0 +1,104 @@
+"""The documentation reads as plain English: no page and no docstring has a phrase that readers had to read twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+MODULES = sorted((ROOT / "sparsecomm").rglob("*.py"))
+MAX_WORDS = 50  # of a sentence
+
+BANNED = {
+    r"of (?:which|whom)": "two sentences",
+    r"(?:as|than) ever": "still",
+    r"likewise": "also",
+    r"be (?:it|they)": "whether",
+    r"by and by": "gradually",
+    r"for ever": "forever",
+    r"(?:those|that) (?:who|which)": "the noun",
+    r"such as (?:has|have)": "the noun, with",
+    r"(?:where|there|here)(?:of|from|upon|with|by|to|at)": "the noun",
+    r"(?:go(?:es)?|went|going) on": "continue",
+    r"(?:is|are|was|were) told": "knows, is informed",
+    r"tells? (?:of|by)": "describes, shows",
+    r"(?:is|are) made (?:from|out) of": "consists of, is built from",
+    r"(?:stands?|stood) (?:in|beside|there|once)": "is",
+    r"to the good": "better",
+    r"from \d+ on": "at least",
+    r"in place of": "instead of",
+    r"what (?:is|was) (?:left|there|held|kept|made)": "the noun",
+    r"(?:is|are|was|were) found out": "is detected",
+    r"has to say": "reports",
+    r"the less so": "two sentences",
+    r"nor (?:is|are|does|do|has|have)": "also not",
+    r"so do(?:es)?": "also",
+    r"(?:it|they) (?:bears?|wants?)": "allows, needs",
+    r"ones own": "your own",
+}
+BANNED_PHRASE = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
+CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->|`[^`]*`", re.DOTALL | re.MULTILINE)
+
+
+def phrases(text: str) -> list[str]:
+    """Return the banned phrases of a text."""
+    return [match[0] for match in BANNED_PHRASE.finditer(text)]
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Yield the sentences of a page's paragraphs and lists, without tables, headings and code."""
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", CODE.sub("`x`", page)):
+        lines = [line for line in block.splitlines() if not re.match(r"\s*(?:[|#!]|:::)", line)]
+        yield from re.split(r"(?<=[.:;!?])\s+", " ".join(lines))
+
+
+def docstrings(module: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), CODE.sub("", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_no_banned_phrase(page: Path) -> None:
+    assert phrases(CODE.sub("", page.read_text())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    assert [text for text in sentences(page.read_text()) if len(text.split()) > MAX_WORDS] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_begins_with_its_answer(page: Path) -> None:
+    """The first paragraph follows the title, is a paragraph, and is not about the page itself."""
+    text = page.read_text()
+    if text.startswith(":::"):  # a page of the reference: the docstring of a module
+        return
+    title, first = text.split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title), title
+    assert re.match(r"[\w`\[]", first), first
+    assert not re.match(r"(?:This|On this|In this) (?:page|section|document)", first), first
+
+
+def test_docstrings_have_no_banned_phrase() -> None:
+    found = [
+        f"{module.relative_to(ROOT)}:{line}: {phrase}"
+        for module in MODULES
+        for line, text in docstrings(module)
+        for phrase in phrases(text)
+    ]
+    assert found == []
+
+
+def test_the_check_finds_what_it_bans() -> None:
+    assert phrases("The ranks, of which none is told, go on likewise.") == ["of which", "is told", "go on", "likewise"]
+    assert phrases("Pass a float32 residual.") == []
+    long = " ".join(["word"] * (MAX_WORDS + 1))
+    assert [len(text.split()) for text in sentences(f"# Title\n\nShort. {long}.")] == [1, MAX_WORDS + 1]
