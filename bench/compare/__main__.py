@@ -3,7 +3,7 @@
     mpirun -n 8 python -m bench.compare                                     25.6M elements, density 0.001
     mpirun -n 8 python -m bench.compare --n 4e6 --densities 0.001,0.01,0.1  the density above which dense wins
 
-docs/reports/baselines.md describes the timing and the checks.
+docs/reports/speed.md describes the timing and the checks.
 """
 
 from __future__ import annotations

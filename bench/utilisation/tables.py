@@ -88,7 +88,7 @@ def _published_rows(cells: Found) -> list[list[str]]:
     return rows
 
 
-PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "its exchange, steps of 30 ms, %", "here / it",
+PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "published exchange, our 30 ms steps, %", "here / that",
                   "exchange here, s", "published, s"]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _method(row: Row) -> str:
 
 def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list[str]]:
     """Return the errors of plans of cells held out, by group, of all of them, and of the cells that calibrate."""
-    table = [[name, "cells", f"within {GOOD:g} points", "median, points", "furthest, points", "at"]]
+    table = [[name, "cells", f"within {GOOD:g} points", "median error, points", "largest error, points", "at"]]
     rows = [row for row in rows if row.get("planned") is not None]
     groups: dict[str, list[Row]] = {}
     for row in filter(is_held_out, rows):

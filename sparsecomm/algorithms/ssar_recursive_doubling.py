@@ -3,12 +3,12 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Recursive_double). The pattern, and the drawing, are those of `sparsecomm.algorithms.butterfly`.
 
-Cost: log2 P alpha + between log2 P k b beta, if all ranks select the same indices, and (P - 1) k b beta, if all select
+Cost: log2 P alpha, plus log2 P k b beta if all ranks select the same indices, up to (P - 1) k b beta if all select
 different ones. Two more messages if P is not a power of two.
 
 Result: up to k P entries, the exact sum of all selections. The same on all ranks: all ranks of a group add in the same
-order (lower ranks first). Dropped: rounding errors, of which every rank of a group with the same entries records an
-equal shard. Nothing is rejected.
+order (lower ranks first). Dropped: rounding errors. Every rank of a group with the same entries records an
+equal shard of them. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 ALGORITHM = Algorithm(
     name="ssar_recursive_doubling",
     summary="the sum of all ranks' top-k by recursive doubling (SparCML)",
-    cost="log2(P) alpha + from log2(P) to (P - 1) k b beta",
+    cost="log2(P) alpha + log2(P) to (P - 1) times k b beta",
     result="up to k P entries, the exact sum of the local top-k",
     source="Renggli et al., SC 2019",
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="merges sums of several ranks without their numbers of ranks",
+    contributors_unknown="merges partial sums without counting their contributors",
 )

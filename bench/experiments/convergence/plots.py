@@ -89,7 +89,11 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
     rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows
     communication = f"time of communication per step after the warm-up\n({NETWORK})"
     panels: list[tuple[Callable[[Outcome], float], str, Callable[[float], str]]] = [
-        (lambda o: o.mean(lambda t: t.step_bytes), "bytes sent by the busiest rank per step after the warm-up", bytes_text),
+        (
+            lambda o: o.mean(lambda t: t.step_bytes),
+            "bytes sent per step after the warm-up\nby the busiest rank",
+            bytes_text,
+        ),
         (lambda o: o.mean(lambda t: t.step_seconds), communication, time_text),
     ]
     if not any(panels[-1][0](outcome) > 0 for outcome in outcomes):
