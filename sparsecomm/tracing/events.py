@@ -17,17 +17,8 @@ from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning.clocks import Offset, offsets
 
 __all__ = [
-    "Call",
-    "Communicator",
-    "Message",
-    "Part",
-    "Rank",
-    "clock_offsets",
-    "late_senders",
-    "messages",
-    "read",
-    "verdicts",
-]
+    "Call", "Communicator", "Message", "Part", "Rank", "clock_offsets", "late_senders", "messages", "read", "verdicts",
+]  # fmt: skip
 
 # Beginnings of errors that a rank raises because another rank left the call or does not answer.
 _CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
