@@ -41,7 +41,7 @@ def draw() -> str:
 
     call = lasts[0]
     canvas = Canvas(f"call {call.number} on {len(ranks)} ranks", _STYLE)
-    canvas.text(_LEFT, 22, f"{call.what.partition(', with')[0]}, on {len(ranks)} hosts", "head")
+    canvas.text(_LEFT, 22, f"{call.description.partition(', with')[0]}, on {len(ranks)} hosts", "head")
     left = float(_LEFT)
     for name, (shown, _) in _PARTS.items():
         canvas.box(left, 36, 12, 12, name)
