@@ -60,8 +60,6 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
 
 def to_bool(name: str, value: object) -> bool:
     """Return the truth value of an argument; raise `InvalidInputError` if it has none."""
-    if value is True or value is False:
-        return value
     try:
         return bool(value)
     except FAULTS as error:

@@ -54,7 +54,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as failure:
-        text = f"(its text raised {type(failure).__name__})"
+        text = f"(its message raised {type(failure).__name__})"
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.measurement import costs_for_steps, costs_matter
+from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
@@ -110,14 +110,6 @@ class Connection:
         transport = transport_of(self._comm)
         self._attach(self._comm, transport, self._bucket_bytes_on(transport), keep=False)
         return transport
-
-    def measure_costs(self) -> None:
-        """Measure the costs of links, if plans of any bucket need them. Collective."""
-        transport, settings = self.transport, self.settings
-        if transport is not None and any(
-            costs_matter(transport, settings.call_options(bucket.accumulator.name)) for bucket in self.buckets.all
-        ):
-            costs_for_steps(transport)
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""

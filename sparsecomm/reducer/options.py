@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -189,11 +189,6 @@ class Settings:
             raise InvalidInputError(
                 f"decay={quote(decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
-
-    def check_dtypes(self, accumulators: Iterable[str]) -> None:
-        """Check that the algorithm and the wire format support sums of these dtypes."""
-        for accumulator in accumulators:
-            self.options.check(accumulator, by_chunk=self.chunk is not None)
 
     def call_options(self, dtype: str) -> Options:
         """Return the options of sparse calls with sums of type ``dtype``: see `training_options`."""

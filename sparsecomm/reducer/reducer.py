@@ -11,6 +11,7 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.handle import Task
+from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
@@ -139,7 +140,8 @@ class Reducer:
     def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
         """Replace ``tensors``, and ``comm`` unless it is ``None``, before the first step."""
         specs = specs_of(tensors)
-        self._settings.check_dtypes({spec.accumulator.name for spec in specs.values()})
+        for dtype in {spec.accumulator.name for spec in specs.values()}:
+            self._settings.options.check(dtype, by_chunk=self._settings.chunk is not None)
         self._comm = self._comm if comm is None else comm
         self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
         self._open = self._begin(0)
@@ -304,10 +306,12 @@ class Reducer:
         with Opened():  # a schedule is the user's function; if it raises, nothing has changed
             density = self.density
         self._open.density, self._open.label = density, self.label
-        self._connect()
-        connection = self._connection
-        if any(bucket.planned(connection.queue, density) is None for bucket in connection.buckets.all):
-            connection.measure_costs()
+        transport, connection, settings = self._connect(), self._connection, self._settings
+        buckets = connection.buckets.all
+        if any(bucket.planned(connection.queue, density) is None for bucket in buckets) and any(
+            costs_matter(transport, settings.call_options(bucket.accumulator.name)) for bucket in buckets
+        ):
+            costs_for_steps(transport)  # the plans of the buckets need them
         self.end_opening()
 
     def _connect(self) -> transport.Transport:

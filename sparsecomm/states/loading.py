@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
@@ -27,8 +27,7 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
-    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "error_text",
-    "load", "reading",
+    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "load", "reading",
 ]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
@@ -94,7 +93,8 @@ def load(
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as raised:  # other ranks wait for this one
         own_error = _with_rank(raised, rank, action)
-        lines = [error_text(own_error)[:_MAX_ERROR] or "no message"]
+        text = text_of(own_error) if isinstance(own_error, Exception) else type(own_error).__name__
+        lines = [text[:_MAX_ERROR] or "no message"]
     try:
         lines_by_rank, error = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
     except BaseException as raised:
@@ -200,7 +200,7 @@ def reading(key: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise InvalidInputError(
-            f"state: reading {key} raised {type(error).__name__}: {error_text(error)}; expected {expected}; {DAMAGED}"
+            f"state: reading {key} raised {describe(error)}; expected {expected}; {DAMAGED}"
         ) from error
 
 
@@ -223,19 +223,11 @@ def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
     """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error
-    text = error_text(error)
+    text = text_of(error)
     if not isinstance(error, InvalidInputError):
-        text = f"trying to {action} raised {type(error).__name__}: {text}"
+        text = f"trying to {action} raised {describe(error)}"
     elif text.startswith(f"rank {rank}: "):
         return error
     named = InvalidInputError(f"rank {rank}: {text}")
     named.__cause__ = error
     return named
-
-
-def error_text(error: BaseException) -> str:
-    """Return the message of an error, even if its ``__str__`` fails, or the type of an interrupt."""
-    try:
-        return str(error) if isinstance(error, Exception) else type(error).__name__
-    except Exception as another:
-        return f"(its message raised {type(another).__name__})"
