@@ -106,7 +106,7 @@ class Options:
 
 
 class Plan:
-    """The plan of calls with one signature on one communicator, of which at most one is in flight.
+    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time.
 
     Attributes:
         transport, backend: of the communicator, and of the gradient's device.
