@@ -42,7 +42,7 @@ def draw() -> str:
 
     call = lasts[0]
     canvas = Canvas(f"call {call.number} on {len(ranks)} ranks", _STYLE)
-    what = re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", call.what.partition(", with")[0])
+    what = re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", call.description.partition(", with")[0])
     canvas.text(_LEFT, 22, f"{what.replace('=', ' = ')}, on {len(ranks)} hosts", "head")
     left = float(_LEFT)
     for name, (shown, _) in _PARTS.items():

@@ -58,7 +58,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]
-        own = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
+        own = comm.quantized(gradient.topk_of_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
         own = taken[0].part(0, 0)
     gathered = gather(comm, own, ROUNDS, within)
