@@ -177,7 +177,7 @@ def label_points(axes: Any, labels: Sequence[Label], size: float = 8) -> None:
     for label in sorted(labels, key=lambda label: -label.y):
         x, y = axes.transData.transform((label.x, label.y))
         width, height = 0.58 * size * len(label.text) * pixels, 1.3 * size * pixels
-        best, least = None, math.inf
+        best, lowest = None, math.inf
         for distance, side in itertools.product((0, 0.7, -0.7, 1, -1, 1.5, -1.5, 2, -2, 3, -3), (1, -1, 0)):
             left = x + (side * 8 * pixels if side >= 0 else -8 * pixels - width) - (width / 2 if side == 0 else 0)
             bottom = y - height / 2 + distance * height
@@ -185,8 +185,8 @@ def label_points(axes: Any, labels: Sequence[Label], size: float = 8) -> None:
             outside = box[0] < frame.x0 or box[2] > frame.x1 or box[1] < frame.y0 or box[3] > frame.y1
             hidden = sum(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes)
             on = sum(box[0] < dot[0] < box[2] and box[1] < dot[1] < box[3] for dot in dots)
-            if (cost := 1000 * outside + 100 * hidden + 2 * on + 2 * abs(distance) + (side != 1)) < least:
-                best, least = box, cost
+            if (cost := 1000 * outside + 100 * hidden + 2 * on + 2 * abs(distance) + (side != 1)) < lowest:
+                best, lowest = box, cost
         assert best is not None
         boxes.append(best)
         at = (best[0] - x) / pixels, ((best[1] + best[3]) / 2 - y) / pixels
