@@ -132,7 +132,7 @@ class PeerTraffic:
     Attributes:
         rank: the peer.
         bytes_sent, bytes_received: with framing.
-        seconds: time with unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
+        seconds: time with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
         round_trip: shortest round trip observed, in seconds; 0 if unknown, as over MPI.
         retransmits: number of retransmitted TCP segments.
         connections: number of TCP connections to the peer; 0 if unknown.

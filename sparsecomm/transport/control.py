@@ -24,7 +24,6 @@ from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
     RankFailedError,
-    SparseCommError,
     TimeoutError,
     TransportError,
     describe,
@@ -303,16 +302,11 @@ class FailureDetector(Transport):
                     )
                 self._others_informed = True
                 self._received_reason = message
-                raise self._left_with(message)
-
-    def _left_with(self, message: ControlMessage) -> SparseCommError:
-        """Return this rank's error for a report that another rank left this call."""
-        kind, (dead, reason) = _ERRORS[message.kind], message.reason
-        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
-        if kind is RankFailedError:
-            return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead.split(",")])
-        error: SparseCommError = kind(text)
-        return error
+                dead, reason = message.reason
+                text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
+                if message.kind == LEFT_BY_DEATH:
+                    raise RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead.split(",")])
+                raise _ERRORS[message.kind](text)
 
     def _check_waiters(self) -> None:
         """Raise if a rank that waits for this one is in a different call; keep messages about later calls."""

@@ -37,7 +37,7 @@ from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of t
 
 _NUM_TAGS = 2**14  # data messages use tags 1 to _NUM_TAGS; MPI guarantees at least 32767
 _CONTROL = struct.Struct("<8sqB")  # header of a control message: token of the transport, call number, kind
-_MAX_CONTROL_READS = 1000  # control messages read before the next look at the clock
+_MAX_CONTROL_READS = 1000  # control messages read before the next check of the clock
 _DEATH_CLASSES = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
 _SETUP_RECORD = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # each rank's token and voting flag, node id, piece limit
 _BROADCAST_BYTES = 2**30  # per broadcast: before MPI 4, a count has 32 bits
