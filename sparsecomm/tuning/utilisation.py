@@ -46,7 +46,7 @@ _BACKWARD = 2 / 3  # of a step: the backward pass takes twice as long as the for
 _SMALL = 4096  # elements of small tensors, such as norms and biases, which a Reducer sums in one dense call at the end
 
 # Work of a rank, in passes over the parameters: multiples of `Costs.add`, measured on a core of 2024.
-_OWN_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
+_FOREGROUND_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW beyond fused AdamW, with its selection: (56.0 - 18.3) ms for 25.6M weights = 1.5 ns per weight
@@ -79,7 +79,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """A training."""
+    """A training run."""
 
     ranks: int
     parameters: int  # in float32
@@ -130,20 +130,20 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
         InvalidInputError: the algorithm does not exist, or does not support such a call.
     """
     slower = max(1.0, 1 / training.cores_per_rank)
-    work = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
-    costs, n = replace(costs, **work), training.parameters
+    scaled = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
+    costs, n = replace(costs, **scaled), training.parameters
     H = exchange.sync_every or 1
     computed = H * training.step_seconds
     dense, background = exchange.algorithm == GLOO, 0.0
     calls = _calls(training, network, exchange, costs) if training.ranks > 1 else []
     if exchange.sync_every is not None:
-        own = (_DENSE_PASSES if dense else _OWN_PASSES) * costs.add * n
+        foreground = (_DENSE_PASSES if dense else _FOREGROUND_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
     elif exchange.adamw:
-        own = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
+        foreground = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
-        own = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
+        foreground = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
     backward = _BACKWARD * training.step_seconds if exchange.overlap else 0.0
     ready = (computed - backward * (1 - i / len(calls)) for i in range(1, len(calls) + 1))
     end = 0.0
@@ -152,9 +152,9 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     end = max(computed, end)
     waited = max(0.0, end + background - computed - exchange.delay * training.step_seconds)
     algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
-    total, work_s = computed + own + waited, own + background + sum(call.work for call in calls)
-    seconds, nbytes = sum(call.seconds for call in calls) + background + own, sum(call.nbytes for call in calls)
-    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work_s / slower)
+    total, work = computed + foreground + waited, foreground + background + sum(call.work for call in calls)
+    seconds, nbytes = sum(call.seconds for call in calls) + background + foreground, sum(call.nbytes for call in calls)
+    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work / slower)
 
 
 def _calls(training: Training, network: Network, exchange: Exchange, costs: Costs) -> list[_Call]:
@@ -169,8 +169,8 @@ def _calls(training: Training, network: Network, exchange: Exchange, costs: Cost
         return [first] + [other] * (count - 1)
     count = 1
     if exchange.sync_every is None:
-        link = replace(costs, link=_link(network), node=costs.node or costs.link)
-        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, link, exchange.algorithm, exchange.wire))
+        with_link = replace(costs, link=_link(network), node=costs.node or costs.link)
+        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, with_link, exchange.algorithm, exchange.wire))
     first, other = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0))
     small = _sparse(P, min(n, _SMALL), network, Exchange("dense", "plain"), 0.0, costs)
     return [first] + [other] * (count - 1) + [small] * (not exchange.adamw)

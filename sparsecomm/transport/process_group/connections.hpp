@@ -64,7 +64,7 @@ struct Outgoing { // a message to be sent
     const char *data = nullptr;
     std::unique_ptr<char[]> copy;    // of a short message
     uint64_t request = 0;            // for the completion SENT; 0: none
-    uint64_t unwritten = UINT64_MAX; // number of pieces
+    uint64_t unwritten = UINT64_MAX; // pieces
 };
 
 struct Stream { // a connection
@@ -102,7 +102,7 @@ struct Peer {
     uint64_t accepted = 0; // bit i: the hello of connection i was received
     int connections = 0;   // number of connections that the higher rank opens; 0: unknown
     Assembly assembly;
-    bool lost = false;
+    bool lost = false; // DISCONNECTED or UNREADABLE was queued
     std::atomic<uint64_t> sent{0}, received{0};
     std::mutex lock; // of the members below
     std::deque<std::shared_ptr<Outgoing>> queue;
@@ -194,7 +194,7 @@ class Connections {
     const size_t limit_;
     const int wanted_streams_;
     int epoll_ = -1, wake_up_ = -1, completion_event_ = -1, thread_id_ = 0;
-    double silence_ = 0;
+    double silence_ = 0; // seconds without an answer after which a host is dead
     Stream *listener_ = nullptr;
     double close_listener_at_ = NEVER, listen_again_at_ = NEVER;
     std::deque<Stream *> strangers_; // accepted connections without a hello, oldest first

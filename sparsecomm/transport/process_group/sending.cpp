@@ -46,7 +46,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     return Sent::IN_FLIGHT;
 }
 
-// -- for a peer that is locked ----------------------------------------------------------------------------------------
+// -- with the peer's lock held ----------------------------------------------------------------------------------------
 
 // Give the stream the next piece of the queue; return false if there is none.
 bool Connections::next_piece(Peer &p, Stream *s) {
