@@ -299,7 +299,7 @@ def _stream_stall(packets: float, window: float, full: float, loss: float, sever
 
 
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
-    """Return the seconds that losses add to ``trips``, in each of which all sites together send ``nbytes``."""
+    """Return the seconds that losses add to a number of trips, when all sites together send ``nbytes`` per trip."""
     packets = max(nbytes / SEGMENT, 1.0)
     # Only a timeout detects the loss of a connection's last packets, unless the library has several connections to a
     # peer: then it sends a short frame after each message.

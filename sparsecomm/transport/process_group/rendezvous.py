@@ -56,7 +56,7 @@ def rendezvous(
     deadline = time.monotonic() + timeout
     line, gone = f"+ {rank} {token} {record}\n", f"- {rank} {token} \n"
 
-    def meet(store: Store, must_stop: Callable[[], bool]) -> dict[int, str]:
+    def arrive(store: Store, must_stop: Callable[[], bool]) -> dict[int, str]:
         """Append the line, and return the records of the ranks that arrive before ``must_stop()`` is true."""
         nap = 1e-3
         store.append(_KEY, line)
@@ -66,9 +66,9 @@ def rendezvous(
             nap = min(1.5 * nap, 0.05)
         return present
 
-    def meet_in_thread(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
+    def arrive_in_thread(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
         try:
-            found.put(meet(store, stop.is_set))
+            found.put(arrive(store, stop.is_set))
         except (RuntimeError, ValueError):  # raised again on the other connection
             found.put({})
 
@@ -76,7 +76,7 @@ def rendezvous(
     if clone is not None:
         found: SimpleQueue[dict[int, str]] = SimpleQueue()
         stop = Event()
-        _thread.start_new_thread(meet_in_thread, (found, stop))
+        _thread.start_new_thread(arrive_in_thread, (found, stop))
         try:
             present = found.get(timeout=min(timeout, _SHARED_TIME))
         except Empty:
@@ -90,7 +90,7 @@ def rendezvous(
             except BaseException:  # this rank gives up; the shared connection may block
                 _thread.start_new_thread(store.append, (_KEY, gone))
                 raise
-        present = meet(store, lambda: time.monotonic() >= deadline or must_stop())
+        present = arrive(store, lambda: time.monotonic() >= deadline or must_stop())
     if len(present) < size:
         store.append(_KEY, gone)
         present = _read(store, rank, size, token)
