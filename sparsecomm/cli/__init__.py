@@ -34,21 +34,21 @@ COMMANDS: dict[str, Any] = {
 }
 
 
-# Errors of writing to standard output; errors of other files name the file.
+# Errors of writing to standard output. They name no file.
 _OUTPUT_ERRORS = errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit. Most launchers end the other ranks after rank 0, before they print it, too."""
-        if job.rank():
+        """Print the error and exit."""
+        if job.rank():  # rank 0 exits first: most launchers then end the other ranks before they repeat the error
             time.sleep(2)
         super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; return its exit status."""
-    if sys.stdout is None:  # the next opened file would become standard output
+    if sys.stdout is None:  # the next file to be opened would become standard output
         return _fail("standard output is closed; send it to a file, or to /dev/null")
     parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")

@@ -56,7 +56,7 @@ class _Cuda(DeviceMemory):
                 "`sparsecomm info` shows the driver"
             ) from error
         if not devices_here:
-            raise InvalidInputError("this process sees no GPU; CUDA_VISIBLE_DEVICES?")
+            raise InvalidInputError("this process sees no GPU: check CUDA_VISIBLE_DEVICES")
         from sparsecomm.backends import cuda
 
         index = config.rank_on_this_node() % devices_here

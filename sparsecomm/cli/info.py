@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the facts, one a line; return 0."""
-    # Print each line once it is known, and MPI last: if MPI kills the process, the other lines are there.
+    # Print each line at once, and MPI last: MPI may kill the process.
     for label, text in _facts():
         if rank_of(None) in (None, 0):
             print(f"{label:<15} {text}", flush=True)
@@ -81,8 +81,8 @@ def _mpi_facts() -> Iterator[tuple[str, str]]:
             yield "another MPI", f"{', '.join(others)}: in this process, and not used by mpi4py"
         levels = {getattr(MPI, f"THREAD_{level}"): level for level in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
         level = levels[MPI.Query_thread()]
-        made = "by a thread of their own" if level == "MULTIPLE" else "in wait(), since MPI offers less"
-        yield "MPI threads", f"{level}; isparse_allreduce: calls are made {made}"
+        where = "in a background thread" if level == "MULTIPLE" else "in wait(), which needs no THREAD_MULTIPLE"
+        yield "MPI threads", f"{level}; isparse_allreduce runs {where}"
         yield "MPI transport", _transport()
     answer, probe = abi.cuda_aware(loaded)
     yield "CUDA-aware MPI", f"{'yes' if answer else 'no'} ({probe})"
@@ -108,7 +108,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def _cuda_driver() -> str:
-    """Describe the driver through its own library, which needs no CUDA toolkit."""
+    """Describe the driver, without a CUDA toolkit."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

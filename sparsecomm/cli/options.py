@@ -118,7 +118,7 @@ def _wire(text: str) -> str:
 def add_files(parser: argparse.ArgumentParser, content: str) -> None:
     """Add ``--json`` and ``--plot``; ``content`` describes the plot."""
     output = parser.add_argument_group("output, besides the table")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     output.add_argument("--plot", type=_plot, metavar="FILE", help=f"draw {content}: {', '.join(_PLOTS)}")
 
 

@@ -49,7 +49,7 @@ def in_pairs(vectors: Sequence[Vector], combine: Callable[[Vector, Vector], Vect
 
 
 def dense(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the sum. Each rank has a segment, whose sum starts at the next rank and goes around the ring."""
+    """Return the sum. The sum of each rank's segment starts at the next rank and goes around the ring."""
     P = len(gradients)
     bounds = [gradients[0].size * i // P for i in range(P + 1)]
     around = [[gradients[(rank + 1 + i) % P][bounds[rank] : bounds[rank + 1]] for i in range(P)] for rank in range(P)]
@@ -67,7 +67,7 @@ def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int =
 
 
 def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the largest sums of every range: of the owner's gradient and the other ranks' selections of its share."""
+    """Return the largest sums of each owner's range: of its own gradient and the other ranks' selections there."""
     P, n = len(gradients), gradients[0].size
     owners = min(P, max(1, k // 16))
     found = []
@@ -94,7 +94,7 @@ def butterfly(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vecto
 
 
 def doubling(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the result of a butterfly that rejects nothing."""
+    """Return the result of a butterfly whose merges keep all entries."""
     return butterfly([top(v, k) for v in gradients], gradients[0].size, node_of_rank)
 
 

@@ -4,7 +4,7 @@ srun or torchrun.
 The command calls every algorithm with every dtype and with difficult inputs. Every rank compares its result with an
 oracle in plain NumPy, which shares no code with the library. The command also checks that all ranks hold the same bits,
 that no gradient is lost, that inputs are not written, and that calls that differ between ranks raise on every rank. The
-exit status is 0 if all checks passed on all ranks. It is 1 if ranks of a launcher do not reach each other.
+exit status is 0 if all checks passed on all ranks, and 1 if a check failed or the ranks cannot reach each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INPUTS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Vector]] = {
     "zeros": lambda rng, shape: rng.integers(1, 9, shape) * (rng.random(shape) < 0.003),
     "special": _special,
 }
-EXACT = ("ties", "zeros")  # small integers: every sum is exact, so conservation must be
+EXACT = ("ties", "zeros")  # small integers: sums are exact, and so is the conservation of gradients
 SIZES = ((1, 1), (7, 3), (1000, 10), (1000, 1000), (4099, 41))
 
 
@@ -63,7 +63,7 @@ def _dtypes(device: str) -> list[ArrayDType]:
 
 @dataclass(frozen=True)
 class Case:
-    """The inputs of a checked call. Inputs that are not integers are averaged, too."""
+    """The inputs of a checked call."""
 
     dtype: ArrayDType
     n: int
@@ -92,8 +92,8 @@ class Case:
 class Checks:
     """The checks of an algorithm on this rank, and their failures."""
 
-    def __init__(self, algorithm: str, comm: World, memory: devices.DeviceMemory) -> None:
-        self.algorithm, self.own, self.comm, self.memory = algorithm, sc.algorithms()[algorithm], comm, memory
+    def __init__(self, name: str, comm: World, memory: devices.DeviceMemory) -> None:
+        self.name, self.algorithm, self.comm, self.memory = name, sc.algorithms()[name], comm, memory
         self.rank, self.size, self.transport = comm.Get_rank(), comm.Get_size(), transport_of(comm)
         self.count, self.failures = 0, list[str]()
 
@@ -116,11 +116,11 @@ class Checks:
         checksum = 0
         gradients, residuals = case.data(self.size)
         accumulated = gradients.astype(case.accumulator) + (residuals if case.residual else 0)
-        total = oracle(self.algorithm)(list(accumulated), case.k, self.transport.node_of_rank)
+        total = oracle(self.name)(list(accumulated), case.k, self.transport.node_of_rank)
         expected: dict[Op, Vector] = {"sum": total}
         if case.residual and case.content not in EXACT:
             expected["mean"] = total / self.size
-            if not self.own.contributors_unknown:
+            if not self.algorithm.contributors_unknown:
                 expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
         for op, dense in expected.items():
             memory, what = self.memory, f"{case} op={op}"
@@ -130,7 +130,7 @@ class Checks:
             entries = None
             try:
                 options: dict[str, Any] = {"residual": residual if case.residual else None, "out": out, "op": op}
-                found = sc.sparse_allreduce(x, case.k, comm=self.transport, algorithm=self.own, **options)
+                found = sc.sparse_allreduce(x, case.k, comm=self.transport, algorithm=self.algorithm, **options)
                 entries = memory.fetch(found.indices), memory.fetch(found.values)
             except Exception as error:
                 self.check(False, f"{what}: {type(error).__name__}: {error}")
@@ -151,9 +151,9 @@ class Checks:
 
     def mismatches(self) -> None:
         """Check that all ranks raise, and lose no gradient, if the last rank makes a different call."""
-        other = next(name for name in sc.algorithms() if name != self.algorithm)
+        other = next(name for name in sc.algorithms() if name != self.name)
         for what, value in {"n": 65, "k": 5, "dtype": "float64", "op": "mean", "algorithm": other}.items():
-            call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": self.algorithm}
+            call: dict[str, Any] = {"n": 64, "k": 4, "dtype": "float32", "op": "sum", "algorithm": self.name}
             if self.rank == self.size - 1:
                 call[what] = value
             x = np.arange(1, 1 + call.pop("n")).astype(call.pop("dtype"))

@@ -9,11 +9,11 @@ Each rank writes a file while its calls are made, even if a call fails or the ra
   select ...   seconds in each part of its calls
   late         seconds in which it waited for ranks that had not begun to send
   made late    seconds in which other ranks waited for this one: it computed, was stuck, or was late itself
-  clock        how far its clock was ahead of the first rank's, and the maximum error of that
+  clock        milliseconds by which its clock was ahead of the first rank's, and the maximum error
 
-Messages between nodes are used to align the nodes' clocks. Open the output in https://ui.perfetto.dev or in
-chrome://tracing: it has a row for each rank and communicator, and an arrow for each message. The file of a single rank
-opens there too. The command exits with status 1 if a call failed.
+Messages between nodes are used to align the nodes' clocks. Open the output, or the file of a single rank, in
+https://ui.perfetto.dev or chrome://tracing: it has a row for each rank and communicator, and an arrow for each message.
+The command exits with status 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HELP = "read the files of SPARSECOMM_TRACE: who waited for whom, which rank caus
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one file of each rank")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="one file per rank")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the timeline of all ranks to this file")
 
 
@@ -95,7 +95,7 @@ def _column(name: str, rows: list[dict[str, str]]) -> Column:
 
 
 def _timeline(ranks: Mapping[int, Rank], sent: list[Message], ahead: Mapping[int, Offset]) -> list[dict[str, Any]]:
-    """Return all events by the clock of the first rank, and two for each message: the ends of an arrow."""
+    """Return all events by the first rank's clock, with two more for each message: the ends of its arrow."""
     events = [
         {**event, "ts": event["ts"] - 1e6 * ahead[number].seconds} if "ts" in event else event
         for number, its in ranks.items()

@@ -3,9 +3,9 @@
 Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is valid for
 that number of ranks and nodes and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
-Messages use the library's own transport. Between nodes, one rank of each node exchanges them with a rank of another
-node, all at once; inside nodes, all ranks do. Work is measured on the CPU, on all ranks at once. The profile holds the
-median of the slowest pair and of the slowest rank.
+Messages use the library's own transport. Between nodes, one rank of each node takes part; inside nodes, all ranks do.
+All pairs of ranks exchange messages at the same time. Work is measured on the CPU, on all ranks at the same time. The
+profile contains the median time of the slowest pair of ranks, and that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -60,31 +60,32 @@ def run(arguments: argparse.Namespace) -> int:
     # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    mine = transport_of(comm)
+    transport = transport_of(comm)
     file: Path = (arguments.output or profile.path()).absolute()
 
     def say(text: str) -> None:
-        if mine.rank == 0:
+        if transport.rank == 0:
             print(text, flush=True)
 
-    agreed(comm, lambda: _check(mine, file))
-    nodes = f"{mine.num_nodes} node{'s' * (mine.num_nodes != 1)}"
-    say(f"sparsecomm {sc.__version__} on {mine.size} ranks of {nodes}, {mine.library}\n")
-    costs = _measure(mine, comm, arguments.seconds, say)
-    measured = Profile(mine.library, mine.size, mine.num_nodes, costs)
+    agreed(comm, lambda: _check(transport, file))
+    nodes = f"{transport.num_nodes} node{'s' * (transport.num_nodes != 1)}"
+    say(f"sparsecomm {sc.__version__} on {transport.size} ranks of {nodes}, {transport.library}\n")
+    costs = _measure(transport, comm, arguments.seconds, say)
+    measured = Profile(transport.library, transport.size, transport.num_nodes, costs)
     say("")
     for n, density in _EXAMPLES:
-        best = choice.decide(choice.CostQuery(mine.size, mine.num_nodes, n, round(n * density), value_bytes=4), costs)
+        query = choice.CostQuery(transport.size, transport.num_nodes, n, round(n * density), value_bytes=4)
+        best = choice.decide(query, costs)
         text = f"{best.algorithm.name}, {best.wire.name}, {1e3 * best.seconds:.2f} ms"
         say(f"auto for n={n}, density {number_text(density)}: {text}")
-    bucket = choice.bucket_bytes(mine.size, mine.num_nodes, 0.001, costs)
+    bucket = choice.bucket_bytes(transport.size, transport.num_nodes, 0.001, costs)
     say(f"buckets of a Reducer at density 0.001: {bucket >> 20} MiB")
 
-    agreed(comm, lambda: _write(file, measured.as_json()) if mine.rank == 0 else None)
-    without = [str(rank) for rank, sees in enumerate(comm.allgather(_sees(measured, file))) if not sees]
+    agreed(comm, lambda: _write(file, measured.as_json()) if transport.rank == 0 else None)
+    blind = [str(rank) for rank, sees in enumerate(comm.allgather(_sees(measured, file))) if not sees]
     say(f"\nThe profile is in {file}")
-    if without:
-        say(f"Ranks that do not see it there: {', '.join(without)}. Copy it to their nodes.")
+    if blind:
+        say(f"Ranks that do not see it there: {', '.join(blind)}. Copy it to their nodes.")
     if file != profile.path().absolute():
         say(f"Train with SPARSECOMM_PROFILE={file} in the environment of all ranks.")
     return 0
@@ -160,7 +161,7 @@ def works() -> dict[str, tuple[str, int, Callable[[], object]]]:
     n = round(_K / _DENSITY)
     indices = (np.sort(rng.choice(n, _K, replace=False)).astype(np.int32) for _ in range(2))
     a, b = (SparseVector.trusted(each, rng.standard_normal(_K, np.float32), n, (n,)) for each in indices)
-    few = a.part(0, 4)
+    tiny = a.part(0, 4)
 
     def codec() -> None:
         data = backend.pack(a, EXACT)
@@ -171,7 +172,7 @@ def works() -> dict[str, tuple[str, int, Callable[[], object]]]:
         "merge": ("entry", a.nnz + b.nnz, lambda: backend.merge_topk(a, b, _K)),
         "codec": ("entry", a.nnz, codec),
         "add": ("element", _N, lambda: backend.add(total, gradient)),
-        "call": ("call", 1, lambda: backend.merge_topk(few, few, few.nnz)),
+        "call": ("call", 1, lambda: backend.merge_topk(tiny, tiny, tiny.nnz)),
     }
 
 

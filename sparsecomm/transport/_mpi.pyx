@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """`Endpoint`: the fast part of the MPI transport, which sends, receives and waits.
 
-A message travels in pieces. The receive of the first piece, of at most `FIRST` bytes, is posted in advance. Memory for
-later, longer pieces is allocated when they have arrived. A full piece announces that another one follows.
+A message travels in pieces: a first one of at most `FIRST` bytes, whose receive is posted in advance, and longer ones,
+whose memory is allocated when they arrive. A full piece announces that another one follows.
 
 All operations are non-blocking. A wait first tests MPI in a busy loop for some tens of microseconds, then yields to
 other processes between tests, then sleeps between them. It regularly calls `poll` of the Python class, which raises to
@@ -79,7 +79,7 @@ cdef double monotonic() noexcept nogil:
 
 
 cdef bint give_way(double waited, double spin) noexcept nogil:
-    """Pause after ``waited`` seconds, of which ``spin`` are without pauses: yield or sleep; return whether it slept."""
+    """Pause after ``waited`` seconds: not before ``spin`` seconds, then yield, then sleep; return whether it slept."""
     cdef timespec moment
     if waited < spin:
         return False
@@ -121,18 +121,18 @@ cdef shortened(message, Py_ssize_t nbytes, memory):
 
 @cython.final
 @cython.freelist(16)
-@cython.no_gc  # garbage collection could free the memory of a message in flight to which nothing else refers
+@cython.no_gc  # the collector could free memory that only MPI still uses
 cdef class Transfer:
     """A message in flight: its memory, and one MPI request per piece."""
 
     cdef Endpoint endpoint
     cdef int peer
     cdef object data  # keeps the memory alive
-    cdef Py_buffer buffer  # keeps it alive, too, if ``data`` is no array
+    cdef Py_buffer buffer  # unused if ``data`` is an array
     cdef char *address
     cdef Py_ssize_t nbytes
     cdef bint posted  # a receive posted in advance, of at most ``nbytes``
-    cdef int received  # size of the latest complete piece
+    cdef int received  # bytes of a complete posted receive
     cdef MPI_Request single  # avoids an allocation for a message of one piece
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete  # numbers of pieces
@@ -140,7 +140,7 @@ cdef class Transfer:
     def wait(self):
         self.endpoint.wait(self)
 
-    cdef int take(self, Endpoint endpoint, int peer, data, int flags) except -1:
+    cdef int bind(self, Endpoint endpoint, int peer, data, int flags) except -1:
         self.endpoint, self.peer, self.data = endpoint, peer, data
         self.requests = &self.single
         if np.PyArray_CheckExact(data) and np.PyArray_IS_C_CONTIGUOUS(data):
@@ -156,7 +156,7 @@ cdef class Transfer:
         return 0
 
     cdef int test(self, bint *done) noexcept nogil:
-        """Test the pieces in order, set ``done`` if all are complete, and return MPI's first error code."""
+        """Test the pieces in order, set ``done`` to whether all are complete, and return MPI's first error code."""
         cdef int code = MPI_SUCCESS
         cdef int flag = 1
         cdef MPI_Status status
@@ -252,7 +252,7 @@ cdef class Endpoint:
 
     cdef Transfer start_send(self, data, int to, memory):
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        transfer.take(self, to, data, PyBUF_SIMPLE)
+        transfer.bind(self, to, data, PyBUF_SIMPLE)
         self.send_pieces(transfer, self.tag, self.first, memory)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += transfer.nbytes
@@ -284,14 +284,14 @@ cdef class Endpoint:
             length = min(self.limit, transfer.nbytes - begin)
 
     cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
-        """Post the receive of the first piece, in memory for all that is expected. None for device memory: probe it."""
+        """Post the receive of the first piece, in ``expected`` bytes or more. Return None for device memory."""
         cdef Transfer transfer
         cdef np.npy_intp room = max(expected, self.first)
         cdef int code
         if memory is not HOST:
             return None
         transfer = Transfer.__new__(Transfer)
-        transfer.take(self, source, np.PyArray_EMPTY(1, &room, np.NPY_UINT8, 0), PyBUF_WRITABLE)
+        transfer.bind(self, source, np.PyArray_EMPTY(1, &room, np.NPY_UINT8, 0), PyBUF_WRITABLE)
         transfer.posted = True
         with nogil:
             code = MPI_Irecv(transfer.address, <int> self.first, MPI_BYTE, source, self.tag, self.comm,
@@ -314,7 +314,7 @@ cdef class Endpoint:
         return 0
 
     cdef finish_receive(self, Transfer posted, int source, memory, Py_ssize_t expected):
-        """Receive the pieces of one message, in memory for those that have arrived, or for ``expected`` bytes."""
+        """Receive one message, of which the first piece may be ``posted``."""
         cdef MPI_Message piece
         cdef Py_ssize_t length, end, full = self.first
         cdef Transfer transfer
@@ -375,7 +375,7 @@ cdef class Endpoint:
         return message if nbytes == len(message) else shortened(message, nbytes, memory)
 
     cdef tuple start_piece(self, message, Py_ssize_t end, int source, memory):
-        """Start receiving the next piece behind the ``end`` bytes of a message, or of a larger copy; return both."""
+        """Start receiving the next piece at byte ``end``; return the message, larger if necessary, and the transfer."""
         cdef MPI_Message piece
         cdef Py_ssize_t length = self.probe(source, self.limit, &piece)
         if end + length > len(message):
@@ -384,9 +384,9 @@ cdef class Endpoint:
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):
-        """Return ``room`` bytes of memory that begin with the ``end`` bytes of ``message``.
+        """Return ``room`` bytes of new memory with the first ``end`` bytes of ``message``.
 
-        If this fails, receive the matched ``piece`` of ``length`` bytes elsewhere, so that its sender can free it.
+        If this fails, receive and discard the matched ``piece`` of ``length`` bytes, so that its sender can free it.
         """
         try:
             larger = memory.empty(room)
@@ -424,7 +424,7 @@ cdef class Endpoint:
         """Start receiving a matched piece into ``data``, which has the same length."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
-        transfer.take(self, source, data, PyBUF_WRITABLE)
+        transfer.bind(self, source, data, PyBUF_WRITABLE)
         with nogil:
             code = MPI_Imrecv(transfer.address, <int> transfer.nbytes, MPI_BYTE, message, &transfer.single)
         if code != MPI_SUCCESS:
@@ -498,13 +498,13 @@ cdef class Endpoint:
 
     def send_control(self, bytes message, int to):
         cdef Transfer transfer = Transfer.__new__(Transfer)
-        transfer.take(self, to, message, PyBUF_SIMPLE)
+        transfer.bind(self, to, message, PyBUF_SIMPLE)
         self.send_pieces(transfer, CONTROL, transfer.nbytes + 1, HOST)  # always in one piece
 
     def recv_control(self, int max_bytes):
         """Return the next control message that has arrived, as (rank, length, bytes), or None.
 
-        The bytes of a message of more than ``max_bytes`` may never come: it is returned empty.
+        A message of more than ``max_bytes`` is returned empty: its sender may never send all of it.
         """
         cdef MPI_Message message
         cdef MPI_Status status
@@ -541,7 +541,7 @@ cdef class Endpoint:
     def reap(self):
         """Release complete transfers of earlier calls; return the number of incomplete ones.
 
-        Must not be called during a wait, which would lose its transfer and the error of that transfer.
+        Must not be called during a wait: the wait would lose the error of its transfer.
         """
         cdef Transfer transfer
         cdef bint done
@@ -554,8 +554,7 @@ cdef class Endpoint:
     def detach(self, bint broken=False):
         """Stop using the communicator, and leave pending transfers to MPI. Their memory is never reused.
 
-        On a ``broken`` communicator, transfers end with an error that is fatal if their requests were freed, so these
-        requests are not freed.
+        On a ``broken`` communicator transfers end with errors, which would be fatal for freed requests: keep these.
         """
         cdef Transfer transfer
         cdef Py_ssize_t i

@@ -1,7 +1,7 @@
-"""The binary interface (ABI) of the MPI that mpi4py has loaded, the compiled module for it, and whether it knows CUDA.
+"""`load` imports the compiled module for the ABI of the MPI that mpi4py has loaded; `cuda_aware` asks MPI about CUDA.
 
 MPI libraries differ in the size and meaning of their handles, so the module that calls MPI is compiled once for each
-ABI: Open MPI's, MPICH's, and the standard ABI of MPI 5. `load` imports the one for the loaded MPI.
+ABI: Open MPI's, MPICH's, and the standard ABI of MPI 5.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sparsecomm.errors import TransportError
 
 __all__ = ["ABIS", "ADVICE", "Abi", "built", "cuda_aware", "libraries", "library", "load", "vendor"]
 
-_NAME = "sparsecomm.transport._mpi"  # of the module, from whichever file it is loaded
+_NAME = "sparsecomm.transport._mpi"  # of the module for every ABI
 _YES_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
 @dataclass(frozen=True)
 class Abi:
-    """An ABI of MPI, which the sizes of an ``MPI_Comm`` and of an ``MPI_Status`` in bytes identify."""
+    """An ABI of MPI, identified by the sizes of ``MPI_Comm`` and ``MPI_Status`` in bytes."""
 
     mpis: str  # names of the MPI libraries with this ABI
     comm: int
@@ -57,9 +57,9 @@ def load() -> ModuleType:
     """Import and return ``sparsecomm.transport._mpi``, compiled for the ABI of the MPI that mpi4py has loaded.
 
     Raises:
-        TransportError: there is none, it cannot be loaded, or it calls another library than mpi4py.
+        TransportError: there is no such module, it cannot be loaded, or it calls another MPI library than mpi4py.
     """
-    from mpi4py import MPI  # loads libmpi, which the module does not do itself
+    from mpi4py import MPI  # loads libmpi; the module does not
 
     if _NAME in sys.modules:
         return sys.modules[_NAME]
@@ -123,18 +123,17 @@ def libraries() -> list[Path]:
 
 
 def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
-    """Return whether MPI accepts pointers to GPU memory, and which probe answered. In doubt, the answer is no.
+    """Return whether MPI accepts pointers to GPU memory, and the source of the answer. If unknown, the answer is no.
 
     ``MPI``: the module ``mpi4py.MPI``, or None if it cannot be loaded.
     """
-    word = os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip()
-    if word:
-        source = "set by the user" if word.lower() in _YES_NO else "expected 0 or 1; treated as 0"
-        return _YES_NO.get(word.lower(), False), f"SPARSECOMM_CUDA_AWARE={word}, {source}"
+    if setting := os.environ.get("SPARSECOMM_CUDA_AWARE", "").strip():
+        source = "set by the user" if setting.lower() in _YES_NO else "expected 0 or 1; treated as 0"
+        return _YES_NO.get(setting.lower(), False), f"SPARSECOMM_CUDA_AWARE={setting}, {source}"
     if MPI is None:
         return False, "MPI is not loaded"
     with suppress(OSError, AttributeError):
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # a symbol of the libmpi that the module has loaded
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support  # found in the libmpi of mpi4py
         return bool(query()), "MPIX_Query_cuda_support"
     kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
     if kinds is not None:

@@ -1,7 +1,7 @@
 """`Transport`: point-to-point messages between ranks, with an error instead of every endless wait.
 
-A transport numbers the collective calls made on it, so that bytes of an aborted call are never taken for bytes of a
-later one. `MessageMemory` is where messages are built. `existing_transport` finds the transport of a communicator.
+A transport numbers its collective calls, so that messages of an aborted call are never mistaken for messages of a later
+one. A call "counts" if its result is valid. `MessageMemory` builds messages.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ __all__ = [
     "group_of",
 ]
 
-# Looking variables up in the dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another
-# thread changes a variable.
+# The dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another thread sets a variable.
 _find_variable = os.environ._data.get  # type: ignore[attr-defined]
 _NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
 _READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
@@ -53,13 +52,13 @@ Mismatch = Callable[[bytes, int], SparseCommError]
 
 
 class MessageMemory:
-    """Memory that a transport can send from and receive into. This class is host memory: NumPy arrays.
+    """Memory that a transport sends from and receives into. This class uses host memory: NumPy arrays.
 
     The sender builds a message with `empty`, `put_header` and `put`; the transport calls `ready` before it reads the
     message. On the other side, the transport allocates the message with `empty`; the receiver reads it with `header`
     and `get`. For a message in several pieces, the transport also calls `landed` and `move`.
 
-    Memory of another device overrides these methods, whose copies may then be asynchronous.
+    Subclasses for devices override these methods; their copies may be asynchronous.
     """
 
     def empty(self, nbytes: int) -> Bytes:
@@ -67,7 +66,7 @@ class MessageMemory:
         return np.empty(nbytes, np.uint8)
 
     def put_header(self, header: bytes, to: Bytes) -> None:
-        """Write ``header``, which is in host memory, to the beginning of the message ``to``."""
+        """Copy ``header`` from host memory to the beginning of the message ``to``."""
         to[: len(header)] = np.frombuffer(header, np.uint8)
 
     def put(self, array: Array, to: Bytes) -> None:
@@ -81,21 +80,18 @@ class MessageMemory:
         """Wait until the first ``nbytes`` of a message are written and may be sent."""
 
     def landed(self, message: Bytes, begin: int, end: int) -> None:
-        """Record that the transport has received bytes ``begin`` to ``end`` of a message in several pieces."""
+        """Note that bytes ``begin`` to ``end`` of a message in several pieces have arrived."""
 
     def move(self, part: Bytes, to: Bytes) -> None:
-        """Copy ``part``, which has landed, to the beginning of ``to``, a larger replacement of its message."""
+        """Copy ``part``, the pieces that have arrived, to the beginning of ``to``, larger memory for the message."""
         to[: len(part)] = part
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
-        """Return a copy in host memory of the first ``nbytes`` of a message, or of all of it if it is shorter."""
+        """Copy the first ``nbytes`` of a message, or all of a shorter one, to host memory."""
         return message[:nbytes].tobytes()
 
     def get(self, data: Bytes, dtype: DTypeLike) -> Array:
-        """Return a part of a message as a flat array of the device, a view if possible.
-
-        The number of bytes must be a multiple of the item size of ``dtype``.
-        """
+        """Return a part of a message, a whole number of items, as a flat array of the device; a view if possible."""
         return data.view(dtype)
 
 
@@ -104,7 +100,7 @@ HOST = MessageMemory()
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Payload bytes and messages of one rank since its transport was made, without MPI's framing."""
+    """Payload bytes and messages of one rank since its transport was made, without framing."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -136,8 +132,7 @@ class PeerTraffic:
     Attributes:
         rank: the peer.
         bytes_sent, bytes_received: with framing.
-        seconds: time during which bytes to the peer were queued or unacknowledged. Over MPI, time spent waiting for
-            messages to or from the peer.
+        seconds: time with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
         round_trip: shortest round trip observed, in seconds; 0 if unknown, as over MPI.
         retransmits: number of retransmitted TCP segments.
         connections: number of TCP connections to the peer; 0 if unknown.
@@ -175,11 +170,12 @@ class Transport(ABC):
     Attributes:
         rank, size: as in MPI.
         number: number of the latest call; 0 before the first.
-        counted: number of the latest call that counts on this rank; 0 before the first.
+        counted: number of the latest call that counts on this rank; 0 if none does.
         counters: traffic of this rank.
         node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
         num_nodes: number of nodes.
-        skipped: why this rank did not begin a call that it was asked to make, until a later call succeeds; else empty.
+        skipped: why this rank refused to begin a call, after which it may be behind the others; empty once a later
+            call succeeds.
         library: name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` accept CUDA device memory.
         simulated: whether the ranks run in one process, in virtual time.
@@ -203,7 +199,7 @@ class Transport(ABC):
 
     @staticmethod
     def settings() -> tuple[object, ...]:
-        """Return the environment variables that calls read: the same tuple as before if none has changed."""
+        """Return the environment variables that calls read: the identical tuple until one changes."""
         global _settings
         before, found = _settings, tuple([_find_variable(name) for name in _READ_IN_CALLS])
         if found != before:
@@ -231,9 +227,8 @@ class Transport(ABC):
         """Begin the next collective call and return its number. Ranks that make the same calls get the same numbers.
 
         Args:
-            call: an opaque description of the call, at most `MAX_CALL_BYTES`. A rank that waits for long sends it to
-                the rank it waits for, which compares it with its own. This detects ranks that wait for each other in
-                different calls.
+            call: an opaque description of the call, at most `MAX_CALL_BYTES`. During a long wait, a rank sends it to
+                its peer, which compares both descriptions. This detects ranks that wait in different calls.
             mismatch: ``mismatch(theirs, rank)`` returns the error for a description that differs from ``call``.
 
         Raises:
@@ -244,8 +239,7 @@ class Transport(ABC):
     def conclude(self) -> None:  # noqa: B027  # most transports do not vote
         """Vote that this rank has completed the current call. If this returns, the call counts on this rank.
 
-        If MPI survives dead ranks, this waits for all votes, and the call counts on all ranks or on none. Otherwise it
-        does nothing.
+        If MPI survives dead ranks, wait for all votes: the call counts on all ranks or on none. Otherwise do nothing.
 
         Raises:
             TransportError, CollectiveMismatchError: the call counts on no rank. `abort` must follow.
@@ -269,9 +263,9 @@ class Transport(ABC):
         """
 
     def awaited(self, call: bytes) -> bool:
-        """Return whether another rank has reported that it waits for this rank in the next call.
+        """Return whether another rank has reported that it waits for this rank in the next call, described by ``call``.
 
-        Must be called between calls. ``call`` is the description that the other rank passed to `begin`.
+        Must be called between calls.
         """
         return False
 
@@ -312,11 +306,10 @@ class Transport(ABC):
         Args:
             source: a rank; may be this one.
             memory: where to put the message.
-            expected: an upper bound of the message's size if known, which saves copying a long message. The message
-                may be longer.
+            expected: the expected maximum size, if known, which saves copying a long message. Longer messages work.
 
         Raises:
-            TimeoutError: nothing came for `sparsecomm.config.timeout` seconds. The text names the rank.
+            TimeoutError: nothing arrived for `sparsecomm.config.timeout` seconds.
             RankFailedError: the rank is dead, according to MPI or to a broken connection.
             TransportError: a rank left the call with an error, or the underlying library failed.
             CollectiveMismatchError: a rank found that the calls do not match.
@@ -336,9 +329,7 @@ class Transport(ABC):
         memory: MessageMemory = HOST,
         expected: int = 0,
     ) -> list[Bytes]:
-        """Send to several ranks and receive one message from each of several ranks, all at once.
-
-        Takes one trip, however many ranks there are.
+        """Send to several ranks and receive one message from each of several ranks, all at once: in one trip.
 
         Args:
             sends: pairs of a rank and its message. Several ranks may get the same bytes.
@@ -361,7 +352,7 @@ class Transport(ABC):
             root: a rank.
 
         Raises:
-            TimeoutError: no data came for `sparsecomm.config.timeout` seconds. ``data`` may still be overwritten.
+            TimeoutError: no data arrived for `sparsecomm.config.timeout` seconds. ``data`` may still be overwritten.
             RankFailedError, TransportError: a rank died, or the underlying library failed.
         """
         if self.rank == root:
@@ -394,9 +385,9 @@ def _existing(kind: str, comm: Any) -> Transport | None:
 
 
 def group_of(comm: object) -> Any:
-    """Return ``comm`` if it is a process group, the default group for ``None``, and ``None`` if there is none.
+    """Return ``comm`` if it is a process group, or the default group if it is ``None``; otherwise return ``None``.
 
-    The value that `torch.distributed` gives to processes outside of a group counts as a group.
+    `GroupMember.NON_GROUP_MEMBER`, which `torch.distributed` gives to processes outside of a group, counts as a group.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():

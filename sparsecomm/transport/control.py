@@ -24,7 +24,6 @@ from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
     RankFailedError,
-    SparseCommError,
     TimeoutError,
     TransportError,
     describe,
@@ -50,12 +49,12 @@ __all__ = [
 WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN = range(6)
 _ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
 _KIND_OF_ERROR = {error: kind for kind, error in _ERRORS.items()}
-MAX_CONTROL_BYTES = 1000  # short enough to leave at once, without the receiver's help
+MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the receiver
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
-_SKIPPED_WAIT = 0.1  # seconds in which a rank that may have skipped a call waits for reports of ranks that left it
-_GRACE = 0.25  # seconds in which data may still arrive from a rank that reports waiting in a later call
+_SKIPPED_WAIT = 0.1  # seconds that a rank which refused a call waits for reports that others have left that call
+_GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
 _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the same call on all ranks."
 _IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
 
@@ -110,7 +109,7 @@ class FailureDetector(Transport):
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
         self._others_informed = False  # the other ranks already know that this call has failed
-        self._received_reason: ControlMessage | None = None  # of another rank, for which this rank left the call
+        self._received_reason: ControlMessage | None = None  # the report that made this rank leave the call
         self._control: list[ControlMessage] = []  # about this call and later ones
         self._unreadable: dict[int, TransportError] = {}  # sender of an invalid message -> the error to raise
         self._waiting_in: dict[int, int] = {}  # rank -> the latest call in which it reported to wait
@@ -160,7 +159,7 @@ class FailureDetector(Transport):
         return self.number
 
     def _prepare_call(self) -> None:
-        """Raise if other ranks have left the call that begins. Transports first discard messages of earlier calls."""
+        """Raise if other ranks have already left this call. Subclasses first discard messages of earlier calls."""
         self._check_leavers()
         deadline = self.clock() + _SKIPPED_WAIT if self.skipped else 0.0
         while self.skipped and (remaining := deadline - self.clock()) > 0:
@@ -210,7 +209,7 @@ class FailureDetector(Transport):
     # -- control messages ---------------------------------------------------------------------------------------------
 
     def _send_left(self, error: BaseException) -> None:
-        """Report to all other ranks that this rank leaves the call with ``error``, unless they know."""
+        """Report to all other ranks that this rank leaves the call with ``error``, unless they already know."""
         if self._others_informed:
             return
         kind = OUT_OF_STEP if self._out_of_step else _KIND_OF_ERROR.get(type(error), LEFT)
@@ -252,7 +251,7 @@ class FailureDetector(Transport):
         return any((message.kind, message.number, message.text) == expected for message in self._control)
 
     def _drop_old_control(self) -> None:
-        """Drop control messages about earlier calls. If a rank has left such a call, its data may still arrive."""
+        """Drop control messages about earlier calls, and abandon those calls that other ranks have left."""
         if self._control:
             for message in self._control:
                 if message.number < self.number and message.kind != WAITING:
@@ -278,7 +277,7 @@ class FailureDetector(Transport):
         """Raise if another rank has left this call, or has noticed that the ranks' calls are out of step."""
         self._check_unreadable()
         for rank, (round_no, number) in self._rounds.items():
-            if round_no > self._round and number < self.number:  # it has completed or left all calls that it began
+            if round_no > self._round and number < self.number:  # that rank is between calls
                 self._others_informed = True
                 raise CollectiveMismatchError(
                     f"rank {rank}, whose last call was {number}, waits in sparsecomm.realign(), but rank {self.rank} "
@@ -303,19 +302,14 @@ class FailureDetector(Transport):
                     )
                 self._others_informed = True
                 self._received_reason = message
-                raise self._left_with(message)
-
-    def _left_with(self, message: ControlMessage) -> SparseCommError:
-        """Return this rank's error for a report that another rank left this call."""
-        kind, (dead, reason) = _ERRORS[message.kind], message.reason
-        text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
-        if kind is RankFailedError:
-            return RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead.split(",")])
-        error: SparseCommError = kind(text)
-        return error
+                dead, reason = message.reason
+                text = f"rank {message.rank} left call {self.number}, which rank {self.rank} is in. {reason}"
+                if message.kind == LEFT_BY_DEATH:
+                    raise RankFailedError(text, [rank for rank in range(self.size) if str(rank) in dead.split(",")])
+                raise _ERRORS[message.kind](text)
 
     def _check_waiters(self) -> None:
-        """Raise if a rank that waits for this one made another call. Messages about later calls remain stored."""
+        """Raise if a rank that waits for this one is in a different call; keep messages about later calls."""
         current = [message for message in self._control if message.number == self.number]
         self._control = [message for message in self._control if message.number > self.number]
         for message in current:
@@ -323,10 +317,7 @@ class FailureDetector(Transport):
                 raise self._mismatch(message.text, message.rank)
 
     def _check_ahead(self, peer: int, waited: float) -> None:
-        """Raise if ``peer`` has completed or left this call without the message that this rank waits for.
-
-        A peer reports waiting in a later call only after it has sent all messages of this one.
-        """
+        """Raise if ``peer`` waits in a later call, and so has sent all its messages of this one."""
         later = self._waiting_in.get(peer, 0)
         if later <= self.number:
             return
@@ -340,7 +331,7 @@ class FailureDetector(Transport):
             )
 
     def _timed_out(self, peer: int, state: str = "") -> TimeoutError:
-        """Return the timeout error of a wait for ``peer``; ``state`` says what the peer does, if known."""
+        """Return the timeout error of a wait for ``peer``; ``state`` describes the peer, if known."""
         number = self._waiting_in.get(peer, self.number)
         if not state and number != self.number:
             state = f"rank {peer} last reported that it waits in call {number}"

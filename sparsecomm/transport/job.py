@@ -1,8 +1,8 @@
 """The job that a launcher has started, according to the environment of this process, and the nodes of its ranks.
 
-A launcher tells each process its rank and the world size by environment variables. An MPI that does not belong to the
-launcher, or a program that does not initialize `torch.distributed`, ignores them, and every process becomes a world of
-one rank. `check_alone` distinguishes this from an intended world of one rank.
+A launcher passes each process its rank and the world size in environment variables. An MPI that does not belong to the
+launcher, or a program that does not initialize `torch.distributed`, ignores them: every process becomes a world of one
+rank. `check_alone` detects this mistake.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 NODE_ID_BYTES = 8
 _TORCHRUN, _SLURM = "torchrun", "srun"  # other launchers set torchrun's variables, too
-# The variables set by each launcher: the world size, then the rank, by the first of the others that is set.
+# The variables set by each launcher: the world size, then the rank, in order of preference.
 _VARIABLES = {
     _TORCHRUN: ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
     "the mpirun of Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -48,14 +48,14 @@ class Launch:
 
     launcher: str
     size: int  # number of ranks started
-    rank: int  # this rank; its local rank on the node if only this is known
+    rank: int  # of this process; the local rank on its node if nothing else is known
     variables: str  # the environment variables and their values
 
 
 def launches() -> list[Launch]:
     """Return the launchers of this process; several if one has started another.
 
-    Slurm is omitted if there are others, because it may have started `mpirun` or `torchrun` with other numbers.
+    Slurm is omitted if there are others: it may have started them, and its numbers then describe other processes.
     """
     found = []
     for launcher, (size, *ranks) in _VARIABLES.items():
@@ -73,8 +73,8 @@ def rank() -> int | None:
 
 
 def advice_for_restart() -> str:
-    """Return advice on how to let torchrun restart the ranks, to append to an error; "" if not needed."""
-    # Restarted ranks share the agent's store with the previous ones, and gloo may read addresses of dead ranks from it.
+    """Return advice about restarts by torchrun, to append to an error; "" if not needed."""
+    # Restarted ranks reuse the agent's store, from which gloo may read addresses of dead ranks.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _number("TORCHELASTIC_MAX_RESTARTS"):
         return ""
     return (
@@ -83,23 +83,23 @@ def advice_for_restart() -> str:
     )
 
 
-def check_alone(found: str, advice: str) -> None:
-    """Raise `InvalidInputError` if launchers report several ranks, none reports one, and the setting "alone" is off.
+def check_alone(problem: str, advice: str) -> None:
+    """Raise `InvalidInputError` if every known launcher started several ranks, unless SPARSECOMM_ALONE is set.
 
-    The error describes the world as ``found``, and ends with ``advice``.
+    ``problem`` and ``advice`` are clauses of the error.
     """
     known = launches()
     if config.alone() or not known or min(launch.size for launch in known) == 1:
         return
     launch = known[0]
     raise InvalidInputError(
-        f"{launch.variables}: {launch.launcher} has started {launch.size} ranks, but {found}. Each rank would run "
+        f"{launch.variables}: {launch.launcher} has started {launch.size} ranks, but {problem}. Each rank would run "
         f"alone. {advice} If this process should run alone, pass comm=MPI.COMM_SELF or set SPARSECOMM_ALONE=1"
     )
 
 
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
-    """Check that MPI's world of one rank is intended, as `check_alone`.
+    """Check that MPI's world of one rank is intended, as `check_alone` does.
 
     Args:
         mpi: name and version of MPI.
@@ -127,7 +127,7 @@ def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Seque
 
 
 def node_id() -> bytes:
-    """Return a hash of `NODE_ID_BYTES` of this node's host name and boot id."""
+    """Return a hash of this node's host name and boot id, `NODE_ID_BYTES` long."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Communicators without dead ranks (ULFM), or with new ones (dynamic processes): what `sparsecomm.shrink` etc. do."""
+"""`shrink` to the surviving ranks (ULFM), `grow` by new processes, and `join` the ranks that started this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks that live; see `sparsecomm.shrink`."""
+    """Return a communicator of the surviving ranks; see `sparsecomm.shrink`."""
     if not survives():
         raise TransportError(
             f"rank {comm.Get_rank()}: this MPI ends the job when a rank dies, so there is nothing to shrink. Start "
@@ -33,11 +33,11 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
         smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, "all other ranks that live to shrink"))
         if _all_live(smaller, timeout):
             return smaller
-        comm = smaller  # another rank died meanwhile, and all know
+        comm = smaller  # another rank died meanwhile: all ranks try again
 
 
 def grow(comm: MPI.Intracomm, count: int, command: Sequence[str]) -> MPI.Intracomm:
-    """Start processes and return the communicator of all; see `sparsecomm.grow`."""
+    """Start processes and return a communicator of the old and the new ranks; see `sparsecomm.grow`."""
     timeout = config.timeout()
     info = MPI.Info.Create({"wdir": os.getcwd()})
 
@@ -48,7 +48,7 @@ def grow(comm: MPI.Intracomm, count: int, command: Sequence[str]) -> MPI.Intraco
 
 
 def join() -> MPI.Intracomm | None:
-    """Return the communicator of this process and of the ranks that started it; see `sparsecomm.join`."""
+    """Return a communicator of this process and the ranks that started it; see `sparsecomm.join`."""
     parent = MPI.Comm.Get_parent()
     if parent == MPI.COMM_NULL:
         return None
@@ -68,12 +68,12 @@ def _checked(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
 
 
 def _close_transports(comm: MPI.Intracomm) -> None:
-    """Close the transport of ``comm``, and all transports with dead ranks. No rank waits for this one on them any more.
+    """Close the transport of ``comm``, and all transports with dead ranks.
 
-    Retire all of them first, so that no call in progress waits for a rank that waits for another call to end.
+    Retire all of them first: this ends their calls in progress on all ranks, for which closing waits.
     """
-    own: object = mpi.existing(comm)
-    closing = [transport for transport in Voting.all() if transport is own or transport.failed_ranks()]
+    current: object = mpi.existing(comm)
+    closing = [transport for transport in Voting.all() if transport is current or transport.failed_ranks()]
     for transport in closing:
         transport.retire()
     for transport in closing:
@@ -81,7 +81,7 @@ def _close_transports(comm: MPI.Intracomm) -> None:
 
 
 def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
-    """Return whether all ranks of ``comm`` take part and live. The result is the same on all of them."""
+    """Return whether all ranks of ``comm`` are alive, equally on all of them. Collective."""
     agreement = Agreement(comm, 0.0)
     agreement.vote(1, True)
     if not agreement.decided(1, timeout):
@@ -90,7 +90,7 @@ def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
 
 
 def _in_time(operation: Callable[[], T], timeout: float, comm: MPI.Comm, waited_for: str) -> T:
-    """Return the result of a blocking operation of MPI; raise after ``timeout`` and leave it running in its thread."""
+    """Return the result of a blocking MPI operation; after ``timeout``, raise and leave it running in a thread."""
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return operation()
     results: list[T] = []

@@ -1,7 +1,6 @@
 """`MpiTransport`: the transport over MPI, on a duplicate of the user's communicator.
 
-The MPI tag of a data message contains the number of its call. Tag 0 is for control messages, which ranks send when
-something is wrong, and read only during long waits.
+The MPI tag of a data message contains the number of its call. Tag 0 is for control messages.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of t
 
 _NUM_TAGS = 2**14  # data messages use tags 1 to _NUM_TAGS; MPI guarantees at least 32767
 _CONTROL = struct.Struct("<8sqB")  # header of a control message: token of the transport, call number, kind
-_MAX_CONTROL_READS = 1000  # control messages read before the next look at the clock
-_FAILED = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
-_SETUP_RECORD = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # of each rank: token and flag, node id, limit of bytes
+_MAX_CONTROL_READS = 1000  # control messages read before the next check of the clock
+_DEATH_CLASSES = frozenset((MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED))
+_SETUP_RECORD = struct.Struct(f"<9s{job.NODE_ID_BYTES}sq")  # each rank's token and voting flag, node id, piece limit
 _BROADCAST_BYTES = 2**30  # per broadcast: before MPI 4, a count has 32 bits
 _CLOSE_TIMEOUT = 5.0  # seconds to wait for the other ranks before freeing a communicator
-_PROCESS = os.getpid()  # in which mpi4py has started MPI
+_PROCESS = os.getpid()  # the process in which mpi4py initialized MPI
 _SPIN = 50e-6  # seconds of busy waiting if every rank has its own core
 
 Request.register(_mpi.Transfer)
@@ -53,11 +52,11 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     """A transport over MPI. `sparsecomm.transport.transport_of` makes one per communicator."""
 
     def __init__(self, private: MPI.Intracomm, token: bytes, limit: int, node_of_rank: Sequence[int]) -> None:
-        """Take over ``private``, a communicator that nobody else uses, which `close` frees.
+        """Take over ``private``, a communicator that nobody else uses. `close` frees it.
 
         Args:
-            token: 8 bytes, the same on all ranks and different for each transport. MPI may reuse the identity of a
-                freed communicator, and a late control message could then reach the new one.
+            token: 8 bytes, equal on all ranks and different for each transport. It identifies late control messages
+                of a freed communicator, whose context id MPI may reuse.
             limit: maximum bytes in one piece of a message, the same on all ranks.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
@@ -68,8 +67,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self.device_memory = abi.cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
-        self._clean = True  # no call was ever aborted
-        self._broken = False  # messages in flight on the communicator end with an error
+        self._clean = True  # no call was aborted
+        self._broken = False  # a rank has died or revoked the communicator: messages in flight end with an error
         self._abandoned: list[int] = []  # calls whose data may still arrive
 
     @property
@@ -143,14 +142,14 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         text = f"{MPI.Get_error_string(code)} (rank {self.rank}, call {self.number}"
         text += f", peer {peer})" if peer >= 0 else ")"
         kind = MPI.Get_error_class(code)
-        failed = failed_ranks(self._comm, DETECTION_TIME if kind in _FAILED else 0.0)
+        failed = failed_ranks(self._comm, DETECTION_TIME if kind in _DEATH_CLASSES else 0.0)
         if not failed and kind == MPI.ERR_PROC_FAILED and peer >= 0:
             failed = [peer]
         if failed:
             return RankFailedError(f"{format_ranks(failed)} died. {text}. {ADVICE}.", failed)
         if kind == MPI.ERR_REVOKED:
-            return TransportError(f"a rank has given this communicator up. {text}. {ADVICE}.")
-        if kind in _FAILED:
+            return TransportError(f"a rank has revoked this communicator. {text}. {ADVICE}.")
+        if kind in _DEATH_CLASSES:
             return RankFailedError(f"a rank died. {text}. {ADVICE}.")
         return TransportError(f"MPI failed: {text}")
 
@@ -176,8 +175,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def _close(self) -> None:
         """Free the private communicator, unless data of an aborted call may still be in flight on it.
 
-        MPI may give its identity to the next communicator, which would then receive this data. All ranks therefore
-        exchange whether they aborted a call. A rank that gets no answer soon keeps its communicator.
+        MPI may reuse its context id for the next communicator, which would then receive this data. All ranks therefore
+        exchange whether they aborted a call. A rank that gets no answer soon does not free the communicator.
         """
         if self._comm != MPI.COMM_NULL:
             private, self._comm = self._comm, MPI.Intracomm(MPI.COMM_NULL)
@@ -196,20 +195,20 @@ class VotingTransport(Voting, MpiTransport):
 class _Setup:
     """The attribute that this library sets on a communicator: its transport, or the progress of making it.
 
-    The ranks exchange a record each and duplicate the communicator. MPI pairs collective operations in their order, so
+    The ranks all-gather a record and duplicate the communicator. MPI pairs collective operations in their order, so
     none may be started twice: if the wait for a setup was interrupted or timed out, the next attempt continues the same
-    setup. A setup that has failed cannot be repeated.
+    setup. A failed setup cannot be repeated.
     """
 
     transport: MpiTransport | None = None  # until all ranks have taken part
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        token = os.urandom(8) + bytes([config.voting(default=survives())])  # that of rank 0 counts
+        token = os.urandom(8) + bytes([config.voting(default=survives())])  # all ranks use rank 0's
         self._own_record = _SETUP_RECORD.pack(token, job.node_id(), config.max_message_bytes())
         self._records = bytearray(_SETUP_RECORD.size * comm.Get_size())
         self._private: MPI.Intracomm | None = None
         self._requests: list[MPI.Request] = []  # of the operations started so far
-        self._error: MPI.Exception | None = None  # of an operation whose request is gone and would seem complete
+        self._error: MPI.Exception | None = None  # raised again: a failed request tests as complete afterwards
 
     def test(self, comm: MPI.Intracomm) -> bool:
         """Make progress and return whether the transport exists. Any thread may call it."""
@@ -233,7 +232,7 @@ class _Setup:
             return self.transport is not None
 
     def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Start the operations that have not been started; return the requests of all of them.
+        """Start the operations that have not been started; return the requests of all.
 
         The exchange must come first: Open MPI takes the tags of a duplication from those of ``comm`` whenever a thread
         lets it progress (open-mpi/ompi#2025). An exchange started later would take another tag on each rank.
@@ -337,7 +336,7 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 def _connect(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, or raise if not all ranks do.
 
-    Threads that wait for transports at once must not wait for each other: their order may differ between ranks.
+    No lock is held during the wait: threads that connect several communicators may do so in any order on each rank.
     """
     timeout = config.timeout()
     with _lock:

@@ -1,8 +1,8 @@
 """Dead ranks that MPI survives (ULFM: Open MPI 5 with `mpirun --with-ft ulfm`): `Voting` makes ranks vote on calls.
 
-A rank votes for a call when it has the result, and against a call that it leaves, so that a call counts on all ranks
-that live or on none. A rank that gives up a transport also votes against the next call: no other rank can be further
-ahead, so none waits for a vote that never comes.
+A rank votes for a call when it has the result, and against a call that it leaves. A call counts on all surviving ranks
+or on none. A rank that gives up a transport also votes against the next call, so that no rank waits for its vote: none
+can be more than one call ahead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ADVICE = (
     "To continue without them, call `comm = sparsecomm.shrink(comm)` on all ranks that live, then "
     "`Reducer.rebuild(comm)`; see docs/guides/lost-rank.md"
 )
-DETECTION_TIME = 1.0  # seconds within which MPI reports which rank died, once it reports that one did
+DETECTION_TIME = 1.0  # seconds to wait for MPI to name the dead rank after an error
 _SURVIVES = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
-_QUIET_TIME = 2.0  # seconds of a wait for votes before it checks signals and control messages
+_QUIET_TIME = 2.0  # seconds of waiting for votes without checks of signals and control messages
 _POLL_INTERVAL = 0.05  # seconds between these checks
 
 
@@ -90,7 +90,7 @@ class Agreement:
     """
 
     def __init__(self, comm: MPI.Comm, spin: float) -> None:
-        """Begin with call 1 on ``comm``, which has no other agreements. ``spin``: seconds of busy waiting."""
+        """Vote on the calls of ``comm`` from call 1 on. ``spin``: seconds of busy waiting."""
         self.voted = self.approved = 0
         self._comm, self._spin, self._lock = comm, spin, Lock()
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
@@ -125,7 +125,7 @@ class Agreement:
         return self._decision == (number, True)
 
     def reap(self, number: int) -> bool:
-        """Forget votes on calls before ``number`` that have been decided; return whether no vote is left."""
+        """Forget decided votes on calls before ``number``; return whether none is left."""
         for old in sorted(self._open):
             if old < number:
                 self._test(old)
@@ -212,7 +212,7 @@ class Voting(FailureDetector):
         raise why
 
     def _rejected(self) -> SparseCommError:
-        """Return the error of a call that this rank has completed and that does not count."""
+        """Return the error of a call that this rank has completed but that does not count."""
         failed, reported = failed_ranks(self._comm), None
         deadline = time.monotonic() + DETECTION_TIME
         while not failed and time.monotonic() < deadline:  # a rank may have left the call, and report why
@@ -240,7 +240,7 @@ class Voting(FailureDetector):
 
     def _check_usable(self) -> None:
         why = self._given_up
-        if isinstance(why, RankFailedError):  # the same error in all later calls
+        if isinstance(why, RankFailedError):
             raise self._rank_failed(why.ranks, "before this call")
         if why is not None:
             raise TransportError(f"rank {self.rank} cannot use this communicator any more: {why}")
@@ -253,23 +253,23 @@ class Voting(FailureDetector):
     def abort(self, error: BaseException) -> None:
         votes, number = self._votes, self.number
         if self._in_call:
-            undecided = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
+            may_count = votes.approved == number and (not votes.decided(number, 0.0) or votes.accepted(number))
             votes.vote(number, False)
             self._send_left(error)  # before the communicator is revoked
             if isinstance(error, RankFailedError):
                 self._give_up(error)
-            elif undecided and not isinstance(error, SparseCommError):
+            elif may_count and not isinstance(error, SparseCommError):
                 self._give_up(TransportError(f"it was interrupted while the ranks voted on call {number}"))
         super().abort(error)
 
     def _give_up(self, why: TransportError) -> None:
-        """Allow no more calls, and end those of other ranks."""
+        """Allow no more calls, and end the calls of other ranks."""
         if self._given_up is None:
             self._given_up = why
             self._votes.vote(self.number + 1, False)
             if not isinstance(why, RankFailedError):  # MPI reports dead ranks itself
-                with suppress(MPI.Exception):  # then they time out
-                    self._comm.Revoke()  # ends the other ranks' waits for messages
+                with suppress(MPI.Exception):  # then the other ranks time out
+                    self._comm.Revoke()  # ends their waits for messages
 
     @deferred
     def retire(self) -> None:
@@ -290,7 +290,7 @@ class Voting(FailureDetector):
         return [transport for transport in _voting if transport._comm != MPI.COMM_NULL]
 
     def _close(self) -> None:
-        """Free the communicator like the transport's class, if all calls have been decided."""
+        """Free the communicator as `MpiTransport` does, if all votes have been decided."""
         number, self._broken = self.number + 2, self._given_up is not None
         patience = 0.0 if self._broken else _QUIET_TIME
         if not MPI.Is_finalized() and not wait_until(lambda: self._votes.reap(number), patience):

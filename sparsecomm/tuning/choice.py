@@ -59,8 +59,8 @@ class Explanation:
     """The reasons for a choice. Printing it lists the candidates, the cheapest first."""
 
     query: CostQuery  # the call
-    costs: Costs  # the costs of messages and work, and where they come from
-    source: str
+    costs: Costs
+    source: str  # of the costs
     candidates: Sequence[Candidate]  # the cheapest first, which is the choice
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
     return _candidates(query, costs, len(ALGORITHMS))
 
 
-@lru_cache(maxsize=1024)  # `num_registered` is in the key: users register algorithms, and never remove them
+@lru_cache(maxsize=1024)  # `num_registered` invalidates the cache when the user registers an algorithm
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
@@ -122,7 +122,7 @@ def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Ca
 
 
 def decide(query: CostQuery, costs: Costs) -> Candidate:
-    """Return the cheapest candidate. It depends on the arguments only, so it is the same on all ranks."""
+    """Return the cheapest candidate. It depends only on the arguments, so it is the same on all ranks."""
     return candidates(query, costs)[0]
 
 
@@ -135,7 +135,7 @@ def bucket_bytes(
 ) -> int:
     """Return the bytes of the smallest float32 bucket in which an element costs at most 25 % more than in the largest.
 
-    Small buckets start earlier, so the backward pass hides more of them, but each pays the latency.
+    Small buckets start earlier and overlap more with the backward pass, but each one pays the latency.
     """
 
     def per_element(n: int) -> float:

@@ -1,7 +1,7 @@
 """Estimates the clock offsets between ranks from messages in both directions.
 
 A message cannot arrive before it was sent, so the fastest message of each direction bounds the offset. The estimate is
-the middle of the two bounds, as in NTP (RFC 5905, section 8). Ranks are added in the order of the narrowest bound.
+the middle of the two bounds, as in NTP (RFC 5905, section 8).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def offsets(
 
     known = dict[int, Offset]()
     nearest = {rank: (math.inf, -1, Offset(0.0, math.inf)) for rank in ranks}  # a bound, the known rank, the offset
-    while nearest:  # the algorithm of Prim
+    while nearest:  # Prim's algorithm for the spanning tree with the narrowest bounds
         rank = min(nearest, key=lambda each: (*nearest[each][:2], each)) if known else next(iter(nearest))
         bound, start, ahead = nearest.pop(rank)
         if math.isfinite(bound):

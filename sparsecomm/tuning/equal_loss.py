@@ -1,8 +1,8 @@
 """Measured losses of trainings, and how many more steps reach the same loss.
 
-`TRAINED` holds the trainings of docs/reports/local-steps.md: P = 8, 600 local steps of AdamW, 64 of each chunk of 4,096
-elements in 2 bits, the mean of contributors, a decay of 0.8. `STEPS_TRAINED` holds trainings with an exchange in every
-step, from docs/reports/convergence.md and docs/guides/choosing.md.
+`TRAINED`, from docs/reports/local-steps.md: P = 8, 600 local steps of AdamW; a round sends 64 entries of each chunk of
+4,096 elements in 2 bits, divides by the number of contributors, and decays the residual by 0.8. `STEPS_TRAINED` has an
+exchange in every step, from docs/reports/convergence.md and docs/guides/choosing.md.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ def nats(algorithm: str, sync_every: int, delay: int = 0) -> float:
 
 
 def relative_steps(loss: float) -> float:
-    """Return the factor on the number of steps that makes up for a loss, relative to dense sums in every step; >= 1.
+    """Return by which factor, at least 1, more steps are needed to reach the loss of dense sums in every step.
 
-    Args:
-        loss: nats, after as many steps as with dense sums.
+    ``loss``: in nats, after the same number of steps.
     """
-    points = [(-its, math.log(steps)) for steps, its in _DENSE]
+    points = [(-dense_loss, math.log(steps)) for steps, dense_loss in _DENSE]
     return max(1.0, _DENSE[1][0] / math.exp(_line(points, -loss)))
 
 

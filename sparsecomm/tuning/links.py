@@ -1,8 +1,9 @@
-"""Measures the links between ranks. Ranks time messages in pairs and exchange the times, so all have the same result.
+"""Measures the links between ranks. Pairs of ranks time messages, and all ranks gather the times: results are equal.
 
-Without a time budget, each rank is paired with the one half its group away. That takes one and a half round trips
-between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
-budget, all pairs exchange short messages, and long messages become as long as the budget allows.
+A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, each rank is paired with the one
+half its group away. That takes one and a half round trips between distant nodes, one more for an odd number of nodes,
+and less than a millisecond between near ones. With a budget, all pairs of a group exchange short messages, and long
+messages become as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ __all__ = ["Links", "Probe"]
 
 Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
 Turns: TypeAlias = Sequence[Sequence[Pair]]  # no rank is twice in one turn
-Times: TypeAlias = tuple[float, float, float]  # seconds: of a trip, of one more message at once, of a long message
+Times: TypeAlias = tuple[float, float, float]  # seconds of a trip, of another message at once, of a long message
 Both: TypeAlias = tuple[Times, Times]  # the times of the two ranks of a pair
 
 _FAR = 5e-3  # seconds: on longer round trips nothing is timed twice
-_TRAIN = 6_144  # bytes that a connection of TCP can still send before the first acknowledgement: ten packets in all
-_TRIPS, _BURST = 5, 8  # round trips that are timed between ranks that are near, and messages sent at once
-_LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # about how many seconds a long message takes, and its bytes
+_TRAIN = 6_144  # bytes that follow in the ten packets that TCP sends before the first acknowledgement
+_TRIPS, _BURST = 5, 8  # round trips timed between near ranks, and messages sent at once
+_LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # approximate seconds of a long message, and its bytes
 _MAX_TRIPS, _MAX_TURNS = 200, 15  # with a time budget; 15 turns are all pairs of 16 ranks
 _MIN_STREAM, _MAX_STREAM = 1 << 16, 1 << 24  # bytes of a message
 _STEPS = 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0
-_MIN = 1e-7, 1e-11, 1e-8  # alpha, beta and gap: lower limits of what can be measured
-_ZERO = 1 << 62  # the word for 0 seconds, which may be negative between two clocks
+_MIN = 1e-7, 1e-11, 1e-8  # alpha, beta and gap: the smallest measurable values
+_ZERO = 1 << 62  # the word for 0 seconds; times between two clocks may be negative
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Probe:
         self._round = 0
         if seconds:
             inside, farthest, fastest = self._thorough(self._nodes, seconds)
-            between, far, late = self._thorough(self._leaders, seconds)
-            return Links(between, inside, far or farthest, {**fastest, **late})
+            between, farthest_nodes, fastest_between = self._thorough(self._leaders, seconds)
+            return Links(between, inside, farthest_nodes or farthest, {**fastest, **fastest_between})
         inside_turns, turns = _half_apart(self._nodes), _half_apart(self._leaders)
         near, far_apart = self._timed((inside_turns, partial(self._near, _MAX_LONG)), (turns, self._far))
-        # A train is timed once, and seems shorter where a rank was late to read the beginning: no time counts alone.
+        # A train seems shorter to a rank that was late to read its beginning: take the mean of both ranks.
         inside, between = _link(near, _MAX_LONG), _link(far_apart, _TRAIN, fmean)
         if between is not None and 2 * between.alpha < _FAR:
             nbytes = min(_MAX_LONG, max(_MIN_LONG, int(_LONG / between.beta))) // 4 * 4
@@ -135,7 +136,7 @@ class Probe:
     def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, Both]]:
         """Time messages in pairs, job by job and turn by turn; return the times of both ranks of each pair. Collective.
 
-        A job has the turns of pairs, and the function that times messages with a peer.
+        A job is the turns, and a function that times messages with a peer.
         """
         own: list[int] = []
         for turns, times in jobs:
@@ -158,11 +159,11 @@ class Probe:
 
     # -- times between two ranks --------------------------------------------------------------------------------------
     #
-    # The rank that arrives first waits for its peer, so the later rank's mark is answered immediately. The shorter of
-    # the two times is the network's.
+    # A mark is a short message with the time of its departure. The rank that arrives first waits for its peer, so the
+    # later rank's mark is answered immediately: the shorter of the two ranks' times is the network's.
 
     def _far(self, peer: int) -> Times:
-        """Time a round trip, and how long ``_TRAIN`` bytes that are sent right after it take to arrive.
+        """Time a round trip, and then the arrival of a train of `_TRAIN` bytes.
 
         Both ranks send first, so neither may wait for its sends before it has received.
         """
@@ -197,20 +198,20 @@ class Probe:
         return trip, burst / _BURST, min(longs) / 2 - trip
 
     def _trips(self, count: int, peer: int) -> Times:
-        """Time round trips; return half of their median, and the delay of the peer's fastest mark on both clocks."""
+        """Time round trips; return half of their median, and the fastest mark's `_receive_mark`."""
         clock, first = self._transport.clock, self._transport.rank < peer
-        times, late = [], math.inf if first else self._receive_mark(peer)
+        times, fastest = [], math.inf if first else self._receive_mark(peer)
         for _ in range(count):
             began = clock()
             self._send_mark(peer)
-            late = min(late, self._receive_mark(peer))
+            fastest = min(fastest, self._receive_mark(peer))
             times.append(clock() - began)
         if first:
             self._send_mark(peer)
-        return median(times) / 2, late, 0.0
+        return median(times) / 2, fastest, 0.0
 
     def _burst(self, peer: int) -> Times:
-        """Time several marks at once on the higher rank: all of them, and all but the first."""
+        """Send several marks at once to the higher rank, which times all of them, and all but the first."""
         if self._transport.rank < peer:
             for _ in range(_BURST):
                 self._send_mark(peer)
@@ -242,7 +243,7 @@ class Probe:
         self.comm.send_words([_word(self._transport.clock())], to, self._round)
 
     def _receive_mark(self, source: int) -> float:
-        """Return the seconds from its departure, on the sender's clock, to its arrival on this one."""
+        """Return the seconds from the mark's departure on the sender's clock to its arrival on this rank's clock."""
         (left,) = self.comm.receive_words(source, 1, self._round)
         return self._transport.clock() - _seconds(left)
 
@@ -292,7 +293,7 @@ def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[fl
 
 
 def _measurable(alpha: float, beta: float, gap: float) -> Link:
-    """Return a link with these values, limited to what can be measured; the gap is at most a trip."""
+    """Return a link with these values, at least `_MIN`; the gap is at most a trip."""
     return Link(*(max(value, limit) for value, limit in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
 
 

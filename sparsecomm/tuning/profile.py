@@ -76,7 +76,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """The costs with which "auto" chooses, their source, and a checksum with which ranks compare them."""
+    """The costs with which "auto" chooses, their source, and a checksum for comparing them between ranks."""
 
     costs: Costs
     source: str
@@ -92,7 +92,7 @@ def _path(setting: str | None, caches: str | None) -> Path:
     file = Path(setting) if setting else Path(caches or "~/.cache") / "sparsecomm" / "profile.json"
     try:
         return file.expanduser()
-    except RuntimeError:  # there is no home folder, and so no such file
+    except RuntimeError:  # there is no home folder
         return file
 
 
@@ -129,7 +129,7 @@ def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, nu
     if setting == NONE:
         return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
     file = _path(setting, caches)
-    if setting or os.path.exists(file):  # False also if the folder is not accessible
+    if setting or os.path.exists(file):  # false if the folder is not accessible
         try:
             profile = read(file)
             theirs_and_ours = (profile.mpi, mpi), (profile.ranks, ranks), (profile.num_nodes, num_nodes)
@@ -165,5 +165,5 @@ def measured(link: Link | None, node: Link | None) -> KnownCosts:
 
 
 def _with_checksum(costs: Costs, source: str) -> KnownCosts:
-    # An interrupt within the repr of a dataclass turns it into "..." for good, so the tuple is printed instead.
+    # Of a tuple: an interrupted repr of a dataclass returns "..." ever after.
     return KnownCosts(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)

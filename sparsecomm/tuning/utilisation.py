@@ -4,16 +4,16 @@ The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of 
 
 - Buckets. A step makes one call per bucket, one after another. A call begins when its bucket is full and the previous
   call has ended. With ``overlap`` buckets fill during the backward pass; calls left at its end delay the step.
-- Slow start. After a pause a TCP connection sends 10 segments in the first round trip, and twice as many in each
-  further one (RFC 6928, RFC 5681). Its window shrinks by half for each retransmission timeout of the pause (RFC 7661).
-- Full queues. Connections that begin at once send their first windows at once. If these do not fit into the queue of
-  the link, some connections lose all of them, and begin again after a retransmission timeout (RFC 6298).
-- Loss. A stream that loses a part p of its packets sends 1.22 / sqrt(p) packets per round trip in the long run (Mathis,
-  Semke, Mahdavi and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). The window
-  is followed from round trip to round trip, in its mean.
-- Recovery. A rank that waits for a message with a lost packet waits for one more round trip.
-- Gloo's ring. Segments of at most 1 MiB go around, two at a time, and each is sent only when the receiver has asked for
-  it. So every two segments take a round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
+- Slow start. A new TCP connection sends 10 segments in the first round trip, and twice as many in each further one (RFC
+  6928, RFC 5681). For each retransmission timeout of a pause, the window shrinks by half (RFC 7661).
+- Full queues. Connections that begin together send their first windows together. If these do not fit into the queue of
+  the link, some connections lose their whole window and begin again after a retransmission timeout (RFC 6298).
+- Loss. With packet loss p, a stream sends 1.22 / sqrt(p) packets per round trip in the long run (Mathis, Semke, Mahdavi
+  and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). The model follows the mean
+  window from round trip to round trip.
+- Recovery. A lost packet delays its message by one round trip.
+- Gloo's ring. Segments of at most 1 MiB go around, two at a time, each after the receiver has asked for it: every two
+  take a round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ GLOO = "gloo"  # dense sums by gloo's all_reduce, over one connection: the basel
 SEGMENT, PACKET = 1448, 1500  # bytes of a packet's payload, and of the packet, on Ethernet
 _FIRST_WINDOW = 10.0  # packets
 _BACKOFF = 0.7  # factor on the window after a loss (CUBIC, RFC 9438)
-_GROWTH = 1.22**2 * (1 - _BACKOFF)  # packets per round trip, which gives the window of Mathis et al. in the long run
+_GROWTH = 1.22**2 * (1 - _BACKOFF)  # packets per round trip; yields the long-run window of Mathis et al.
 _MIN_TIMEOUT = 0.2  # seconds that Linux adds to the round trip for a retransmission timeout, at least
 # Connections of a process group to a peer: one if the round trip is below `_LOCAL`, else one per `_STREAM_EACH`.
 _LOCAL, _STREAM_EACH, _MAX_STREAMS = 1e-3, 1.5e-3, 48
-_SMALL_CHANGE = 1e-3  # relative change of a cost that does not change the choice of an algorithm
+_SMALL_CHANGE = 1e-3  # relative change of a cost, for derivatives
 
 _GLOO_SEGMENT, _GLOO_THREADS = 1 << 20, 2  # bytes; all_reduce calls that a process group of gloo runs at once
 _DDP_BUCKET = 25 << 20  # bytes
@@ -46,14 +46,14 @@ _BACKWARD = 2 / 3  # of a step: the backward pass takes twice as long as the for
 _SMALL = 4096  # elements of small tensors, such as norms and biases, which a Reducer sums in one dense call at the end
 
 # Work of a rank, in passes over the parameters: multiples of `Costs.add`, measured on a core of 2024.
-_OWN_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
+_FOREGROUND_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW beyond fused AdamW, with its selection: (56.0 - 18.3) ms for 25.6M weights = 1.5 ns per weight
 # (bench/results/training-adamw-work.txt).
 _ADAMW_PASSES = 3.7
-# An entry that is selected touches cache lines of 16 elements: 40 ns for a line of the gradient, the residual and the
-# sum. CPU time of `double` on 4 simulated ranks, 8M weights: 1.6 and 3.0 ns per weight at density 0.018 and 0.1.
+# Passes per cache line of 16 elements with a selected entry, 40 ns in gradient, residual and sum together. Fitted to
+# `double` on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
 
 
@@ -79,7 +79,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """A training."""
+    """A training run."""
 
     ranks: int
     parameters: int  # in float32
@@ -114,7 +114,7 @@ class Prediction:
 
 
 class _Call(NamedTuple):
-    """A sum over all ranks; ``nbytes`` are those of a site's link, ``work`` the seconds of work."""
+    """A sum over all ranks. ``nbytes``: sent by a site's link; ``work``: CPU seconds of a rank."""
 
     algorithm: str
     wire: str
@@ -124,26 +124,26 @@ class _Call(NamedTuple):
 
 
 def predict(training: Training, network: Network, exchange: Exchange, costs: Costs = DEFAULT) -> Prediction:
-    """Predict the time and the utilisation of a training; ``costs`` are of work, and of messages inside a site.
+    """Predict the time and the utilisation of a training. ``costs`` gives the work, and the messages inside a site.
 
     Raises:
         InvalidInputError: the algorithm does not exist, or does not support such a call.
     """
     slower = max(1.0, 1 / training.cores_per_rank)
-    work = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
-    costs, n = replace(costs, **work), training.parameters
+    scaled = {name: slower * getattr(costs, name) for name in ("select", "merge", "codec", "add", "call")}
+    costs, n = replace(costs, **scaled), training.parameters
     H = exchange.sync_every or 1
     computed = H * training.step_seconds
     dense, background = exchange.algorithm == GLOO, 0.0
     calls = _calls(training, network, exchange, costs) if training.ranks > 1 else []
     if exchange.sync_every is not None:
-        own = (_DENSE_PASSES if dense else _OWN_PASSES) * costs.add * n
+        foreground = (_DENSE_PASSES if dense else _FOREGROUND_PASSES) * costs.add * n
         background = 0.0 if dense else _BACKGROUND_PASSES * costs.add * n
     elif exchange.adamw:
-        own = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
+        foreground = max(0.0, _ADAMW_PASSES * costs.add - costs.select) * n
     else:
         touched = 0.0 if dense else _LINE_PASSES * (1 - (1 - exchange.density) ** _LINE) / _LINE
-        own = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
+        foreground = 0.0 if dense else (_STEP_PASSES + touched) * costs.add * n
     backward = _BACKWARD * training.step_seconds if exchange.overlap else 0.0
     ready = (computed - backward * (1 - i / len(calls)) for i in range(1, len(calls) + 1))
     end = 0.0
@@ -152,13 +152,13 @@ def predict(training: Training, network: Network, exchange: Exchange, costs: Cos
     end = max(computed, end)
     waited = max(0.0, end + background - computed - exchange.delay * training.step_seconds)
     algorithm, wire = calls[0][:2] if calls else (exchange.algorithm, exchange.wire)
-    total, work_s = computed + own + waited, own + background + sum(call.work for call in calls)
-    seconds, nbytes = sum(call.seconds for call in calls) + background + own, sum(call.nbytes for call in calls)
-    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work_s / slower)
+    total, work = computed + foreground + waited, foreground + background + sum(call.work for call in calls)
+    seconds, nbytes = sum(call.seconds for call in calls) + background + foreground, sum(call.nbytes for call in calls)
+    return Prediction(algorithm, wire, seconds, nbytes, total, computed / total, work / slower)
 
 
 def _calls(training: Training, network: Network, exchange: Exchange, costs: Costs) -> list[_Call]:
-    """Return the calls of a round, in order. Connections are idle before the first one only."""
+    """Return the calls of a round, in order. Connections were idle before the first one."""
     P, n = training.ranks, training.parameters
     idle = (exchange.sync_every or 1) * training.step_seconds
     exchange, sites = replace(exchange, delay=0), -(-P // network.per_site)
@@ -169,8 +169,8 @@ def _calls(training: Training, network: Network, exchange: Exchange, costs: Cost
         return [first] + [other] * (count - 1)
     count = 1
     if exchange.sync_every is None:
-        link = replace(costs, link=_link(network), node=costs.node or costs.link)
-        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, link, exchange.algorithm, exchange.wire))
+        with_link = replace(costs, link=_link(network), node=costs.node or costs.link)
+        count = -(-4 * n // bucket_bytes(P, sites, exchange.density, with_link, exchange.algorithm, exchange.wire))
     first, other = (_sparse(P, -(-n // count), network, exchange, pause, costs) for pause in (idle, 0.0))
     small = _sparse(P, min(n, _SMALL), network, Exchange("dense", "plain"), 0.0, costs)
     return [first] + [other] * (count - 1) + [small] * (not exchange.adamw)
@@ -194,23 +194,23 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
         return _Call(name, best.wire.name, without, 0.0, work)
 
     def count(cost: str) -> float:
-        """Return how often a site pays a cost of its link: the derivative of the formula."""
+        """Return how often a site pays ``cost``, a field of its link: the derivative of the predicted time."""
         now = float(getattr(link, cost))
         dearer = replace(costs, link=replace(link, **{cost: (1 + _SMALL_CHANGE) * now}))
         return (best.algorithm.predicted_time(problem, dearer) - without) / (_SMALL_CHANGE * now)
 
     nbytes, trips = count("beta"), count("alpha")
-    # A rank that sends to several at once sends to all of them in every trip, otherwise to another one in each.
+    # A rank sends to several peers at once in every trip, or to one peer, a different one in each trip.
     peers = 1 + count("gap") / trips
     phases = trips if peers < 1 + _SMALL_CHANGE else 1.0
     connections = peers * network.streams
     burst = nbytes / trips / connections  # bytes that a connection sends at once
     stalled = phases * _stalled(nbytes / phases / connections, connections, network, idle, burst)
     lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
-    compared = 0.0  # before a round's sums, ranks compare what they are about to do
+    agreement = 0.0  # before the sums of a round, ranks compare their arguments
     if rounds:
-        compared = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
-    return _Call(name, best.wire.name, without + stalled + lost + compared, nbytes, work)
+        agreement = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
+    return _Call(name, best.wire.name, without + stalled + lost + agreement, nbytes, work)
 
 
 def _ring(P: int, n: float, network: Network, idle: float, costs: Costs, at_once: int) -> _Call:
@@ -247,10 +247,10 @@ def stream_rate(network: Network) -> float:
 def _stalled(
     nbytes: float, streams: float, network: Network, idle: float, burst: float, limit: float = math.inf
 ) -> float:
-    """Return the seconds for which a link waits for windows to open, while ``streams`` send ``nbytes`` each.
+    """Return the seconds for which a link is idle because of small windows, while ``streams`` send ``nbytes`` each.
 
-    Each stream sent as many bytes before, and was then idle for ``idle`` seconds. A sender passes ``burst`` bytes to
-    TCP at once, and has at most ``limit`` bytes in flight.
+    Each stream has sent the same number of bytes before, and was then idle for ``idle`` seconds. A sender passes
+    ``burst`` bytes to TCP at once, and has at most ``limit`` bytes in flight.
     """
     rtt, packets = network.rtt, nbytes / SEGMENT
     if not rtt or not packets:
@@ -260,37 +260,37 @@ def _stalled(
     slows, several = network.congestion != "bbr", streams > 1
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
-    for _ in range(4):  # until the window with which it begins is that with which it ends, shrunk
-        fits = on_link * network.queue / (streams * min(burst / SEGMENT, window))  # the part that the queue takes
+    for _ in range(4):  # until the first window is the shrunk last window of the bytes sent before
+        fits = on_link * network.queue / (streams * min(burst / SEGMENT, window))  # fraction that fits into the queue
         overflows = slows and several and fits < 1
-        stalled, after = _burst(packets, 1.0 if overflows else window, full, loss, several)
+        stalled, after = _stream_stall(packets, 1.0 if overflows else window, full, loss, several)
         stalled *= rtt
-        if overflows:  # meanwhile the other connections send
+        if overflows:  # wait for the timeout, during which the other connections send
             stalled += max(0.0, _MIN_TIMEOUT + rtt - fits * packets * streams / on_link)
         window = max(_FIRST_WINDOW, shrunk * after)
     return stalled
 
 
-def _burst(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
+def _stream_stall(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
     """Return the round trips that a stream waits, and its final window; ``full`` packets fill a round trip.
 
-    After losses, a connection opens its window fast only up to the window after a loss, on average 1 / sqrt(loss). Of
-    ``several`` streams the slowest counts, which had one loss more.
+    With losses, slow start ends at the window after the last loss, 1 / sqrt(loss) on average. Of ``several`` streams,
+    the slowest counts: it had one more loss.
     """
     stalled, sent, window = 0.0, 0.0, min(window, full)
     if packets <= window:
         return 0.0, window
-    slow = (_BACKOFF if several else 1) / math.sqrt(loss) if loss else math.inf
+    slow_start_end = (_BACKOFF if several else 1) / math.sqrt(loss) if loss else math.inf
     while True:
         left = packets - sent
-        if left <= window:  # the last ones: half a round trip less, in the mean over lengths
+        if left <= window:  # the last window; on average over message lengths, half a round trip less
             return max(0.0, stalled + (left / window - 0.5) * (1 - window / full)), window
-        if window < slow:
-            grown = min(2 * window, slow)
+        if window < slow_start_end:
+            grown = min(2 * window, slow_start_end)
         else:
             grown = max(1.0, window + _GROWTH - (1 - _BACKOFF) * window * (1 - (1 - loss) ** window))
         grown = min(full, grown)
-        rounds = 1.0 if abs(grown - window) > 1e-4 * window else left / window  # the window stays like this
+        rounds = 1.0 if abs(grown - window) > 1e-4 * window else left / window  # else the window is constant
         stalled += rounds * (1 - window / full)
         sent += rounds * window
         if sent >= packets:
@@ -299,10 +299,10 @@ def _burst(packets: float, window: float, full: float, loss: float, several: boo
 
 
 def _recovery(nbytes: float, trips: float, streams: float, network: Network) -> float:
-    """Return the seconds that losses add to ``trips``, when all sites together send ``nbytes`` in each."""
+    """Return the seconds that losses add to a number of trips, when all sites together send ``nbytes`` per trip."""
     packets = max(nbytes / SEGMENT, 1.0)
-    # Only a timeout detects the loss of a connection's last packets. With several connections to a peer, the library
-    # sends a short frame after each message, whose acknowledgement detects it.
+    # Only a timeout detects the loss of a connection's last packets, unless the library has several connections to a
+    # peer: then it sends a short frame after each message.
     last = min(packets, 3.0 * streams) if network.streams == 1 else 0.0
     again, late = 1 - (1 - network.loss) ** packets, 1 - (1 - network.loss) ** last
     return float(trips * network.rtt * (again + late))

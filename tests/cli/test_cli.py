@@ -149,7 +149,7 @@ def test_info() -> None:
     assert {name for name, text in expected.items() if text not in found[name]} == set()
     level, calls = found["MPI threads"].split("; ")
     assert level in {"SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"}
-    assert ("by a thread" in calls) == (level == "MULTIPLE")
+    assert ("background thread" in calls) == (level == "MULTIPLE")
     assert found["MPI transport"].startswith("loads")
     assert re.match(r"(yes|no) \(.+\)", found["CUDA-aware MPI"])
     assert {"mpi4py", "platform", "frameworks", "CuPy", "CUDA driver", "built for", "MPI library"} <= set(found)

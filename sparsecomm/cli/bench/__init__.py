@@ -57,28 +57,28 @@ _PROCESS = 64 << 20  # bytes of Python, NumPy and MPI, before any vector
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     what = parser.add_argument_group("what")
-    size = "the smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
+    size = "smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
     what.add_argument("-b", "--min-bytes", type=options.nbytes, default="64Ki", metavar="SIZE", help=size)
-    size = "the largest (%(default)s)"
+    size = "largest dense gradient (%(default)s)"
     what.add_argument("-e", "--max-bytes", type=options.nbytes, default="64Mi", metavar="SIZE", help=size)
-    factor, step = options.number(1.01, 2**53, "a number from 1.01 on"), "from one size to the next (%(default)s)"
-    what.add_argument("-f", "--factor", type=factor, default="4", help=step)
-    part, parts = options.listed(options.density), "k/n, one or several (%(default)s)"
+    factor, ratio = options.number(1.01, 2**53, "a number from 1.01 on"), "ratio of successive sizes (%(default)s)"
+    what.add_argument("-f", "--factor", type=factor, default="4", help=ratio)
+    part, parts = options.listed(options.density), "k/n, one value or several (%(default)s)"
     what.add_argument("--density", dest="densities", type=part, default="0.001,0.01", metavar="LIST", help=parts)
     names = f"some of {', '.join(options.ALGORITHM_NAMES)}; or all (%(default)s)"
     what.add_argument("--algorithms", type=options.algorithms, default=_DEFAULT_ALGORITHMS, metavar="LIST", help=names)
     names = f"some of {', '.join(options.WIRE_NAMES)}; or all (%(default)s)"
     what.add_argument("--wire", dest="wires", type=options.wires, default="auto", metavar="LIST", help=names)
-    what.add_argument("--dtype", default="float32", choices=DTYPES, help="of the gradient (%(default)s)")
+    what.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the gradient (%(default)s)")
     devices.add_argument(what)
     how = parser.add_argument_group("how")
     how.add_argument(
         "-n", "--iterations", type=options.count, default=20, metavar="N", help="timed calls per row (%(default)s)"
     )
-    warmup = "calls before them (%(default)s)"
+    warmup = "untimed calls before them (%(default)s)"
     how.add_argument("-w", "--warmup", type=options.count_or_0, default=5, metavar="N", help=warmup)
-    how.add_argument("-c", "--check", action="store_true", help="check every result: #wrong")
-    how.add_argument("--breakdown", action="store_true", help="time of every part: select, exchange, merge, ...")
+    how.add_argument("-c", "--check", action="store_true", help="check every result: column #wrong")
+    how.add_argument("--breakdown", action="store_true", help="add the time of each part: select, exchange, merge, ...")
     ranks = "start N ranks on this machine, with mpirun; without MPI, with torchrun"
     how.add_argument("--ranks", type=options.count, metavar="N", help=ranks)
     options.add_files(parser, "time against size")
@@ -132,7 +132,7 @@ def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: in
     total = needed * local
     limits = [(needed, devices.DEVICES[grid.device]().available_bytes(), "its device per rank")]
     if grid.check:
-        # The expected result, sums of residuals in float64, entries of a dense sum; on rank 0 all gradients and a sort.
+        # Expected result, residual sums in float64, entries of a dense sum; on rank 0 also all gradients and a sort.
         needed += n * (3 * accumulator + 2 * entry + 5 * 8)
         total = needed * local + n * (3 * ranks * accumulator + 4 * 8)
     limits.append((total, available, f"memory, {size_text(needed)} per rank"))
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure all rows, or start the ranks that do; return the exit status."""
     started_by = launcher()
     if started_by is None:
-        grid, ranks = parse(arguments), arguments.ranks or 1  # without MPI, so that errors do not need MPI either
+        grid, ranks = parse(arguments), arguments.ranks or 1  # report errors before MPI is loaded
         check_memory(grid, ranks, ranks, available_bytes())
         options.check_writable(grid.json, grid.plot)
         if arguments.ranks:

@@ -1,4 +1,4 @@
-"""Measures one row: time, bytes and correctness, by the oracle or, if values are rounded, by what was lost."""
+"""Measures one row: time, bytes and correctness. The oracle or, for rounded values, conservation is the check."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Bench:
 
 
 def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
-    """Split the median time like the calls near it, on their slowest ranks."""
+    """Split the median time as the calls with times near the median are split on their slowest ranks."""
     seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
     calls = np.argsort(seconds.max(axis=0))
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
@@ -104,7 +104,7 @@ class Check:
     """Counts wrong elements in the calls of one contender. Collective.
 
     If the result is known, all calls have the same result and leave the same residual. If values are rounded, each call
-    is checked by itself: an algorithm may round differently after the call before.
+    is checked by itself: rounding may depend on earlier calls.
     """
 
     at = slice(None)  # elements whose sums over all ranks are compared
@@ -138,7 +138,7 @@ class Check:
         return int(np.count_nonzero(out != expected) + np.count_nonzero(sparse != self.expected))
 
     def _lost(self, result: Vector, residual: Vector) -> int:
-        """Count elements whose sum is not in the result and the residuals, beyond rounding; on rank 0."""
+        """Count elements at which result and residuals do not add up, beyond rounding; 0 except on rank 0."""
         total, left = self.summed(self.accumulated), self.summed(residual)
         rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
         lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))

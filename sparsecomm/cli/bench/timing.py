@@ -24,7 +24,7 @@ from sparsecomm.transport import Transport
 from sparsecomm.tuning import clocks
 
 _SECONDS = 0.2  # budget of the measurement of links
-_LONG, _MARGIN = 1e-3, 0.01  # seconds: trips of a long link; margin of a common start, besides trips
+_LONG, _MARGIN = 1e-3, 0.01  # seconds: minimum trip of a long link; margin of a common start
 
 
 def quiet_barrier(comm: World) -> None:
@@ -62,7 +62,7 @@ class CommonStart:
         self._pause = 4 * log2_ceil(transport.size) * alpha + _MARGIN if transport.size > 1 and alpha > _LONG else 0.0
 
     def wait(self) -> None:
-        """Return at a time that rank 0 chooses, late enough for all ranks to know it by then."""
+        """Return at a time that rank 0 chooses and broadcasts to all ranks before."""
         if self._pause:
             moment = self._comm.bcast(self._clock() + self._pause) + self._offset
             time.sleep(max(0.0, moment - self._clock()))
@@ -117,7 +117,7 @@ class Clock:
     """Observes calls and counts the seconds of each part since the last `reset`.
 
     Args:
-        wait: returns when the work that a part started on a CUDA device is done; the wait counts in that part.
+        wait: waits for the work that a part has started on a CUDA device; this time counts in that part.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
@@ -180,7 +180,7 @@ class Ours(Runner):
     """An algorithm of sparsecomm: a step is a call of `sparse_allreduce` with a residual and a dense result.
 
     Attributes:
-        taken: algorithm and wire format of the calls, also if "auto" was asked for.
+        taken: algorithm and wire format of the calls, which "auto" may have chosen.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Timer:
         rounds: number of rounds.
         calls: number of consecutive calls per round; the time is their mean.
         ready: called after the barrier and before the time starts.
-        settle: whether to wait for all ranks before counting traffic, so that everything sent has left.
+        settle: whether to wait for all ranks before counting traffic, so that all bytes have been sent.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Timer:
         runner.wait()
         seconds = (time.perf_counter() - start) / self._calls
         if self._settle:
-            quiet_barrier(self._comm)  # its own bytes are few
+            quiet_barrier(self._comm)  # sends few bytes
         if round_no >= 0:
             self._seconds[round_no] = seconds
             self._traffic += np.array(runner.traffic()) - traffic

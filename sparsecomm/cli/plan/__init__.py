@@ -20,7 +20,7 @@ which the calls of a step wait for each other. DistributedDataParallel, with and
 the backward pass.
 
 With --measure, the ranks that run the command measure the links between them. First they check that they belong to one
-job, that their versions agree, and which network interface they use.
+job, that their versions agree, and which network interfaces they use.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def run(arguments: argparse.Namespace) -> int:
     agreed(comm, lambda: options.check_writable(*files))
     versions = measurement.versions(comm)
     agreed(comm, lambda: measurement.check_alike(versions))
-    mine = transport_of(comm)
-    agreed(comm, lambda: measurement.check_several(mine))
-    _measure(mine, comm, arguments)
-    agreed(comm, lambda: _plan(arguments) if mine.rank == 0 else None)
+    transport = transport_of(comm)
+    agreed(comm, lambda: measurement.check_several(transport))
+    _measure(transport, comm, arguments)
+    agreed(comm, lambda: _plan(arguments) if transport.rank == 0 else None)
     return 0
 
 
@@ -138,7 +138,6 @@ def _check(arguments: argparse.Namespace, *needed: str) -> None:
 
 def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -> None:
     """Measure the links, print the results, and fill in the options that were not passed. Collective."""
-
     placement = measurement.placement(transport, comm.allgather(socket.gethostname()))
     if transport.rank == 0:
         print(f"{'ranks':<14} {placement}", flush=True)
@@ -179,21 +178,21 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     every = sorted(arguments.sync_every)
     table = list(ways(training, network, every, costs))
-    taken, min_seconds = best(table, arguments.optimizer), min(way.seconds for way in table)
+    chosen, min_seconds = best(table, arguments.optimizer), min(way.seconds for way in table)
     print(table_head({"sparsecomm": sc.__version__, **described(training, network)}, _COLUMNS))
     for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
-    lines = advice(taken, table, training, network)
+    lines = advice(chosen, table, training, network)
     print("", *lines, sep="\n", flush=True)
     if arguments.json is not None:
         header = {"sparsecomm": sc.__version__, **asdict(training), **asdict(network), "costs": asdict(costs)}
         rows = [way.as_row() for way in table]
-        content = {"schema": SCHEMA, "header": header, "advice": lines, "taken": table.index(taken), "rows": rows}
+        content = {"schema": SCHEMA, "header": header, "advice": lines, "taken": table.index(chosen), "rows": rows}
         with options.writing(arguments.json):
             arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
         with options.writing(arguments.plot):
-            save(draw(training, network, every, costs, taken), arguments.plot)
+            save(draw(training, network, every, costs, chosen), arguments.plot)
 
 
 def _percent(fraction: float) -> str:
@@ -229,15 +228,15 @@ _STYLES: dict[str, dict[str, Any]] = {  # the colour is that of the exchange
 _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
 
-def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, taken: Way) -> Any:
-    """Return the figure: against the rate with the H of ``taken`` on the left, and against H on the right."""
-    H = taken.H if taken.H > 1 else max(every)
+def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way) -> Any:
+    """Return the figure of utilisation: on the left against the rate, on the right against H."""
+    H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
     by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs)]
     by_length = [(way.H, way) for way in ways(training, network, every, costs)]
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
-        first = next((way for _, way in by_rate if way.method == method), None)  # of several settings
+        first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
         at_rate, at_length = (
             [(x, 100 * w.predicted.utilisation) for x, w in points if first and _line_of(w) == _line_of(first)]
             for points in (by_rate, by_length)
@@ -249,11 +248,15 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
     ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
-    rates.plot([network.rate], [100 * taken.predicted.utilisation], **ring, label="the plan")
-    lengths.plot([taken.H], [100 * taken.predicted.utilisation], **ring)
+    rates.plot([network.rate], [100 * chosen.predicted.utilisation], **ring, label="the plan")
+    lengths.plot([chosen.H], [100 * chosen.predicted.utilisation], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
+<<<<<<< HEAD
     rates.set_xlabel("rate of a site's link, bits per second")
+=======
+    rates.set_xlabel("rate of a site's link")
+>>>>>>> 28f3488b9d8fc0de95473be6329171b98881d737
     rates.set_ylabel("utilisation: compute time / wall time, %")
     lengths.set_xscale("log", base=2)
     lengths.set_xticks(every, [number_text(each) for each in every])

@@ -13,7 +13,7 @@ from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_te
 from sparsecomm.tuning.equal_loss import STEPS_TRAINED, TRAINED, nats, relative_steps
 from sparsecomm.tuning.utilisation import Exchange, Network, Prediction, Training, predict, stream_rate
 
-# The simplest first: a plan takes a later one only if it is faster by more than `_SIMPLER`.
+# The simplest first. A plan recommends a later one only if it is faster by more than the factor `_SIMPLER`.
 DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
     "dense (DDP)",
     "SparseAdamW",
@@ -22,7 +22,7 @@ DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
     "sparse local steps",
     "the same, delayed",
 )
-OPTIMIZERS = {"adamw": SGD, "sgd": ADAMW}  # the method that does not suit the optimizer
+OPTIMIZERS = {"adamw": SGD, "sgd": ADAMW}  # for each optimizer, the method that does not suit it
 _SIMPLER = 1.05
 _GOOD = 0.9  # utilisation
 _CHUNKS = 64 / 4096  # the density of `LocalSteps`
@@ -116,7 +116,7 @@ def ways(training: Training, network: Network, every: Sequence[int], costs: Cost
 
 
 def best(table: Sequence[Way], optimizer: str = "adamw") -> Way:
-    """Return the way that reaches the same loss in the least time, or a simpler one that takes hardly longer.
+    """Return the way that reaches the same loss in the least time, or a simpler one that takes almost as little time.
 
     Dense sums in every step are good enough if ranks compute most of the time. Ways that do not suit the optimizer, a
     key of `OPTIMIZERS`, are ignored.
@@ -150,21 +150,21 @@ def described(training: Training, network: Network) -> dict[str, str]:
     }
 
 
-def advice(taken: Way, table: Sequence[Way], training: Training, network: Network) -> list[str]:
+def advice(chosen: Way, table: Sequence[Way], training: Training, network: Network) -> list[str]:
     """Return the advice, line by line."""
     dense = next(way for way in table if way.method == DENSE)
-    locally = [way for way in table if way.method == DENSE_LOCAL and way.H == taken.H]
-    others = [f"{_utilisation(dense)} with dense sums in every step"] if dense is not taken else []
-    others += [f"{_utilisation(way)} with dense local steps of H = {way.H}" for way in locally if way is not taken]
-    pays = taken.method in (ADAMW, SGD, LOCAL, DELAYED)
+    locally = [way for way in table if way.method == DENSE_LOCAL and way.H == chosen.H]
+    others = [f"{_utilisation(dense)} with dense sums in every step"] if dense is not chosen else []
+    others += [f"{_utilisation(way)} with dense local steps of H = {way.H}" for way in locally if way is not chosen]
+    pays = chosen.method in (ADAMW, SGD, LOCAL, DELAYED)
     instead = f", instead of {' and '.join(others)}" if others else ""
-    what = _WHAT[taken.method].format(H=taken.H, density=number_text(taken.exchange.density))
+    what = _WHAT[chosen.method].format(H=chosen.H, density=number_text(chosen.exchange.density))
     verdict = "Sparse sums pay here." if pays else "Sparse sums do not pay here."
-    take = f"Use {what}: ranks compute {_utilisation(taken)} of the time{instead}."
+    take = f"Use {what}: ranks compute {_utilisation(chosen)} of the time{instead}."
     cautions = [
-        line for caution in _cautions(taken, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
+        line for caution in _cautions(chosen, network) for line in wrap(f"- {caution}", 100, subsequent_indent="  ")
     ]
-    return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(taken)), "", *cautions]
+    return [verdict, *wrap(take, 100), "", *(f"    {line}" for line in _code(chosen)), "", *cautions]
 
 
 _WHAT = {

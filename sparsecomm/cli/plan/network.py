@@ -1,8 +1,9 @@
 """Measures the network between ranks for `sparsecomm plan --measure`, after checking that the ranks belong together.
 
 Besides the library's messages, it measures TCP streams: separate connections between the addresses that ranks already
-use. Each member sends to the next one, half of the members at a time. The loss is the share of segments that the kernel
-sent again, on connections that are paced below the rate of the link, so that queues do not drop packets.
+use. The members are one rank of each node, or all ranks of a single node. Each one sends to the next one, half of them
+at a time. The loss is the share of segments that the kernel sent again, on connections that are paced so that queues do
+not drop packets.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def check_alike(versions: Sequence[tuple[str, dict[str, str]]]) -> None:
 
 
 def check_several(transport: Transport) -> None:
-    """Raise `InvalidInputError` if there is one rank, and so no link to measure."""
+    """Raise `InvalidInputError` if there is only one rank."""
     if transport.size == 1:
         raise InvalidInputError(
             "there is one rank, and no link to measure: start the command with mpirun, srun or torchrun on the "
@@ -102,8 +103,8 @@ class Measured:
     links: Links  # measured with messages of the library
     interfaces: Sequence[str] = ()  # network interfaces that ranks use
     warnings: Sequence[str] = ()  # problems with these interfaces
-    one: float | None = None  # bits per second of one TCP stream, and of `STREAMS` together; None: there were none
-    several: float | None = None
+    one_stream: float | None = None  # bits per second of one TCP stream; None: there were none
+    streams: float | None = None  # bits per second of `STREAMS` TCP streams together
     loss: float | None = None  # share of segments that were sent again; None also if the kernel does not count them
     control: str = ""  # the congestion control of TCP, such as "cubic"
     problem: str = ""  # why there were no streams
@@ -111,7 +112,7 @@ class Measured:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `sparsecomm plan` that describe the network, by name; ``None``: unknown."""
-        rates = 8 / self.links.slowest.beta, self.one or 0.0, self.several or 0.0
+        rates = 8 / self.links.slowest.beta, self.one_stream or 0.0, self.streams or 0.0
         return {
             "rate": max(rates) * PACKET / SEGMENT,  # including packet headers
             "rtt": self.links.round_trip,
@@ -123,7 +124,7 @@ class Measured:
     def rates_text(self) -> str:
         """All rates, in words."""
         texts = [f"{rate_text(8 / self.links.slowest.beta)} in messages of the library"]
-        for name, rate in (("one TCP stream", self.one), (f"{STREAMS} TCP streams", self.several)):
+        for name, rate in (("one TCP stream", self.one_stream), (f"{STREAMS} TCP streams", self.streams)):
             texts += [] if rate is None else [f"{rate_text(rate)} in {name}"]
         return ", ".join(texts)
 
@@ -209,7 +210,7 @@ def _interfaces() -> dict[str, str]:
 # -- streams of TCP ---------------------------------------------------------------------------------------------------
 
 STREAMS = 8
-_PACED = 0.5  # share of the rate, so that the link does not fill
+_PACED = 0.5  # share of the rate at which paced streams send
 _CONNECT = 5.0  # seconds until a connection attempt fails
 _SO_MAX_PACING_RATE = 47  # of Linux: bytes per second
 _TCP_INFO = 192  # bytes of struct tcp_info
@@ -217,14 +218,13 @@ _RETRANSMITTED, _SENT = 100, 156  # offsets of tcpi_total_retrans and tcpi_data_
 
 
 class Report(NamedTuple):
-    """The streams of one rank: bits per second received, ``None`` for a sender; segments sent again, and sent in all;
-    the congestion control of the sender; and why there were no streams."""
+    """The measurement of one rank's streams."""
 
-    rate: float | None = None
-    retransmitted: int = 0
-    sent: int = 0
-    control: str = ""
-    problem: str = ""
+    rate: float | None = None  # bits per second received; None for a sender
+    retransmitted: int = 0  # segments
+    sent: int = 0  # segments in all
+    control: str = ""  # the congestion control of a sender
+    problem: str = ""  # why there were no streams
 
 
 def _measured_streams(
@@ -244,7 +244,7 @@ def _measured_streams(
     retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
     control = next(report.control for report in groups[0] if report.control)
     loss = retransmitted / sent if sent else None
-    return {"one": _min_rate(groups[0]), "several": _min_rate(groups[1]), "loss": loss, "control": control}
+    return {"one_stream": _min_rate(groups[0]), "streams": _min_rate(groups[1]), "loss": loss, "control": control}
 
 
 def _min_rate(reports: Sequence[Report]) -> float:
@@ -254,7 +254,7 @@ def _min_rate(reports: Sequence[Report]) -> float:
 def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
     """Return turns in which some members send to the next one, and no member both sends and receives.
 
-    On a link that is full in one direction, the acknowledgements of the other direction would wait behind the data.
+    Otherwise acknowledgements would wait behind the data of the other direction.
     """
     count = len(members)
     turns: list[dict[int, int]] = [{} for _ in range(2 + count % 2)]
@@ -309,7 +309,7 @@ def _listening(address: str, count: int) -> socket.socket:
 
 
 def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
-    """Receive until ``end``; return the bits per second from ``begin`` on, when windows have opened."""
+    """Receive until ``end``; return the bits per second from ``begin`` on, after slow start."""
     buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
     with selectors.DefaultSelector() as selector:
         for connection in connections:

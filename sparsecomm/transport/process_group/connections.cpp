@@ -12,7 +12,7 @@ namespace sparsecomm {
 namespace {
 
 constexpr size_t BUFFER = 1 << 18; // bytes read at once
-constexpr double PATIENCE = 60;    // times the seconds of `close`: the limit for peers that receive, but slowly
+constexpr double PATIENCE = 60;    // `close(seconds)` takes at most PATIENCE * seconds, even if peers still receive
 
 } // namespace
 
@@ -112,7 +112,7 @@ bool Connections::start_watching(Stream *s, int fd, uint32_t events) {
     return true;
 }
 
-// A process that is being forked may hold the socket, too: without EPOLL_CTL_DEL, its events would continue.
+// A forked process may briefly hold the socket, too: without EPOLL_CTL_DEL, its events would continue.
 void Connections::close_stream(Stream *s) {
     epoll_ctl(epoll_, EPOLL_CTL_DEL, s->fd, nullptr);
     close_file(s->fd);
@@ -290,7 +290,7 @@ void Connections::stream_ended(Stream *s, int error) {
     int rank = s->peer;
     if (rank < 0 || peers_[rank]->lost || peers_[rank]->assembly.is_complete())
         return drop(s);
-    if (s->outgoing && !s->greeted)
+    if (s->waits_for_greeting())
         return connect_failed(s, error);
     if (s->heard_goodbye) { // nothing is lost, and other streams may still bring messages
         drop(s);
@@ -350,11 +350,8 @@ void Connections::close(double seconds) {
         say_goodbye();
         auto is_out = [](Peer &p) {
             std::lock_guard<std::mutex> hold(p.lock);
-            return p.broken || std::all_of(p.streams.begin(), p.streams.end(),
-                                           [](Stream *s) {
-                                               bool unanswered = s->outgoing && !s->greeted; // bytes may have to be repeated
-                                               return s->said_goodbye && !s->message && !unanswered;
-                                           });
+            auto is_done = [](Stream *s) { return s->said_goodbye && !s->message && !s->waits_for_greeting(); };
+            return p.broken || std::all_of(p.streams.begin(), p.streams.end(), is_done);
         };
         auto all_out = [&] { return std::all_of(peers_.begin(), peers_.end(), [&](auto &p) { return is_out(*p); }); };
         auto written = [&] {
@@ -409,13 +406,13 @@ bool Connections::borrows_memory() {
     });
 }
 
-// Wait until the peers have acknowledged everything, as `close` describes, after the end of the thread. Bytes that
-// arrive meanwhile are read and discarded: if they met a closed connection, the system would discard unsent bytes.
+// After the end of the thread, wait until the peers have acknowledged everything, as `close` describes. Read and
+// discard bytes that arrive: if they reached a closed connection, the system would discard unsent bytes.
 void Connections::await_acknowledgements(double seconds, double limit) {
     for (auto &s : streams_) {
         if (s->peer < 0 || s->connecting || s->fd < 0)
             continue;
-        if (s->outgoing && s->index > 0 && !s->greeted) // the peer may have read the hello: send it a goodbye, too
+        if (s->index > 0 && s->waits_for_greeting()) // the peer may have read the hello: send it a goodbye, too
             attach(s.get());
         shutdown(s->fd, SHUT_WR);
     }

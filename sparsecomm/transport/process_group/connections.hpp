@@ -5,18 +5,19 @@
 // sender chooses the connection of each piece.
 //
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
-// with a valid ticket, which the listener accepts once. At most MAX_STRANGERS accepted connections have not said hello:
-// one more closes the oldest. Before the tickets are known, connections wait in the system's accept queue. The thread
-// closes the oldest ones before the queue is full. A rank whose connection is closed this way connects again and sends
-// again what it has written, until the listener has answered its hello. The listener closes when all are connected.
+// with a valid ticket, which is accepted once. If more than MAX_STRANGERS accepted connections have not said hello, the
+// oldest one is closed. Before the tickets are known, connections wait in the system's accept queue; the thread closes
+// the oldest ones before it is full. A rank whose connection is closed before the listener has answered its hello
+// connects again and repeats the bytes that it had written. The listener closes when all ranks are connected.
 //
 // Threads: one thread of this module reads from all connections. It never runs Python. A caller that sends writes as
 // much as the system accepts at once; the thread writes the rest. One caller at a time may wait in `next`. Ownership:
 //   - the thread, without a lock: received data, the assemblies of messages, the list of streams;
 //   - the holder of a peer's `lock`: the peer's send queue, and its streams for writing;
-//   - the holder of `inbox_lock_`: completions, until a caller takes them. Locks are acquired in this order.
-// A received message belongs to the caller that takes its completion, and that frees it. The memory of a long message
-// in flight is used until its completion SENT, or until `close` has returned.
+//   - the holder of `inbox_lock_`: completions, until a caller takes them.
+// Locks are acquired in this order.
+// The caller that takes a completion owns its message and frees it. The memory of a long message in flight is used
+// until its completion SENT, or until `close` has returned.
 #pragma once
 
 #include "frames.hpp"
@@ -39,19 +40,19 @@ struct Completion {
     int kind = DATA; // of the message; SENT, DISCONNECTED or UNREADABLE
     int rank = -1;   // the peer
     Message message;
-    uint64_t request = 0; // of the message that is out
-    std::string text;     // how the connection broke, or what came that is not a message
+    uint64_t request = 0; // of the message whose memory may be reused
+    std::string text;     // why the connection is lost
 };
 
 struct Traffic {
     uint64_t sent = 0, received = 0; // bytes, frames included
-    double seconds = 0;              // for which bytes were queued or unacknowledged
+    double seconds = 0;              // with queued or unacknowledged bytes
     double round_trip = 0;           // seconds
     uint64_t retransmits = 0;        // segments
     int connections = 0;
 };
 
-constexpr size_t BUDGET = 1 << 20; // bytes written to or read from a stream before the next one has its turn
+constexpr size_t BUDGET = 1 << 20; // bytes written to or read from a stream before it is another one's turn
 // Bytes of a piece that a new or idle connection carries in one trip: ten segments with their headers.
 constexpr uint32_t WINDOW = 13000;
 constexpr double NEVER = std::numeric_limits<double>::infinity();
@@ -63,7 +64,7 @@ struct Outgoing { // a message to be sent
     const char *data = nullptr;
     std::unique_ptr<char[]> copy;    // of a short message
     uint64_t request = 0;            // for the completion SENT; 0: none
-    uint64_t unwritten = UINT64_MAX; // number of pieces
+    uint64_t unwritten = UINT64_MAX; // pieces
 };
 
 struct Stream { // a connection
@@ -73,12 +74,12 @@ struct Stream { // a connection
     bool connecting = false, outgoing = false;
     bool greeted = false; // the other end has said hello
     bool dropped = false; // closed, and soon deleted
-    double deadline = 0;  // for the hello; for new attempts of an outgoing connection
+    double deadline = 0;  // accepted: for the hello; outgoing: for new attempts
     double retry_at = 0;  // time of the next attempt; 0: none is due
     double pause = 5e-3;  // seconds before the next attempt
     // Reading. `head` receives the hello, then the headers of frames.
     char head[sizeof(Frame)];
-    size_t have = 0; // bytes of it
+    size_t have = 0; // bytes in `head`
     Frame frame;
     char *to = nullptr; // destination of the rest of the piece
     size_t left = 0;    // bytes of the rest of the piece
@@ -90,16 +91,18 @@ struct Stream { // a connection
     bool full = false;         // the system accepts no more bytes now
     std::string unanswered; // bytes written to an outgoing connection before its greeting; at most WINDOW
     bool said_goodbye = false, heard_goodbye = false;
+
+    bool waits_for_greeting() const { return outgoing && !greeted; } // bytes may have to be repeated
 };
 
 struct Peer {
     sockaddr_storage address = {};
     socklen_t address_size = 0;
-    std::string tickets; // MAX_STREAMS for hellos of the higher rank, then as many for the answers of the lower one
+    std::string tickets; // MAX_STREAMS for hellos of the higher rank, then MAX_STREAMS for answers of the lower one
     uint64_t accepted = 0; // bit i: the hello of connection i was received
     int connections = 0;   // number of connections that the higher rank opens; 0: unknown
     Assembly assembly;
-    bool lost = false;
+    bool lost = false; // DISCONNECTED or UNREADABLE was queued
     std::atomic<uint64_t> sent{0}, received{0};
     std::mutex lock; // of the members below
     std::deque<std::shared_ptr<Outgoing>> queue;
@@ -138,8 +141,8 @@ class Connections {
     size_t pending();
     Traffic traffic(int rank);
     int thread_id() const { return thread_id_; }
-    // Say goodbye and end the thread. Wait until all peers have received everything, or nothing for `seconds`. Wait at
-    // most `seconds` for messages in the memory of callers.
+    // Say goodbye, wait until all peers have received everything, and end the thread. Give up after `seconds` without
+    // progress, or after `seconds` if messages are in the memory of callers.
     void close(double seconds);
 
   private:
@@ -191,7 +194,7 @@ class Connections {
     const size_t limit_;
     const int wanted_streams_;
     int epoll_ = -1, wake_up_ = -1, completion_event_ = -1, thread_id_ = 0;
-    double silence_ = 0;
+    double silence_ = 0; // seconds without an answer after which a host is dead
     Stream *listener_ = nullptr;
     double close_listener_at_ = NEVER, listen_again_at_ = NEVER;
     std::deque<Stream *> strangers_; // accepted connections without a hello, oldest first
@@ -205,7 +208,7 @@ class Connections {
     bool waiting_ = false; // a caller waits for `completion_event_`
     std::mutex changes_lock_;
     std::condition_variable changed_;  // a peer was connected, has failed, or was sent everything
-    std::atomic<uint64_t> changes_{0}; // number of these; guarded by `changes_lock_`, under which no lock is acquired
+    std::atomic<uint64_t> changes_{0}; // counts these; guarded by `changes_lock_`, under which no lock is acquired
     bool retrying_ = false;            // some streams wait for their next attempt to connect
     bool dropped_ = false;             // some streams are closed
 };

@@ -1,10 +1,9 @@
-// The frames on a connection, and the assembly of a peer's messages from them. No input or output happens here.
+// The frames on a connection, and the assembly of a peer's messages from them, without input or output.
 //
-// Both ends of a connection first send a hello, with a ticket that is valid for one connection in one direction. Then
-// follow frames: a header and a piece of a message. A message consists of one piece, or of several pieces, which have
-// equal lengths except for the last one. They may travel on different connections in any order. Messages to a peer are
-// numbered and delivered in this order. All numbers have the sender's byte order: a receiver with another byte order
-// finds no magic number.
+// Both ends of a connection first send a hello, with a ticket that is valid for one connection in one direction, then
+// frames: a header and a piece of a message each. The pieces of a message have equal lengths except for the last one,
+// and may travel on different connections in any order. Messages to a peer are numbered and delivered in this order.
+// All numbers have the sender's byte order: a receiver with another byte order finds no magic number.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,7 @@
 
 namespace sparsecomm {
 
-// Kinds of messages (control messages: from 0 on), and of other completions. NOTHING is an empty frame: see
-// Connections::send_follow_up.
+// Kinds of frames and completions; control messages have kinds from 0 on. NOTHING: see Connections::send_follow_up.
 enum Kind : int32_t { DATA = -1, GOODBYE = -2, SENT = -3, DISCONNECTED = -4, UNREADABLE = -5, NOTHING = -6 };
 
 constexpr size_t TICKET_BYTES = 16;
@@ -74,7 +72,7 @@ struct Message {
     uint64_t total = 0;
 };
 
-// The messages of one peer that have arrived partly, or before an earlier one.
+// The messages of one peer that are incomplete, or wait for an earlier one.
 class Assembly {
   public:
     Assembly() = default;
@@ -102,7 +100,7 @@ class Assembly {
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
         if (is_new) {
-            // The system provides memory as bytes arrive: an announced length alone uses none.
+            // The system provides memory as bytes arrive: announcing a length uses none.
             p.message = {f.kind, f.number, static_cast<char *>(std::malloc(f.total ? f.total : 1)), f.total};
             p.piece = f.piece;
             if (p.message.memory == nullptr) {

@@ -1,4 +1,4 @@
-// Making connections: the listener, outgoing connections, and the hello of both.
+// Making connections: the listener, outgoing connections, and hellos.
 #include "connections.hpp"
 #include "sockets.hpp"
 
@@ -14,11 +14,11 @@ constexpr int AUTO_STREAMS = 48;              // maximum to a peer if chosen by 
 constexpr int MAX_SOCKETS = 256;              // maximum of extra connections to all peers
 constexpr double STREAM_PER_SECONDS = 1.5e-3; // round trip per connection
 constexpr double LAN = 1e-3;                  // a shorter round trip needs one connection
-constexpr double HELLO_TIME = 30;             // seconds that a stranger has to say hello, and a rank to try again
+constexpr double HELLO_TIME = 30;             // seconds for a stranger to say hello, and for a rank to try again
 constexpr double MAX_PAUSE = 0.3;             // seconds between two attempts
 constexpr size_t MAX_STRANGERS = 24;          // each uses a descriptor
-constexpr int QUEUE_INTERVAL = 10;            // milliseconds between two looks at the accept queue
-constexpr int ACCEPTED_AT_ONCE = 64;          // before other connections have their turn
+constexpr int QUEUE_INTERVAL = 10;            // milliseconds between checks of the accept queue
+constexpr int ACCEPTED_AT_ONCE = 64;          // before it is the turn of other connections
 constexpr double NO_FILES = 1e-2;             // seconds until a process without free descriptors accepts again
 
 } // namespace
@@ -29,7 +29,7 @@ int Connections::listen(const std::string &address) {
     int fd = open_socket(where.ss_family);
     listener_ = add();
     if (!start_watching(listener_, fd, EPOLLIN))
-        throw_errno("socket"); // closed by the destructor
+        throw_errno("socket");
     if (bind(fd, reinterpret_cast<sockaddr *>(&where), size) || ::listen(fd, 4096) ||
         getsockname(fd, reinterpret_cast<sockaddr *>(&where), &size))
         throw_errno(("listen on " + address).c_str());
@@ -122,7 +122,7 @@ void Connections::connect_finished(Stream *s) {
             pump(p, BUDGET);
     }
     if (again || s->index > 0)
-        return; // extra connections are used after the peer's hello: it may close them before, and nothing is lost
+        return; // an extra connection is used after the peer's hello: the peer may close it before
     attach(s);
     for (int i = 1; i < p.connections; i++)
         connect_to(s->peer, i);
@@ -302,9 +302,8 @@ void Connections::accept() {
     }
 }
 
-
-// Close the listener when all higher ranks have made all their connections, or HELLO_TIME after they have made their
-// first ones, because a rank may fail to make the others.
+// Close the listener when all higher ranks have made all their connections, or HELLO_TIME after the first one of each:
+// a rank may fail to make the others.
 void Connections::close_listener_if_done() {
     if (!listener_)
         return;

@@ -32,11 +32,11 @@ from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["existing", "of", "own_address"]
 
-_MIN_SILENCE = 120.0  # minimum seconds without an answer after which a host is dead; at least the timeout
+_MIN_SILENCE = 120.0  # a host is dead after this many seconds without an answer, or after a longer timeout
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
 _POLL = 0.05  # seconds between checks of signals and of the interpreter's exit
-_EXIT_WAIT = 5.0  # seconds for which an exiting interpreter waits for answers of the store
+_EXIT_WAIT = 5.0  # seconds that an exiting interpreter waits for the store
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _IPV6 = Path("/proc/net/if_inet6")
 _ADVICE = (
@@ -53,7 +53,7 @@ _exiting = threading.Event()  # the interpreter exits
 def _end_joinings() -> None:
     """End joinings in progress, whose callers were interrupted.
 
-    If a thread returned from torch's C++ code after the end of the interpreter, torch would abort the process.
+    Torch aborts the process if a thread returns from its C++ code after the interpreter has ended.
     """
     _exiting.set()
     deadline = time.monotonic() + _EXIT_WAIT
@@ -99,7 +99,7 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
         joining.wait()
         if joining.transport is not None:
             return joining.transport
-        # If an earlier joining, whose caller was interrupted, timed out, start another one with the full time.
+        # If this was the joining of an interrupted earlier call and it timed out, start another one.
         if joining is own or not isinstance(joining.error, TimeoutError):
             assert joining.error is not None
             try:
@@ -109,9 +109,9 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
 
 
 class _Joining:
-    """The first call on a group: a thread connects the ranks, without relying on all of them to come.
+    """The first call on a group: a thread connects the ranks, or times out if a rank does not join.
 
-    An interrupt on one rank only ends its wait: the next call finds the transport, or continues to wait.
+    An interrupt only ends the wait for the thread: the next call finds the transport, or waits again.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -178,11 +178,11 @@ class _Member(NamedTuple):
 
 
 def _find_members(group: dist.ProcessGroup, connections: Connections, node_id: bytes, timeout: float) -> list[_Member]:
-    """Listen for connections, meet the other ranks in the store, and return the members ordered by rank."""
+    """Listen for connections, rendezvous with the other ranks, and return the members ordered by rank."""
     token, address = os.urandom(_connections.TOKEN_BYTES), own_address()
     port = connections.listen(address, token)
     store = dist.distributed_c10d._get_process_group_store(group)
-    clone = partial(_clone, store) if hasattr(store, "clone") else None  # older versions of torch cannot
+    clone = partial(_clone, store) if hasattr(store, "clone") else None  # missing in older versions of torch
     record = f"{_VERSION} {address} {port} {token.hex()} {node_id.hex()}"
     records = rendezvous(
         PrefixStore(_PREFIX, store), group.rank(), group.size(), timeout, token.hex(), record, _exiting.is_set, clone
@@ -230,8 +230,8 @@ def _join(connections: Connections, members: list[_Member], rank: int, timeout: 
 def own_address() -> str:
     """Return the address at which other ranks reach this machine, chosen as gloo does.
 
-    It is that of the interface ``GLOO_SOCKET_IFNAME``; by default, that of this host's name. If the host name does not
-    resolve to an address of this host, return 127.0.0.1, which serves a single machine.
+    This is the address of the interface ``GLOO_SOCKET_IFNAME`` if it is set, else an address of this host to which its
+    host name resolves, else 127.0.0.1, which only ranks on this machine can reach.
 
     Raises:
         TransportError: there is no such interface, or it has no address.

@@ -1,12 +1,11 @@
 """The rendezvous of the ranks of a process group, over the group's store.
 
-The store contains a log, to which each rank appends a line when it comes and another when it gives up. All ranks read
-the same lines in the same order, so they agree on the line with which the rendezvous is complete: all ranks find that
-all are there, or none does and all may try again. Appending needs no answer, and reading one round trip. A repeated
-line counts once.
+The store contains a log, to which each rank appends a line when it arrives and another one when it gives up. All ranks
+read the same lines in the same order, so they agree on the line that completes the rendezvous: it succeeds on all ranks
+or on none, and all may try again. Appending takes no round trip, and reading takes one. A repeated line counts once.
 
-The process has one connection to the store, which other threads may occupy for any time. A rank therefore first asks
-over this connection in a thread. If this finds nothing soon, the rank opens its own connection, in two more trips.
+The process has one connection to the store, which other threads may occupy for any time. A rank therefore first uses
+this connection in a thread. If this does not succeed soon, the rank opens its own connection, in two more trips.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["rendezvous"]
 Store: TypeAlias = Any  # `torch.distributed.Store`, whose type stub lacks `append`
 
 _KEY = "came"
-_PAUSE = 2e-3  # seconds by which ranks that begin together differ
+_PAUSE = 2e-3  # seconds before the first read, in which ranks that begin together arrive
 _SHARED_TIME = 0.5  # seconds on the shared connection before the rendezvous opens its own
 _NEVER_EQUAL = "?"  # differs from every log, so that `compare_set` only reads
 
@@ -48,36 +47,36 @@ def rendezvous(
         token: one word, different for every call on every rank.
         record: one line.
         must_stop: returns whether this rank must give up now.
-        clone: returns the same store over a new connection; ``None``: no other thread uses the connection of ``store``.
+        clone: returns the same store over a new connection; ``None``: use ``store`` only.
 
     Raises:
-        TimeoutError: a rank did not come within ``timeout`` seconds.
+        TimeoutError: a rank did not arrive within ``timeout`` seconds.
         ValueError: the store contains data of another version.
     """
     deadline = time.monotonic() + timeout
     line, gone = f"+ {rank} {token} {record}\n", f"- {rank} {token} \n"
 
-    def look(store: Store, must_stop: Callable[[], bool]) -> dict[int, str]:
-        """Append the line, and return the records of the ranks that come before ``must_stop()`` is true."""
+    def arrive(store: Store, must_stop: Callable[[], bool]) -> dict[int, str]:
+        """Append the line, and return the records of the ranks that arrive before ``must_stop()`` is true."""
         nap = 1e-3
         store.append(_KEY, line)
-        time.sleep(_PAUSE)  # a read just before the last rank's line would cost one more round trip
+        time.sleep(_PAUSE)  # a read just before the last line would cost another round trip
         while len(present := _read(store, rank, size, token)) < size and not must_stop():
             time.sleep(nap)
             nap = min(1.5 * nap, 0.05)
         return present
 
-    def look_beside(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
+    def arrive_in_thread(found: SimpleQueue[dict[int, str]], stop: Event) -> None:
         try:
-            found.put(look(store, stop.is_set))
-        except (RuntimeError, ValueError):  # the other connection raises it again
+            found.put(arrive(store, stop.is_set))
+        except (RuntimeError, ValueError):  # raised again on the other connection
             found.put({})
 
     present: dict[int, str] = {}
     if clone is not None:
         found: SimpleQueue[dict[int, str]] = SimpleQueue()
         stop = Event()
-        _thread.start_new_thread(look_beside, (found, stop))
+        _thread.start_new_thread(arrive_in_thread, (found, stop))
         try:
             present = found.get(timeout=min(timeout, _SHARED_TIME))
         except Empty:
@@ -88,10 +87,10 @@ def rendezvous(
         if clone is not None:
             try:
                 store = clone()
-            except BaseException:  # the others must not count on this rank; the shared connection may block
+            except BaseException:  # this rank gives up; the shared connection may block
                 _thread.start_new_thread(store.append, (_KEY, gone))
                 raise
-        present = look(store, lambda: time.monotonic() >= deadline or must_stop())
+        present = arrive(store, lambda: time.monotonic() >= deadline or must_stop())
     if len(present) < size:
         store.append(_KEY, gone)
         present = _read(store, rank, size, token)
@@ -103,9 +102,9 @@ def rendezvous(
 
 
 def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
-    """Return the records of the ranks that are present; of all ranks as soon as the log has been complete."""
+    """Return the records of the present ranks, or those of the rendezvous of ``token`` if the log has completed it."""
     present: dict[int, tuple[str, str]] = {}
-    known: set[str] = set()  # tokens
+    known: set[str] = set()  # tokens that have arrived or left
     for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
         sign, sender, its_token, record = line.split(" ", 3)
         if sign == "-":
@@ -113,9 +112,9 @@ def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
                 del present[int(sender)]
         elif its_token not in known:
             present[int(sender)] = its_token, record
-        known.add(its_token)  # after a "-" line, the other line may still come
+        known.add(its_token)  # a "+" line may follow the "-" line over the other connection
         if len(present) == size:
             if present[rank][0] == token:
                 break
-            present = {}  # an earlier rendezvous
+            present = {}  # this was an earlier rendezvous
     return {other: record for other, (_, record) in present.items()}

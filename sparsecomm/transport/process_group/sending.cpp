@@ -14,8 +14,6 @@ namespace {
 constexpr size_t COPIED = 1 << 16;       // maximum bytes of a message that is copied if it cannot be written at once
 constexpr uint32_t LONG_PIECE = 1 << 16; // bytes in a piece of a message that fills many windows
 
-bool waits_for_greeting(const Stream *s) { return s->outgoing && !s->greeted; }
-
 } // namespace
 
 Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request) {
@@ -33,7 +31,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     message->next = {FRAME_MAGIC, kind, number, p.sequence, nbytes, 0, static_cast<uint32_t>(piece), length};
     message->data = data, message->unwritten = pieces;
     if (nbytes <= COPIED)
-        message->copy.reset(new char[nbytes]); // now, because nothing may throw once the message is queued
+        message->copy.reset(new char[nbytes]); // here, because nothing may throw once the message is queued
     p.queue.push_back(message);
     p.sequence++;
     pump(p, BUDGET);
@@ -48,7 +46,7 @@ Sent Connections::send(int to, int32_t kind, int64_t number, const char *data, s
     return Sent::IN_FLIGHT;
 }
 
-// -- for a peer that is locked ----------------------------------------------------------------------------------------
+// -- with the peer's lock held ----------------------------------------------------------------------------------------
 
 // Give the stream the next piece of the queue; return false if there is none.
 bool Connections::next_piece(Peer &p, Stream *s) {
@@ -71,8 +69,8 @@ bool Connections::next_piece(Peer &p, Stream *s) {
     return true;
 }
 
-// Give the stream an empty frame after its last piece if the path is long and loses segments. With data behind a lost
-// segment, TCP notices the loss after one round trip, otherwise by a timer after two or more (RFC 8985, Section 7).
+// Give the stream an empty frame after its last piece if the path is long and loses segments. TCP detects a lost
+// segment after one round trip if data follows it, otherwise by a timer after two or more (RFC 8985, Section 7).
 bool Connections::send_follow_up(Peer &p, Stream *s) {
     if (s->has_follow_up || p.streams.size() == 1)
         return false;
@@ -89,8 +87,8 @@ bool Connections::send_follow_up(Peer &p, Stream *s) {
 // Write as much of the stream's piece as the system accepts; return the bytes, or -1 with errno. Before the peer has
 // answered the hello, write at most WINDOW bytes, and store them for another attempt.
 ssize_t Connections::write(Peer &p, Stream *s) {
-    bool keep = waits_for_greeting(s);
-    size_t room = keep ? WINDOW - s->unanswered.size() : std::numeric_limits<size_t>::max();
+    bool may_repeat = s->waits_for_greeting();
+    size_t room = may_repeat ? WINDOW - s->unanswered.size() : std::numeric_limits<size_t>::max();
     if (room == 0) {
         errno = EAGAIN;
         return -1;
@@ -106,7 +104,7 @@ ssize_t Connections::write(Peer &p, Stream *s) {
     ssize_t written = sendmsg(s->fd, &what, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (written <= 0)
         return written;
-    if (keep) {
+    if (may_repeat) {
         size_t from_header = std::min<size_t>(written, parts[0].iov_len);
         s->unanswered.append(static_cast<char *>(parts[0].iov_base), from_header);
         s->unanswered.append(static_cast<char *>(parts[1].iov_base), written - from_header);
@@ -121,7 +119,7 @@ ssize_t Connections::write(Peer &p, Stream *s) {
     return written;
 }
 
-// Write as much as the system accepts to all streams in turn, but little more than `budget` bytes.
+// Write as much as the system accepts to all streams in turn, up to about `budget` bytes.
 void Connections::pump(Peer &p, size_t budget) {
     size_t taken = 0, idle = 0, count = p.streams.size();
     while (idle < count && !p.broken) {
@@ -131,16 +129,16 @@ void Connections::pump(Peer &p, size_t budget) {
             continue;
         }
         ssize_t written = write(p, s);
-        if (written < 0 && (errno == ECONNRESET || errno == EPIPE) && waits_for_greeting(s)) {
+        if (written < 0 && (errno == ECONNRESET || errno == EPIPE) && s->waits_for_greeting()) {
             s->full = true; // the thread notices this when reading, and connects again
             idle++;
         } else if (written < 0 && errno != EAGAIN && errno != EINTR) { // the thread reads the rest, then the reason
-            shutdown(s->fd, SHUT_RDWR); // also if the message's memory could not be read
+            shutdown(s->fd, SHUT_RDWR);
             p.broken = true;
             p.queue.clear();
         } else if (written <= 0 || s->message || (taken += written) > budget) {
             s->full = true;
-            set_events(s, !waits_for_greeting(s) || s->unanswered.size() < WINDOW);
+            set_events(s, !s->waits_for_greeting() || s->unanswered.size() < WINDOW);
             taken = 0;
             idle++;
         } else {

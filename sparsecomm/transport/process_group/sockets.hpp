@@ -27,7 +27,7 @@ inline std::string error_text(int error) { return std::generic_category().messag
 
 [[noreturn]] inline void throw_errno(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// All sockets of the process. A forked process closes its copies. `mutex` is held during a fork, and while opening one.
+// All open files of this module. A forked process closes its copies. `mutex` is held while forking or opening a file.
 struct Files {
     std::mutex mutex;
     std::set<int> open;
@@ -90,7 +90,7 @@ inline bool get_tcp_info(int fd, tcp_info *info) {
     return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
 }
 
-// Return the bytes that the other end has not acknowledged, of a connection that is shut down for writing.
+// Return the number of unacknowledged bytes on a connection that was shut down for writing.
 inline int unacknowledged(int fd) {
     constexpr int FIN_WAIT1 = 4, LAST_ACK = 9, CLOSING = 11; // states of TCP, as numbered by Linux
     tcp_info info;

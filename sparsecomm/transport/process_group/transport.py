@@ -1,8 +1,7 @@
 """`ProcessGroupTransport`: the transport over a process group of `torch.distributed`, without MPI.
 
-It has its own TCP connections between the ranks of the group, whatever the backend of the group. `connections.hpp`
-moves the messages and has a queue of completions, for which calls wait. `GOODBYE` is the last message of a rank that
-closes its connections in order.
+It uses its own TCP connections between the ranks, whatever the backend of the group. `connections.hpp` moves messages
+and queues completions, for which calls wait. A rank that closes its connections in order sends `GOODBYE` last.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 _PING = 0.25  # seconds until the first ping of a peer; the interval doubles after each ping
 _CHECK = 1.0  # maximum seconds between checks of signals during a wait
 _CLOSE_TIMEOUT = 1.0  # seconds that closing waits for a peer that receives nothing
-_CHAINED = 2**20  # bytes from which a broadcast goes from rank to rank, and bytes of its pieces
+_CHAINED = 2**20  # bytes above which a broadcast goes from rank to rank, and bytes of its pieces
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -63,7 +62,6 @@ class ProcessGroupTransport(FailureDetector):
     ``rank`` is the rank within the group. Any thread may make a call, but only one at a time.
     """
 
-    device_memory = False  # entries of a GPU are copied to host memory and back
     threaded = True
     library = "TCP"
 
@@ -118,7 +116,7 @@ class ProcessGroupTransport(FailureDetector):
             request.done = True
             return request
         sent = self._connections.send(to, self.number, data, request)
-        if sent is None:  # the connection is lost: wait for the completion that says why
+        if sent is None:  # the connection is lost: wait for the completion with the reason
             self._wait(to, lambda: False)
         elif sent:
             request.done = True
@@ -136,7 +134,7 @@ class ProcessGroupTransport(FailureDetector):
 
     @deferred
     def broadcast(self, data: Bytes, root: int) -> None:
-        """Broadcast as `Transport`. Long data goes from rank to rank in pieces, so that each rank sends it once."""
+        """Broadcast as `Transport`. Long data goes from rank to rank in pieces: each rank sends it once."""
         if len(data) * (self.size - 1) <= _CHAINED:
             super().broadcast(data, root)
             return
@@ -151,7 +149,7 @@ class ProcessGroupTransport(FailureDetector):
             request.wait()
 
     def broadcast_tensor(self, data: torch.Tensor, root: int) -> None:
-        """Broadcast a contiguous tensor of any dtype and device, in place. It raises as `broadcast` does.
+        """Broadcast a contiguous tensor of any dtype and device, in place. Raises the errors of `broadcast`.
 
         A tensor on a GPU uses the group's own backend if it has one for this device, else host memory.
         """
@@ -215,7 +213,7 @@ class ProcessGroupTransport(FailureDetector):
             raise lost
 
     def _handle_pending(self) -> None:
-        """Handle the completions that are in the queue now, but none added meanwhile, which could be endless."""
+        """Handle the completions that are in the queue now, but not those added meanwhile."""
         for _ in range(self._connections.pending):
             self._handle_next(0.0)
 
@@ -255,8 +253,7 @@ class ProcessGroupTransport(FailureDetector):
 
     def _close(self) -> None:
         """Say goodbye and close the connections, when the group is gone or the interpreter exits."""
-        # If this rank left its latest call because of another rank, it forwards the reason: others may read this rank's
-        # goodbye before the other rank's report.
+        # Forward the report that made this rank leave its latest call: others may still wait for it after the goodbye.
         if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
             if (reason := self._received_reason) is not None and reason.number == self.number:

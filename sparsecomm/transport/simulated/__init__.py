@@ -1,9 +1,9 @@
 """Many ranks in one process, in virtual time: `run` makes them. Each rank is a greenlet, so no MPI is needed.
 
 A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
-Alexandrov et al., "LogGP", SPAA 1995). Each rank sends one message at a time and receives one at a time, in the order
-in which it asks for them: ``gap + beta * B`` seconds lie between the beginnings of two. The sender may reuse the bytes
-that long after the beginning. With ``alpha=1`` and no other costs, the seconds of a call are the number of its trips.
+Alexandrov et al., "LogGP", SPAA 1995). Sending occupies a rank's sender, and receiving its receiver, for ``gap + beta *
+B`` seconds per message, in the order of the rank's calls; then the next one begins, and the sent bytes may be reused.
+With ``alpha=1`` and no other costs, the seconds of a call are the number of its trips.
 
 Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at the costs ``node_alpha``,
 ``node_beta`` and ``node_gap``. Messages between nodes use the node's two links, one out and one in, which all its ranks
@@ -12,8 +12,8 @@ the receiver's node.
 
 A link is granted in the order of the virtual times of the requests; at equal times, to the lowest rank that can run.
 The link out is requested when a send starts, the link in when the message has begun to leave and the receiver waits for
-it. A request gets the earliest time from which the link is free for long enough, which may lie before the request if
-the message was in flight by then. All times depend on the programs alone, so every run gives the same ones.
+it. A message takes the earliest interval that is free and long enough, from the time when it reaches the link, even if
+that is before the request. All times depend on the programs alone, so every run has the same times.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SharedLink:
         self._ends: list[float] = []
 
     def take(self, earliest: float, seconds: float) -> float:
-        """Occupy the link for ``seconds``, as early as possible from ``earliest`` on; return the delay."""
+        """Occupy the link for ``seconds``, as early as possible from ``earliest`` on; return the time of waiting."""
         if not seconds:
             return 0.0
         begin, i = earliest, bisect_right(self._ends, earliest)
@@ -63,7 +63,7 @@ class Network:
         self._in = {node: SharedLink() for node in shared}
 
     def path(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None, SharedLink | None]:
-        """Return the cost of a message, and the shared links out of one node and into the other; None: none needed."""
+        """Return the cost of a message, and the shared links out of its node and into the other; None: not shared."""
         source, target = self.node_of_rank[sender], self.node_of_rank[receiver]
         if source == target:
             return self.inside, None, None
@@ -129,7 +129,7 @@ class _Message:
 
 @dataclass(eq=False)
 class _SendRequest(Request):
-    """A request that raises if the sender reuses the bytes too early, which over MPI would sometimes send garbage."""
+    """A request that raises if the sender has changed the bytes too early, which corrupts messages over MPI."""
 
     sender: SimulatedTransport
     to: int
@@ -155,15 +155,15 @@ class World:
     """The state that simulated ranks share."""
 
     def __init__(self, network: Network, scheduler: Scheduler, weigh: Callable[[Bytes], int]) -> None:
-        """Make one transport per rank of ``network``. ``weigh`` returns the size that a message stands for."""
+        """Make one transport per rank of ``network``. ``weigh`` returns the size of a message."""
         self.network, self.scheduler, self.weigh = network, scheduler, weigh
         num_nodes = len(set(network.node_of_rank))
         self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
     def break_deadlock(self) -> None:
-        """Raise on at least one rank what it would raise over MPI, because all ranks wait.
+        """All ranks wait: make at least one of them raise the error that it would raise over MPI.
 
-        Ranks that wait in `realign` continue to wait as long as another rank has a reason to raise.
+        Ranks that wait in `realign` continue to wait if another rank raises.
         """
         stuck = [(t, t._source) for t in self.ranks if t._source is not None]
         if [t for t, _ in stuck if t._wake_if_raises(t._check_leavers)]:
@@ -200,7 +200,7 @@ class SimulatedTransport(FailureDetector):
         self._control_arrived = 0.0  # when the latest control message had arrived
         self._pending: list[_SendRequest] = []
         self._inbox: dict[tuple[int, int], deque[_Message]] = {}  # (source, call) -> messages
-        self._source: int | None = None  # the rank whose message this rank waits for
+        self._source: int | None = None  # the rank for whose message this rank waits
         self._error: SparseCommError | None = None  # to be raised by the wait
         self._listening = False  # waits for control messages
 
