@@ -252,11 +252,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     lengths.plot([chosen.H], [100 * chosen.predicted.utilisation], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
-<<<<<<< HEAD
     rates.set_xlabel("rate of a site's link, bits per second")
-=======
-    rates.set_xlabel("rate of a site's link")
->>>>>>> 28f3488b9d8fc0de95473be6329171b98881d737
     rates.set_ylabel("utilisation: compute time / wall time, %")
     lengths.set_xscale("log", base=2)
     lengths.set_xticks(every, [number_text(each) for each in every])
