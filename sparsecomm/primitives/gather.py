@@ -1,7 +1,7 @@
-"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, from ``round_no`` on.
+"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, beginning with ``round_no``.
 
-If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward what they have received,
-in log2 P steps. `Costs.at_once` decides, with the same result on all ranks.
+If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward received messages in
+log2 P steps. `Costs.at_once` decides, equally on all ranks.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def exchange_with_all(
     or_none: bool = False,
     ranges: Sequence[Range] | None = None,
 ) -> list[Parcel]:
-    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank: in one trip.
+    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank, in one trip.
 
-    The arguments are those of `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors'
-    indices.
+    Arguments are as in `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors' indices.
     """
     senders = range(comm.size if num_senders is None else num_senders)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -92,7 +91,7 @@ def _bruck(
     *,
     ranges: Sequence[Range] | None = None,
 ) -> list[Parcel]:
-    """Return what `exchange_with_all` does, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
+    """Return the same as `exchange_with_all`, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
     All parcels must have the same numbers of vectors and words.
 
@@ -143,12 +142,12 @@ def _constant(ranges: Sequence[Range], source: int, words: Sequence[int]) -> Seq
 def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:
     """Return the predicted seconds of `gather` for ``entries`` in all, an equal part from each sender.
 
-    If not all ranks are senders, some ranks have everything early and send it more than once.
+    If not all ranks are senders, some ranks have all entries before the last step and send them more than once.
     """
     P = problem.P
     num_senders = P if num_senders is None else num_senders
     if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
-        sent = (P - 1) / num_senders  # times all entries, by a sender; other ranks receive all entries
+        sent = (P - 1) / num_senders  # fraction of all entries that a sender sends; other ranks receive all
         nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
         return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
     repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)
