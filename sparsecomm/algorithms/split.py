@@ -41,7 +41,7 @@ from typing import NamedTuple
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.backends.keys import keys_of, largest_keys, max_key, scaled_key
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel, Range
+from sparsecomm.primitives.communicator import Communicator, Parcel
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.primitives.ranges import (
@@ -105,25 +105,11 @@ class Winners(NamedTuple):
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
     """Return the exact top-(ratio * k) of the sum of all ranks' top-k."""
-    own, kept = gradient.topk(k), ratio * k
+    entries, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
-        return own
-    pieces, levels = scatter(comm, gradient, own, k, max(1, own.nnz // 2))
-    return _top_sums(comm, gradient, pieces, levels, kept, ranges_of(comm, k))
-
-
-def _top_sums(
-    comm: Communicator,
-    gradient: Contribution,
-    pieces: list[SparseVector],
-    levels: list[int],
-    kept: int,
-    ranges: list[Range],
-) -> SparseVector:
-    """Return the first ``kept`` sums of all owners in one trip, or in two if there are no valid bounds.
-
-    ``pieces`` and ``levels`` are the results of `scatter`.
-    """
+        return entries
+    pieces, levels = scatter(comm, gradient, entries, k, max(1, entries.nnz // 2))
+    ranges = ranges_of(comm, k)
     owners = len(ranges)
     sums, counts = comm.sums(pieces)
     load = sum(piece.nnz for piece in pieces)

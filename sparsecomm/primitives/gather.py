@@ -7,7 +7,6 @@ log2 P steps. `Costs.at_once` decides, equally on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
@@ -107,24 +106,24 @@ def _bruck(
     def senders(first: int, length: int) -> list[int]:
         return [sender % size for sender in range(first, first + length) if sender % size < num_senders]
 
-    held = dict.fromkeys(senders(rank, 1), own)
+    held, expected = dict.fromkeys(senders(rank, 1), own), list[int]()
+
+    def expected_ranges(source: int, words: Sequence[int]) -> list[Range] | None:
+        return None if ranges is None else [ranges[sender] for sender in expected for _ in range(num_vectors)]
+
     for step in range(log2_ceil(size)):
         distance = 1 << step
         length = min(distance, size - distance)
         sent, expected = [held[sender] for sender in senders(rank, length)], senders(rank + distance, length)
         parcel = [v for vectors, _ in sent for v in vectors], [word for _, words in sent for word in words]
         dst, src = (rank - distance) % size, (rank + distance) % size
-        ranges_of = None
-        if ranges is not None:
-            within = [ranges[sender] for sender in expected for _ in range(num_vectors)]
-            ranges_of = partial(_constant, within)
         vectors, words = comm.exchange_parcels(
             {dst: parcel},
             (src,),
             num_vectors * len(expected),
             round_no + step,
             count * len(expected),
-            ranges_of=ranges_of,
+            ranges_of=expected_ranges,
         )[src]
         comm.checked_words(src, words, num_words * len(expected))
         for i, sender in enumerate(expected):
@@ -133,10 +132,6 @@ def _bruck(
                 words[i * num_words : (i + 1) * num_words],
             )
     return [held[sender] for sender in range(num_senders)]
-
-
-def _constant(ranges: Sequence[Range], source: int, words: Sequence[int]) -> Sequence[Range]:
-    return ranges
 
 
 def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:

@@ -103,9 +103,10 @@ def scatter(
             words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
             own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
             expected_ranges = partial(_ranges_if_equal, own_range, words[0])
+            pieces = [own.part(*ends) for ends in pairwise(comm.backend.searchsorted(own, ranges.boundaries))]
             parcels = {
                 rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
-                for rank, piece in enumerate(_pieces(comm, own, ranges.boundaries))
+                for rank, piece in enumerate(pieces)
             }
         found = comm.exchange_parcels(
             parcels, others, 1, round_no, 2 * k // owners, or_none=True, ranges_of=expected_ranges
@@ -159,10 +160,6 @@ def scatter_time(problem: Problem, costs: Costs) -> float:
 def _ranges_if_equal(own: Range, mark: int, source: int, words: Sequence[int]) -> Sequence[Range] | None:
     """Return this rank's range if another rank has the same ranges, that is, if its first word is ``mark``."""
     return [own] if words and words[0] == mark else None
-
-
-def _pieces(comm: Communicator, own: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-    return [own.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(own, boundaries))]
 
 
 def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
