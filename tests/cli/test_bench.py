@@ -328,6 +328,7 @@ ON_CUDA = ["-m", "tests.emulator.cli"]
 
 @needs_mpirun
 @pytest.mark.mpi
+@pytest.mark.exhaustive
 def test_vectors_of_a_device() -> None:
     ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-e", "64Ki", "-n", "1", "-c", "--breakdown", ranks=2)
     assert ran.returncode == 0, ran.stderr

@@ -179,7 +179,7 @@ def driven(sources: Path, *drivers: Callable[[Path, int], None]) -> subprocess.C
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=one_in(6, i)) for i, fault in enumerate(FAULTS)]
+    "fault", [pytest.param(fault, id=fault.name, marks=one_in(12, i)) for i, fault in enumerate(FAULTS)]
 )
 def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     try:
@@ -190,6 +190,7 @@ def test_a_planted_fault_is_seen(fault: Fault, tmp_path: Path) -> None:
     assert done.returncode == CAUGHT or done.returncode < 0, (done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.exhaustive  # tests/backends and tests/algorithms make the same checks
 def test_the_shipped_kernels_pass(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     done = driven(tmp_path / "kernels", *DRIVERS)

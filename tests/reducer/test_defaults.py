@@ -44,7 +44,7 @@ def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
         assert "density: Schedule = DENSITY" in text
     said = f"density {DENSITY.density} after {DENSITY.dense_steps} dense steps, "
     said += f'`algorithm="{ALGORITHM}"` and `wire="{WIRE}"`'
-    assert said in " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    assert said in " ".join((ROOT / "docs" / "guides" / "choosing.md").read_text().split())
 
 
 def gradients(dtype: str, rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:

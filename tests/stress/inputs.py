@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import math
 import tempfile
 import warnings
@@ -211,22 +212,19 @@ def take_capsule(rng: np.random.Generator) -> None:
 
 
 def call_with_odd_arguments(rng: np.random.Generator) -> None:
-    def allreduce(transport: Any, **given: Any) -> None:
-        sc.sparse_allreduce(**{"x": odd.X, "k": 3, "comm": transport, **given})
+    def allreduce(**given: Any) -> None:
+        sc.sparse_allreduce(**{"x": odd.X, "k": 3, **given})
 
-    calls = (
-        (odd.arguments(sc.sparse_allreduce), allreduce),
-        (odd.arguments(sc.Reducer), odd.reducer),
-        (odd.arguments(sc.LocalSteps), odd.local_steps),
-    )
-    names, call = calls[rng.integers(len(calls))]
+    calls = (sc.sparse_allreduce, allreduce), (sc.Reducer, odd.reducer), (sc.LocalSteps, odd.local_steps)
+    function, call = calls[rng.integers(len(calls))]
+    names = [name for name in inspect.signature(function).parameters if name != "comm"]
     values = [value for value in odd.VALUES.values() if not callable(value)]  # a function may raise what it likes
     given = {names[rng.integers(len(names))]: values[rng.integers(len(values))] for _ in range(rng.integers(1, 4))}
 
     def program(transport: simulated.SimulatedTransport) -> None:
         before = transport.number
         try:
-            call(transport, **given)
+            call(comm=transport, **given)
         except sc.InvalidInputError:
             assert transport.number == before, f"{list(given)}: a call began"
             raise
