@@ -1,7 +1,7 @@
 """Sources of the C++ (`cpu`) and CUDA (`cuda`) kernels, which know neither Python nor MPI.
 
-The C++ kernels are compiled into `sparsecomm.backends._cpu` when the library is built. The CUDA kernels are compiled when
-they are first used, so packages contain their sources.
+The C++ kernels are compiled into `sparsecomm.backends._cpu` when the library is built. The CUDA kernels are compiled
+when they are first used, so packages contain their sources.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
     if _shares_links(size, num_nodes):
         _along_ring(comm, segments)
-    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_less_than_a_trip(sent):
+    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
         _in_one_trip(comm, total, segments)
     elif size > 1:
         _at_once(comm, segments)
@@ -105,7 +105,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
-    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.are_less_than_a_trip(sent):
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.is_latency_bound(sent):
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)

@@ -117,7 +117,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     if bounds is not None:
         low, high = (scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
-    elif comm.shows_sums and comm.is_less_than_a_trip((comm.size - 1) * kept):
+    elif comm.shows_sums and comm.is_latency_bound((comm.size - 1) * kept):
         # Not with rounded values, because the costs of links would then decide which values are rounded.
         bounds = Bounds(0, max_key(sums) + 1, comm.number, levels)
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2

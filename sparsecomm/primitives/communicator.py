@@ -143,9 +143,9 @@ class Communicator:
         """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.at_once`."""
         return self._costs.at_once(self.size, len(set(self.node_of_rank)))
 
-    def is_less_than_a_trip(self, entries: int) -> bool:
+    def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
-        return self._costs.are_less_than_a_trip(entries)
+        return self._costs.is_latency_bound(entries)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Costs:
     add: float = 0.0
     call: float = 0.0
 
-    def are_less_than_a_trip(self, entries: int) -> bool:
+    def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries, 12 each with their keys, take less time than the latency."""
         return 12 * entries * self.link.beta < self.link.alpha
 
