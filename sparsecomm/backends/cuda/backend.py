@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsecomm.backends import default_float_mode
 from sparsecomm.backends.base import Backend
-from sparsecomm.backends.cuda.context import Argument, Arguments, CountedVector, Operand, ceil_div, dtype_of
+from sparsecomm.backends.cuda.context import Arguments, CountedVector, Operand, ceil_div, dtype_of
 from sparsecomm.backends.cuda.memory import DeviceMemory, StagedMemory
 from sparsecomm.backends.cuda.modules import dense_definitions
 from sparsecomm.backends.cuda.packing import Packing
@@ -58,7 +58,7 @@ class CudaBackend(Selection, Packing):
     scale = default_float_mode(Backend.scale)
 
     def scatter_add(self, dense_tensor: Tensor, entries: SparseVector) -> None:
-        self._scatter("scatter_add", dense_tensor, entries)
+        self._scatter("scatter_add", dense_tensor, entries, {})
 
     def scatter_add_where(
         self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
@@ -66,9 +66,9 @@ class CudaBackend(Selection, Packing):
         other = Operand.of(others)
         more: Arguments = {"others": other.indices, "other_host_count": other.host_count}
         more |= {"other_device_count": other.device_count, "present": present}
-        self._scatter("scatter_add_where", dense_tensor, entries, **more)
+        self._scatter("scatter_add_where", dense_tensor, entries, more)
 
-    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, **more: Argument) -> None:
+    def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, more: Arguments) -> None:
         added, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
         self._elementwise(kernel, added.max_count, types, {"dense": dense, **added.arguments(), **more})
 
