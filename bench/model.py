@@ -216,12 +216,12 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
             times.plot(*zip(*line, strict=True), **{**look, "linestyle": ":", "marker": ""})
         handles.append(Line2D([], [], **look, label=name))
     if not all(row["simulated"] for row in rows):
-        handles.append(Line2D([], [], color="black", linestyle=":", label="by the formula"))
+        handles.append(Line2D([], [], color="black", linestyle=":", label="formula, not simulated"))
 
     for axes, text, label in (
-        (times, time_text, "time of a step, last rank"),
-        (amounts, bytes_text, "bytes that the busiest rank sends or receives"),
-        (counts, number_text, "messages that the busiest rank sends or receives"),
+        (times, time_text, "time of a step, slowest rank"),
+        (amounts, bytes_text, "bytes sent or received by the busiest rank"),
+        (counts, number_text, "messages sent or received by the busiest rank"),
     ):
         size_axis(axes, sorted({float(row["ranks"]) for row in rows}), number_text)
         log_axis(axes.yaxis, text)
@@ -233,7 +233,7 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
     network = (
         f"{rate_text(8 / link['beta']) if link['beta'] else 'any rate'} and {time_text(link['alpha'])} between nodes"
     )
-    figure.suptitle(f"simulated: n={header['n']:,}, k={header['k']:,}, {network}")
+    figure.suptitle(f"{header['n']:,} elements, {header['k']:,} entries per rank; simulated links: {network}")
     return figure
 
 

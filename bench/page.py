@@ -113,7 +113,6 @@ def read(paths: Iterable[Path]) -> list[Result]:
 
 _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#bbbbbb"
 _PART_HATCHES = "", "//", "", "\\\\", "..", "xx", ""
-_PAPER_STYLES = {"dense": "dense", "topk": "allgather", "gtopk": "tree", "ours": "butterfly"}  # algorithm by method
 
 
 def _legend(figure: Any, all_axes: Sequence[Any]) -> None:
@@ -188,7 +187,7 @@ def throughput(result: Result) -> Any:
     names = [name for name in MODELS if any(row["model"] == name for row in result.rows)]
     figure, all_axes = panels(len(names), 3.5, 3.2)
     for axes, name in zip(all_axes, names, strict=True):
-        for method, algorithm in _PAPER_STYLES.items():
+        for method, algorithm in tables.STYLES.items():
             rows = [row for row in result.rows if (row["model"], row["method"]) == (name, method)]
             points = sorted((row["P"], MODELS[name].batch / tables.step_seconds(row)) for row in rows)
             look, label = style(algorithm), tables.NAMES[method]

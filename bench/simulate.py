@@ -236,7 +236,7 @@ class _Gradient:
             found.append(SparseVector.trusted(indices, values, n, self.shape))
         return found
 
-    def first_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
+    def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
         sums = self.backend.sum_in_pairs([*received, *self.topk_of_ranges([(begin, end, k)])])
         return self.backend.merge_topk(sums, sums.part(0, 0), k)[0]
 

@@ -1,4 +1,4 @@
-"""What the documentation site adds to the pages in docs/, of which alone it is made.
+"""Hooks of mkdocs: the changes that the documentation site makes to the pages in docs/.
 
 - A page shows a plot by its place in the checkout, ``../../bench/results/x.png``. The site has a copy of it in
   ``results/``. Other files outside docs/ are linked to in the repository.

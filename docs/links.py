@@ -1,6 +1,6 @@
 """Make links to files of the checkout absolute, for the site and for the description of a release.
 
-Pages link by relative paths, which work wherever the repository is read. Its address stands in pyproject.toml alone.
+Pages link by relative paths, which work wherever the repository is read. Only pyproject.toml contains its address.
 """
 
 from __future__ import annotations

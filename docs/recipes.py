@@ -4,7 +4,7 @@
     python docs/recipes.py wire REV          ... a wire format
     python docs/recipes.py device REV        ... a device
 
-Tests and documentation of the addition do not count, nor do tables that `docs/tables.py` writes.
+Tests and documentation of the addition do not count. Tables that `docs/tables.py` writes do not count either.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python docs/tables.py            say which pages are out of date
     python docs/tables.py --write    bring them up to date
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end table -->``.
+Tables are between ``<!-- table: NAME -->`` and ``<!-- end table -->``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTAL
 
 HIERARCHICAL = "hierarchical"
 _LSTM = 196_743  # weights of the LSTM of bench/experiments/convergence
-N, K = 25_600_000, 25_600  # what bytes per entry are given for
+N, K = 25_600_000, 25_600  # for bytes per entry
 
 
 def algorithms() -> list[list[str]]:
@@ -47,9 +47,14 @@ def algorithms() -> list[list[str]]:
         names = f'`"{name}"`' + (f', `"{name}:X"`' if name == HIERARCHICAL else "")
         rows.append([names, algorithm.summary, algorithm.cost, algorithm.result])
     candidates = [name for name, algorithm in ALGORITHMS.items() if algorithm.automatic]
-    least = f"the least of {', '.join(candidates)} and, on nodes of several ranks, hierarchical"
+    chosen = f"the lowest of {', '.join(candidates)} and, on nodes with several ranks, hierarchical"
     rows.append(
-        ['`"auto"` (default)', "takes the one with the least predicted time", least, "that of the one it takes"]
+        [
+            '`"auto"` (default)',
+            "selects the algorithm with the lowest predicted time",
+            chosen,
+            "the result of that algorithm",
+        ]
     )
     return rows
 
@@ -65,17 +70,17 @@ def wires() -> list[list[str]]:
         [
             '`"auto"` (default)',
             "",
-            "plain or packed, whichever costs less; in a training with the default algorithm, `packed_int2`",
+            "`plain` or `packed`, whichever costs less; `packed_int2` in training with the default algorithm",
         ]
     )
     return rows
 
 
 def contributors() -> list[list[str]]:
-    """Return the rows of the table of what algorithms know of contributors."""
+    """Return the rows of the table of algorithms that count contributors."""
     rows = [["`algorithm=`", '`op="mean_of_contributors"`']]
     rows += [[f'`"{name}"`', _knows(algorithm.contributors_unknown)] for name, algorithm in ALGORITHMS.items()]
-    return [*rows, ['`"auto"` (default)', "takes one of those that can"]]
+    return [*rows, ['`"auto"` (default)', "selects a supporting algorithm"]]
 
 
 def facts(name: str) -> list[list[str]]:
@@ -88,7 +93,7 @@ def facts(name: str) -> list[list[str]]:
         ["Cost per rank", algorithm.cost],
         [
             'Candidate of `"auto"`',
-            "yes" if algorithm.automatic else "on nodes of several ranks" if name == HIERARCHICAL else "no",
+            "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no",
         ],
         ['`op="mean_of_contributors"`', _knows(algorithm.contributors_unknown)],
         ["Between nodes", between],
@@ -112,7 +117,7 @@ def dense_is_shorter() -> list[list[str]]:
 
 
 def taken(gigabits: float, per_node: int) -> list[list[str]]:
-    """Return the rows of the table of what "auto" takes, on links of that rate between nodes of so many ranks."""
+    """Return the rows of the table of choices of "auto", by the links' rate and the ranks per node."""
     link = profile.DEFAULT.link
     link = Link(link.alpha / gigabits, link.beta / gigabits, link.gap / gigabits)
     costs = dataclasses.replace(profile.DEFAULT, link=link)
@@ -140,7 +145,7 @@ def literals() -> list[list[str]]:
 
 
 def reducer_options() -> list[list[str]]:
-    """Return the rows of the table of options that are handed on to a reducer, and of their defaults."""
+    """Return the rows of the table of options that are passed on to a reducer, with their defaults."""
     rows = [["option", "type", "default", "default for local steps"]]
     locally = inspect.signature(LocalSteps).parameters
     for name, parameter in inspect.signature(Reducer).parameters.items():
@@ -175,7 +180,7 @@ def measured(file: str, name: str) -> list[list[str]]:
 
 
 def measured_later(file: str, name: str) -> list[list[str]] | str:
-    """Return the same, or nothing where it has not been measured yet."""
+    """Return the same, or nothing if there are no results yet."""
     pages = json.loads((RESULTS / f"{file}.json").read_text())["pages"] if (RESULTS / f"{file}.json").exists() else {}
     return pages.get(name, "")
 
@@ -251,7 +256,10 @@ def _adamw_rows(*, betas: bool) -> list[list[str]]:
         order = (model, beta2, way != "dense", -outcome["bytes"], P) if betas else (np.mean(losses),)
         rows.append((order, [*first, *row]))
     head = ["model", "beta2", "P"] * betas + ["way", "settings", "rate", "nats", "above dense"]
-    return [[*head, "bytes per weight", "ring / it"], *(row for _, row in sorted(rows, key=lambda each: each[0]))]
+    return [
+        [*head, "bytes per weight", "dense ring / this"],
+        *(row for _, row in sorted(rows, key=lambda each: each[0])),
+    ]
 
 
 def gpt2() -> list[list[str]]:
@@ -263,7 +271,7 @@ def gpt2() -> list[list[str]]:
         settings = f"density={setting['density']}, wire={setting['wire']}" if way == "sparse" else ""
         key = setting["steps"], setting["beta2"], settings
         groups.setdefault(key, {}).setdefault(setting["rate"], {})[setting["seed"]] = outcome
-    rows = [["steps", "beta2", "settings", "rate", "seeds", "held out", "training", "above dense", "ring / it"]]
+    rows = [["steps", "beta2", "settings", "rate", "seeds", "held out", "training", "above dense", "dense ring / this"]]
     for (steps, beta2, settings), by_rate in sorted(groups.items()):
         for rate, found in sorted(by_rate.items()):
             theirs = groups[steps, beta2, ""].get(rate, {})
@@ -315,11 +323,11 @@ def few_bits() -> list[list[str]]:
         rows.append((P, each, [*row, number_text(each / 1e3), number_text(each * 900 / 1e6)]))
     head = ["P", "gradients", "density", "values", "warm-up", "momentum", "nats", "above dense"]
     rows.sort(key=lambda row: row[:2])
-    return [[*head, "kB per step", "MB in all"], *(row for *_, row in rows)]
+    return [[*head, "kB per step", "MB in total"], *(row for *_, row in rows)]
 
 
 def torch_versions() -> list[list[str]]:
-    """Return the rows of the table of versions of PyTorch, as packaging/other_torch.py has run them."""
+    """Return the rows of the table of PyTorch versions that packaging/other_torch.py tested."""
     runs = json.loads((RESULTS / "torch-versions.json").read_text())
     rows = [["PyTorch", "Python", "tests passed", "left out", "date"]]
     for version, run in runs.items():
@@ -362,7 +370,7 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
 
 
 def updated(text: str) -> str:
-    """Return a page with its tables as the code has them."""
+    """Return a page with its tables up to date."""
 
     def table(match: re.Match[str]) -> str:
         made = TABLES[match[2]]()

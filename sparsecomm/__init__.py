@@ -52,7 +52,7 @@ _ON_FIRST_USE = ("jax", "torch", "typing")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `sparsecomm.torch` or `sparsecomm.jax` on first use, since importing a framework takes seconds."""
+    """Import a submodule on first use, since importing PyTorch or JAX takes seconds."""
     if name in _ON_FIRST_USE:
         return import_module(f"sparsecomm.{name}")
     raise AttributeError(f"module 'sparsecomm' has no attribute {name!r}")

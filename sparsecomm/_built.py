@@ -1,6 +1,6 @@
 """Refuse a checkout whose compiled modules are missing or out of date, and say how to build them.
 
-`sparsecomm` imports this module first. In a checkout, Python finds the folder of sources before an installed package.
+`sparsecomm` imports this module first. Started in a checkout, Python imports its sources, not an installed package.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _check_current() -> None:
     """Refuse compiled modules that are older than their sources. `setup.py` records the sources that it compiled."""
     record = _CHECKOUT / "build" / "sources.json"
     try:
-        compiled, when = json.loads(record.read_text()), record.stat().st_mtime
+        compiled, compiled_at = json.loads(record.read_text()), record.stat().st_mtime
     except (OSError, ValueError):
-        return  # an installed package, or a checkout that something else has built
+        return  # another tool has built the checkout
     for name, checksum in compiled.items():
         source = _CHECKOUT / name
-        newer = source.exists() and source.stat().st_mtime > when
+        newer = source.exists() and source.stat().st_mtime > compiled_at
         if newer and hashlib.sha256(source.read_bytes()).hexdigest() != checksum:
             raise ImportError(f"{source} has changed since it was compiled. Run `{_BUILD}` in {_CHECKOUT}.")
     for file in _PACKAGE.rglob("*.so"):

@@ -36,8 +36,8 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
         x: float16, bfloat16, float32 or float64, any shape, contiguous; anything with ``__dlpack__``. Not modified.
         k: an int from 1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0``
             is all entries.
-        residual: x's shape, in x's type or float32 beside a 16-bit x. The entries are selected from ``residual + x``,
-            and the residual becomes ``residual + x`` without them, in place: error feedback (Stich et al., 2018).
+        residual: of x's shape and type, or float32 if x has 16-bit elements; updated in place. The entries are selected
+            from ``residual + x``, and the rest is the new residual: error feedback (Stich et al., 2018).
         chunk: select k of each ``chunk`` elements of the flat x. ``k`` is then an int from 1 to ``chunk``, or the
             density in a chunk. The last chunk may be shorter: k of it are selected, or all.
 
@@ -155,10 +155,10 @@ def explain(
 def realign(comm: Comm = None) -> None:
     """Let ranks whose calls are out of step continue together. Collective over the communicator.
 
-    A rank that is interrupted before its call begins, and continues, is one call behind the other ranks, and calls
-    raise `CollectiveMismatchError`. Here all ranks continue from the largest call number. Call it when the ranks have
-    agreed to continue after an error; it does no harm if they are in step. Calls submitted to the background earlier
-    are made first.
+    If one rank is interrupted before a call begins, and continues without making it, it is one call behind the other
+    ranks. All later calls then raise `CollectiveMismatchError`. This function sets all ranks to the largest call
+    number. Call it when the ranks have agreed to continue after an error; it does no harm if they are in step. Earlier
+    calls of `isparse_allreduce` are completed first.
 
     Raises:
         InvalidInputError: the communicator cannot be used.
@@ -186,9 +186,9 @@ class LastCall:
 
 
 def last_call(comm: Comm = None) -> LastCall:
-    """Return whether the latest call of this rank succeeded. Nothing is sent or awaited.
+    """Return the number of this rank's latest call and whether it succeeded. Not collective.
 
-    An exception of a signal handler, such as `KeyboardInterrupt`, may come before, during or after a call. Compare the
+    A signal handler may raise an exception, such as `KeyboardInterrupt`, before, during or after a call. Compare the
     call numbers: if they are equal, the call has not begun and nothing has changed.
 
         before = sc.last_call(comm).number
@@ -198,7 +198,7 @@ def last_call(comm: Comm = None) -> LastCall:
             last = sc.last_call(comm)
             x_is_kept = last.number > before and not last.counts
 
-    Calls of all kinds are counted, including calls in the background, when they are made, and calls of a `Reducer`.
+    Calls of `isparse_allreduce` and of a `Reducer` count, too, from the moment when they begin.
 
     Raises:
         InvalidInputError: ``comm`` is not a communicator, or cannot be used.

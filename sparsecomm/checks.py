@@ -60,8 +60,6 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
 
 def to_bool(name: str, value: object) -> bool:
     """Return the truth value of an argument; raise `InvalidInputError` if it has none."""
-    if value is True or value is False:
-        return value
     try:
         return bool(value)
     except FAULTS as error:
@@ -76,10 +74,14 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
 
 
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
-    """Replace ``**options`` in the signature of a function by its options, for `help`, notebooks and documentation.
+    """Return a decorator that lists keyword arguments in the signature of a function with ``**options``.
 
-    ``options`` is their TypedDict. Annotations and defaults are those of the parameters of ``declared``, except
-    ``defaults``. Type checkers know the options from ``**options: Unpack[...]``.
+    `help`, notebooks and the documentation show this signature. Type checkers use ``**options: Unpack[...]`` instead.
+
+    Args:
+        options: the TypedDict of the options.
+        declared: a function whose parameters have the annotations and defaults.
+        defaults: defaults that differ.
     """
     parameters = inspect.signature(declared).parameters
     keywords = [

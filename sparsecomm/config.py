@@ -1,7 +1,7 @@
-"""Settings from environment variables, read when they are used: a program may set them before its first call.
+"""Settings from environment variables. Each function reads its variable when it is called.
 
-Each function raises `InvalidInputError` if its variable cannot be used. `Transport.settings` lists the variables that
-calls read, and tells whether one has changed.
+A function raises `InvalidInputError` if its variable is invalid. `Transport.settings` lists the variables that calls
+depend on.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _share_of_cores() -> int:
 
 
 def oversubscribed() -> bool:
-    """Return whether this node has more ranks than cores on which they may run.
+    """Return whether this node has more ranks than cores for them.
 
-    If the launcher bound each rank to cores of its own, the launcher's cores count.
+    If the launcher has bound this rank to some of its cores, the ranks share all cores of the launcher.
     """
     cores: float = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -127,7 +127,7 @@ def simd() -> str | None:
 
 
 def trace() -> Path | None:
-    """Return ``SPARSECOMM_TRACE``: the trace file, before the rank's number is added; ``trace.json`` in a folder."""
+    """Return ``SPARSECOMM_TRACE``: a trace file, or a folder for ``trace.json``. The rank's number is added later."""
     text = os.environ.get("SPARSECOMM_TRACE", "").strip()
     return Path(text, "trace.json") if os.path.isdir(text) else Path(text) if text else None
 

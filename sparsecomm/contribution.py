@@ -2,13 +2,13 @@
 
 With a residual, the call sums ``residual + x`` (error feedback; Stich et al. 2018, Alg. 1), or ``decay * residual +
 x``, so that old entries fade (Sarfi et al., "SparseLoCo", 2025, Alg. 1). Entries that this rank selects leave the
-residual. Entries missing from the result return by one rule:
+residual. Gradient that is missing from the result returns to a residual, index by index:
 
-    If the result does not hold an index, each rank takes back what it selected there, and what was dropped on the way
-    is forgotten. If it does, partial sums that were dropped there stay with the rank that dropped them.
+    If the result has no entry at an index, each rank takes back its selected entry, and dropped partial sums are
+    ignored. If the result has an entry there, each rank keeps the partial sums that it dropped.
 
-So no gradient is lost, whatever the algorithm. It only records what it drops; `Contribution.commit` does the rest once
-the call is decided. After a failed call, each rank takes its selection back and holds ``residual + x``, decayed once.
+So no gradient is lost. An algorithm only records what it drops; `Contribution.commit` applies the rule when the call is
+decided. After a failed call, the residual is ``decay * residual + x``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 __all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint"]
 
 _BEFORE, _DECAYED, _SUM = range(3)  # contents of a residual
-_MAX_REACHED = 3  # entries that may reach the threshold, as a multiple of k; more cost more than a rare second pass
+_MAX_REACHED = 3  # if more than this multiple of k entries reach the threshold, it is raised
 
 
 class Chunks(NamedTuple):
     """Selection by chunk: the top ``k`` of every ``length`` elements.
 
-    ``offsets``: begins of consecutive tensors that are divided into chunks separately, and the end of the last one;
-    empty for a single tensor.
+    Chunks do not cross tensors: ``offsets`` has the begin of each tensor and the end of the last one. It is empty for a
+    single tensor.
     """
 
     k: int
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
     offsets: tuple[int, ...] = ()
 
     def total(self, size: int) -> int:
-        """Return the number of entries selected from ``size`` elements, unless too many are zero."""
+        """Return the number of entries selected from ``size`` elements that are not zero."""
         sizes = [end - begin for begin, end in pairwise(self.offsets or (0, size))]
         return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
 
@@ -55,7 +55,7 @@ class Segment:
         gradient: the part of the gradient; ``None`` if it has already been added to the residual.
         residual: the part of the residual; ``None`` if there is no residual.
         offset: of this part, in elements.
-        holds: contents of the residual: as before the call, decayed, or the sum with the gradient.
+        holds: whether the residual is as before the call, decayed, or the sum with the gradient.
     """
 
     __slots__ = ("gradient", "holds", "offset", "residual")
@@ -66,10 +66,10 @@ class Segment:
 
 
 class ThresholdHint:
-    """The magnitude, ``threshold``, that slightly more than k entries are expected to reach; 0 if it is unknown.
+    """A guess of the ``threshold`` that slightly more than k entries reach; 0 if it is unknown.
 
-    It is the smallest magnitude selected in the step before, times a factor that adapts to the number of entries that
-    reached it, since residuals grow in the first steps and then settle.
+    It is the smallest magnitude selected in the previous step, times a factor. The factor adapts to the number of
+    entries that reached the threshold, since residuals grow in the first steps.
     """
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class Contribution:
     Attributes:
         shape, size: of the gradient.
         backend: of its device and of the call.
-        taken: the entries that this rank has selected, which have left the residual; ``None`` if there are none, or
-            `whole` has taken all.
-        num_taken: the number of these entries; ``None`` before a selection, or after `whole`.
+        taken: the entries that this rank has selected and removed from the residual; ``None`` before a selection and
+            after `whole`.
+        num_taken: the number of these entries, or ``None``.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Contribution:
         self._parts: list[SparseVector] | None = None  # the entries that this rank has selected
         self._removed: list[tuple[Tensor | None, SparseVector]] = []  # entries removed from a range of the residual
         self._took_whole = False
-        self._replacement: tuple[Tensor, Array] | None = None  # a range of the residual, and its contents after commit
-        self._overwritten: tuple[Tensor, SparseVector] | None = None  # a range of it, and entries replaced by sums
+        self._replacement: tuple[Tensor, Array] | None = None  # a range of the residual, and its values after `commit`
+        self._overwritten: tuple[Tensor, SparseVector] | None = None  # a range, and its entries before sums were added
         self._dropped: list[SparseVector] = []
         self._committed = 0  # completed steps of `commit`
 
@@ -189,16 +189,16 @@ class Contribution:
             found.append(self._concatenate([first], [begin]))
         return found
 
-    def first_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
-        """Sum this rank's entries between two indices with received ones, and select the top-k of the sums.
+    def topk_of_sums(self, begin: int, end: int, received: Sequence[SparseVector], k: int) -> SparseVector:
+        """Add received entries to this rank's elements between two indices, and select the top-k of the sums.
 
-        The other sums stay on this rank: `commit` stores them in the residual.
+        The remaining sums stay in this rank's residual when `commit` ends the call.
         """
         backend, residual = self.backend, self._residual
         if residual is not None:
             self._add_gradients()
         part = self._range(begin, end)
-        in_place = residual is not None and residual.dtype.itemsize > 2  # which holds sums exactly
+        in_place = residual is not None and residual.dtype.itemsize > 2  # 16-bit residuals would round the sums
         dense = part if in_place else backend.as_tensor(backend.accumulate(part, None), (end - begin,))
         if received:
             (addends,) = backend.split_at_indices(backend.sum_in_pairs([*received]), [begin, end])
@@ -222,8 +222,8 @@ class Contribution:
     def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
         """Update the residual after a successful call. If it runs out of memory, call it again to continue.
 
-        Only the indices of ``result`` are used. Unless the algorithm ``rejects`` entries, the result and the dropped
-        entries add up to the selected ones at every index, and no lookup is needed.
+        Only the indices of ``result`` are used. ``rejects``: as in `Algorithm`. Without it, the result and all dropped
+        entries add up to all selections, so nothing is looked up in the result.
         """
         residual, backend = self._residual, self.backend
         if residual is None:
@@ -247,7 +247,7 @@ class Contribution:
         self._committed = len(self._dropped) + 2
 
     def rollback(self) -> None:
-        """Make the residual ``decay * residual + x``, as after a failed call. Ignored if `commit` has begun."""
+        """Set the residual to ``decay * residual + x``, as after a failed call. Ignored if `commit` has begun."""
         if self._residual is None or self._committed:
             return
         self._add_gradients()
@@ -308,10 +308,10 @@ class Contribution:
         return entries
 
     def _take_by_threshold(self, k: int, threshold: float) -> tuple[SparseVector, int]:
-        """Select the top-k, and return it with the number of entries that reached the threshold.
+        """Return the exact top-k, whatever the threshold, and the number of entries that reached it.
 
-        Of k or more that reach it, the others return to the residual; if there are fewer, the rest is selected from
-        the remaining entries. So the result is exact for any threshold.
+        If more than k entries reach it, all but the top-k return to the residual. If fewer do, the rest is selected
+        from the residual.
         """
         backend, residual = self.backend, self._residual
         assert residual is not None
@@ -334,7 +334,7 @@ class Contribution:
         return entries, reached
 
     def _concatenate(self, parts: list[SparseVector], offsets: list[int]) -> SparseVector:
-        """Return the entries of ranges of the gradient that begin at these offsets, as one vector."""
+        """Concatenate entries of ranges of the gradient. ``offsets``: where the ranges begin."""
         index, moved = index_dtype(self.size), []
         for part, offset in zip(parts, offsets, strict=True):
             indices = part.indices.astype(index, copy=False) + index.type(offset)
@@ -342,7 +342,7 @@ class Contribution:
         return self.backend.concatenate_entries(moved)
 
     def _range(self, begin: int, end: int) -> Tensor:
-        """Return a range of the residual, to which gradients have been added, or of the gradient without a residual."""
+        """Return a range of the residual, after gradients were added, or of the gradient if there is no residual."""
         dense = self._segments[0].gradient if self._residual is None else self._residual
         assert dense is not None
         return dense.part(begin, end)
@@ -361,7 +361,7 @@ class Contribution:
             segment.holds = _DECAYED
 
     def _add_gradients(self) -> None:
-        """Add the gradients to the residual that have not been added."""
+        """Add all gradients to the residual that were not added yet."""
         for segment in self._segments:
             if segment.holds != _SUM and segment.gradient is not None:
                 assert segment.residual is not None

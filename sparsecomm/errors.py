@@ -54,7 +54,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as failure:
-        text = f"(its text raised {type(failure).__name__})"
+        text = f"(its message raised {type(failure).__name__})"
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -76,7 +76,7 @@ def listed(names: Collection[str], max_names: int = 8) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the shell command that installs an extra of sparsecomm; of this checkout, if it is one."""
+    """Return the shell command that installs an extra, from this checkout if sparsecomm runs in one."""
     folder = Path(__file__).resolve().parent.parent
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"

@@ -20,7 +20,7 @@ def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
 
     Call it after `RankFailedError` on every surviving rank, and pass the result to all later calls and to
     `Reducer.rebuild`. Calls in flight on ``comm`` fail on all ranks, and ``comm`` can no longer be used. Ranks that die
-    meanwhile are left out too. Requires Open MPI 5 and ``mpirun --with-ft ulfm``.
+    during this call are left out, too. Requires Open MPI 5 and ``mpirun --with-ft ulfm``.
 
     Args:
         comm: an mpi4py communicator. ``None`` is COMM_WORLD, which does not change: ``comm=None`` in a later call would
@@ -28,7 +28,7 @@ def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
 
     Raises:
         InvalidInputError: ``comm`` is not an mpi4py communicator. A process group cannot be shrunk: make a new one.
-        TransportError: this MPI does not survive dead ranks, or it failed.
+        TransportError: this MPI cannot continue after a rank has died, or it failed.
         TimeoutError: a surviving rank did not call it within ``SPARSECOMM_TIMEOUT`` seconds.
     """
     membership, found = _mpi(comm, "shrink")
@@ -49,7 +49,7 @@ def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[st
 
     Raises:
         InvalidInputError: ``comm`` is not an mpi4py communicator, or ``count`` is not a positive int.
-        RankFailedError, TransportError: a rank died meanwhile, or MPI could not start the processes.
+        RankFailedError, TransportError: a rank died, or MPI could not start the processes.
         TimeoutError: the new processes did not join within ``SPARSECOMM_TIMEOUT`` seconds.
     """
     if not isinstance(count, int) or count < 1:
@@ -70,7 +70,7 @@ def join() -> MPI.Intracomm | None:
 
 
 def _mpi(comm: object, function: str) -> tuple[ModuleType, MPI.Intracomm]:
-    """Return the module that needs MPI, and the communicator."""
+    """Return `sparsecomm.transport.membership`, and the communicator after checks."""
     MPI = sys.modules.get("mpi4py.MPI")
     if comm is not None and (MPI is None or not isinstance(comm, MPI.Comm)):
         raise InvalidInputError(

@@ -56,7 +56,7 @@ class Selection:
         cuts = [self.backend.searchsorted(self.entries, [begin, end]) for begin, end, _ in ranges]
         return [self.entries.part(*cut) for cut in cuts]
 
-    def first_sums(self, begin: int, end: int, received: Sequence[sc.SparseVector], k: int) -> sc.SparseVector:
+    def topk_of_sums(self, begin: int, end: int, received: Sequence[sc.SparseVector], k: int) -> sc.SparseVector:
         mine = self.topk_of_ranges([(begin, end, k)])
         return self.backend.merge_topk(self.backend.sum_in_pairs([*mine, *received]), mine[0].part(0, 0), k)[0]
 

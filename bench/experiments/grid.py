@@ -101,7 +101,7 @@ class Grid(Generic[T]):
     ) -> None:
         """Run the command line: train the missing combinations, or report the outcomes in a file.
 
-        ``train`` runs in other processes; ``write`` prints the tables in place of `show`.
+        ``train`` runs in other processes; ``write`` prints the tables instead of `show`.
         """
         parser = report.parser(description)
         fields = f"fields of {self.kind.__name__} in the module"

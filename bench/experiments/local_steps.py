@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,8 +31,8 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
-from sparsecomm.cli.outputs import panels, save
-from sparsecomm.quantities import number_text
+from sparsecomm.cli.outputs import Label, label_points, log_axis, panels, save, style
+from sparsecomm.quantities import bytes_text, number_text, time_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.base import Bytes
 from sparsecomm.wire import HEADER_BYTES
@@ -92,6 +91,11 @@ class Setting:
         texts += [f"delay {self.delay}"] if self.delay else []
         texts += [f"{self.steps:,} steps"] if self.steps != STEPS else []
         return ", ".join(texts)
+
+    @property
+    def variant(self) -> tuple[int, int, str, float]:
+        """The settings of the wire and the residual, without the algorithm."""
+        return self.bits, self.k, self.op, self.decay
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -186,13 +190,7 @@ def _cost(ranks: int, k: int | float, options: tuple[tuple[str, Any], ...]) -> C
 
 GRID = Grid(Setting, "setting")
 Groups = dict[Setting, dict[int, Outcome]]
-COLOURS = {"dense": "#4d4d4d", "allgather": "#0072b2", "split": "#d55e00", "split:2": "#009e73", "split:3": "#cc79a7"}
-LINES: dict[tuple[Any, ...], Any] = {  # by bits, k, op and decay; others are dotted
-    (2, 64, "mean", 0.95): "--",
-    (2, 64, "mean_of_contributors", 0.8): "-",
-    (2, 64, "mean_of_contributors", 0.95): "-.",
-    (2, 16, "mean_of_contributors", 0.8): (0, (6, 1, 1, 1, 1, 1)),
-}
+RECOMMENDED = (2, 64, "mean_of_contributors", 0.8)
 TOP = 3.0  # nats: larger losses are outside the plots
 
 
@@ -245,28 +243,37 @@ def write(outcomes: dict[Setting, Outcome], path: Path) -> None:
 
 
 def plot_course(groups: Groups, title: str, path: Path) -> None:
-    """Plot the held-out loss against rounds, bytes, and seconds of communication; medians of the seeds."""
-    labels = ["rounds", "MB sent and received by a rank", *(f"s of communication, {rate}" for rate in RATES)]
-    figure, all_axes = panels(4, 4, 4.5, columns=4, sharey=True)
+    """Plot the held-out loss against rounds, bytes, and seconds of communication; medians of the seeds.
+
+    The plot has dense and, of each algorithm, the recommended setting; the table has all settings.
+    """
+    rate, every = next(iter(RATES)), next(iter(groups)).sync_every
+    texts = [f"rounds of {every} local steps", "sent and received by the busiest rank", f"communication at {rate}"]
+    figure, all_axes = panels(3, 4.6, 4, columns=3, sharey=True)
+    labels: list[list[Label]] = [[], [], []]
     for setting, seeds in groups.items():
+        if setting.method != "dense" and setting.variant != RECOMMENDED:
+            continue
         cost, curves = cost_of(setting), [outcome["curve"] for outcome in seeds.values()]
         rounds = np.array([round_no for round_no, _ in curves[0]])
         losses = np.median([[loss for _, loss in curve] for curve in curves], axis=0)
-        look = {
-            "linestyle": LINES.get((setting.bits, setting.k, setting.op, setting.decay), ":"),
-            "color": COLOURS.get(setting.method, "#e69f00"),
-            "label": setting.name,
-        } | ({"linestyle": "-"} if setting.method == "dense" else {})
-        for axes, factor in zip(all_axes, (1, cost.nbytes / 1e6, *cost.seconds), strict=True):
-            axes.plot(rounds * factor, losses, **look)
-    for axes, label in zip(all_axes, labels, strict=True):
-        axes.set_xlabel(label)
+        for axes, factor, beside in zip(all_axes, (1, cost.nbytes, cost.seconds[0]), labels, strict=True):
+            look = _look(setting.method)
+            axes.plot(rounds * factor, losses, **look | {"marker": ""})
+            beside.append(Label(rounds[-1] * factor, losses[-1], setting.method, look["color"]))
+    log_axis(all_axes[1].xaxis, bytes_text)
+    log_axis(all_axes[2].xaxis, time_text)
+    for axes, text in zip(all_axes, texts, strict=True):
+        axes.set_xlabel(text)
         axes.grid(alpha=0.3)
-        axes.set_xscale("linear" if label == "rounds" else "log")
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, right * 1.15 if axes is all_axes[0] else right * 4)
     all_axes[0].set_ylim(top=TOP)
     all_axes[0].set_ylabel("held-out loss, nats per character")
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    _save(figure, f"{title}; bytes and seconds of a model of 25.6M weights", path)
+    figure.suptitle(f"{title}; bytes and times of a model of 25.6M weights")
+    for axes, beside in zip(all_axes, labels, strict=True):
+        label_points(axes, beside)
+    save(figure, path, 110)
 
 
 def plot_choices(groups: Groups, title: str, path: Path) -> None:
@@ -274,31 +281,29 @@ def plot_choices(groups: Groups, title: str, path: Path) -> None:
     figure, (axes,) = panels(1, 5, 4.2)
     lines: dict[str, list[tuple[float, float, int]]] = {}
     for setting, seeds in groups.items():
-        megabytes = setting.steps // setting.sync_every * cost_of(setting).nbytes / 1e6
-        point = megabytes, fmean(outcome["loss"] for outcome in seeds.values()), setting.sync_every
+        nbytes = setting.steps // setting.sync_every * cost_of(setting).nbytes
+        point = float(nbytes), fmean(outcome["loss"] for outcome in seeds.values()), setting.sync_every
         lines.setdefault(replace(setting, outer=1.0, momentum=0.0).name, []).append(point)
-    for label, points in lines.items():
+    labels = []
+    for name, points in lines.items():
         if len(points) > 2:
-            x, y, every = zip(*points, strict=True)
-            axes.plot(x, y, "o-", label=label, color=COLOURS[label.split(",")[0]])
-            _annotate(axes, x, y, every)
+            look = _look(name.split(",")[0])
+            points.sort()
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], **look, label=name)
+            labels += [Label(x, y, f"H = {H}", look["color"]) for x, y, H in points]
+    log_axis(axes.xaxis, bytes_text)
     axes.margins(x=0.1)
-    axes.set_xscale("log")
-    axes.set_xlabel("MB sent and received by a rank, in all, for 25.6M weights")
+    axes.set_xlabel("sent and received by the busiest rank in the training, for 25.6M weights")
     axes.set_ylabel("held-out loss at the end, nats per character")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    _save(figure, f"{title}: the same number of local steps", path)
-
-
-def _annotate(axes: Any, x: Sequence[float], y: Sequence[float], every: Sequence[int]) -> None:
-    for point, H in zip(zip(x, y, strict=True), every, strict=True):
-        axes.annotate(f"H = {H}", point, (4, 4), textcoords="offset points", fontsize="x-small")
-
-
-def _save(figure: Any, title: str, path: Path) -> None:
-    figure.suptitle(title)
+    axes.legend(fontsize="small", loc="upper right")
+    figure.suptitle(f"{title}: the same number of local steps")
+    label_points(axes, labels)
     save(figure, path, 110)
+
+
+def _look(method: str) -> dict[str, Any]:
+    return style(method) | {"linestyle": "--" if method == "split:3" else "-"}
 
 
 def main() -> None:

@@ -18,30 +18,31 @@ from typing import Any
 from bench.experiments.adamw_rules import GRID, Rule
 from bench.experiments.convergence.results import Results
 from bench.experiments.tasks import TASKS, weights_of
-from sparsecomm.cli.outputs import log_axis, pyplot
+from sparsecomm.cli.outputs import Label, label_points, log_axis, pyplot, style
 from sparsecomm.quantities import number_text, time_text
 
-# By the way to exchange: label, colour, marker.
+# By the way to exchange: label, method of the colour, marker. The label is beside the first point.
 SERIES = {
-    "dense": ("dense", "#4d4d4d", "o"),
-    "sparse_adamw, transformer, 0.95": ("SparseAdamW, beta2 = 0.95", "#009e73", "o"),
-    "sparse_adamw, transformer, 0.99": ("SparseAdamW, beta2 = 0.99", "#0072b2", "s"),
-    "sparse_adamw, transformer, 0.999": ("SparseAdamW, beta2 = 0.999", "#000000", "^"),
-    "sparse_adamw, transformer-2m, 0.999": ("SparseAdamW, 2.3M weights", "#000000", "*"),
-    "sparse_adamw, transformer-10m, 0.999": ("SparseAdamW, 12M weights", "#000000", "d"),
-    "double, few bits": ('"double", 1 to 4 bits', "#009e73", "v"),
-    "allgather, few bits": ("Top-k, 2 or 4 bits", "#56b4e9", "<"),
-    "allgather": ("Top-k, exact", "#0072b2", "s"),
-    "split, few bits": ('"split", 2 or 4 bits', "#d55e00", "^"),
-    "powersgd": ("PowerSGD", "#e69f00", "D"),
-    "onebit": ("1-bit Adam", "#cc79a7", "P"),
-    "updates": ("local steps, rounds of one", "#cc79a7", "X"),
-    "gradients": ("sparse means (a DDP hook)", "#d55e00", "^"),
+    "dense": ("dense", "dense", "o"),
+    "sparse_adamw, transformer, 0.95": ("", "SparseAdamW", "o"),
+    "sparse_adamw, transformer, 0.99": ("", "SparseAdamW", "s"),
+    "sparse_adamw, transformer, 0.999": ("SparseAdamW, at each beta2", "SparseAdamW", "^"),
+    "sparse_adamw, transformer-2m, 0.999": ("SparseAdamW, 2.3M weights", "SparseAdamW", "*"),
+    "sparse_adamw, transformer-10m, 0.999": ("SparseAdamW, 12M weights", "SparseAdamW", "d"),
+    "double, few bits": ('"double", 1 to 4 bits', "double", "X"),
+    "allgather, few bits": ("Top-k, 2 or 4 bits", "allgather", "<"),
+    "allgather": ("Top-k, exact", "allgather", "s"),
+    "split, few bits": ('"split", 2 or 4 bits', "split", "v"),
+    "powersgd": ("PowerSGD", "PowerSGD", "p"),
+    "onebit": ("1-bit Adam", "1-bit Adam", "h"),
+    "updates": ("local steps, rounds of one", "local steps", "D"),
+    "gradients": ("Top-k means (DDP hook)", "allgather", "s"),
 }
 PANELS = {"adamw": "AdamW: transformer of 167k weights, P = 8", "text": "SGD with momentum: LSTM, P = 8"}
 TIMES = [0.1, 1, 10]  # seconds: ticks of the upper axis
 WEIGHTS, RATE = 100e6, 1e9 / 8  # of the model and the network of that axis
 RANKS = 8
+LIMITS = {"adamw": (-0.13, 0.9), "text": (-0.05, 0.48)}  # nats above dense
 FAR = 0.9  # nats above dense: larger losses are left out
 Points = dict[str, list[tuple[float, float]]]  # by series: bytes per weight and step, and nats above dense
 
@@ -107,26 +108,33 @@ def main() -> None:
     for series, found in lstm.items():
         panels["text"][series] += found
     plt = pyplot()
-    figure, grid = plt.subplots(1, len(PANELS), figsize=(13, 5.6), sharex=True, sharey=True, layout="constrained")
+    figure, grid = plt.subplots(1, len(PANELS), figsize=(13, 5.6), sharex=True, layout="constrained")
+    found_labels = []
     for axes, (name, title) in zip(grid, PANELS.items(), strict=True):
-        for series, (label, colour, marker) in SERIES.items():
+        labels = []
+        for series, (label, method, marker) in SERIES.items():
             points = sorted(point for point in panels[name].get(series, ()) if point[1] < FAR)
             if points:
                 x, y = zip(*points, strict=True)
-                hollow: Any = {"fillstyle": "none", "markeredgewidth": 1.5} if "sparse_adamw" in series else {}
-                axes.plot(x, y, marker, color=colour, label=label, markersize=8, **hollow)
+                look: Any = style(method) | {"marker": marker, "markersize": 8, "linewidth": 0.8}
+                if method == "SparseAdamW":
+                    look |= {"fillstyle": "none", "markeredgewidth": 1.5}
+                axes.plot(x, y, **look)
+                labels += [Label(*points[0], label, look["color"])] if label else []
         axes.axhline(0, color="#4d4d4d", linewidth=0.8)
-        axes.set_ylim(-0.13, FAR)
+        axes.set_ylim(*LIMITS[name])
         log_axis(axes.xaxis, number_text)
-        axes.set_xlabel("bytes that a rank sends per weight and step")
-        axes.set_ylabel("loss above dense, in nats, on held-out text")
+        axes.set_xlabel("bytes sent by a rank, per weight and step")
+        axes.set_ylabel("held-out loss above dense, nats per character")
         axes.set_title(title)
         above = axes.secondary_xaxis(1.0, functions=(lambda x: x * WEIGHTS / RATE, lambda s: s * RATE / WEIGHTS))
         above.set_xticks(TIMES, [time_text(seconds) for seconds in TIMES])
         above.minorticks_off()
-        above.set_xlabel("time to send 100M weights at 1 Gb/s (x 10 at 100 Mb/s)")
+        above.set_xlabel("time to send the gradients of 100M weights at 1 Gb/s (100 Mb/s: 10 times as long)")
         axes.grid(True, alpha=0.3)
-        axes.legend(fontsize=9, loc="upper right")
+        found_labels.append((axes, labels))
+    for axes, labels in found_labels:
+        label_points(axes, labels, 9)
     figure.savefig(target, dpi=100)
     print(target)
 

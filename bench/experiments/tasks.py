@@ -6,7 +6,7 @@
 - "text": an LSTM that predicts the next character of the English documentation of Python (`pydoc_data.topics` of the
   standard library, PSF licence). Its topics repeat one another; each paragraph is taken once. A tenth is held out.
 - "transformer": a decoder on the same text, for AdamW.
-- "transformer-2m": a larger one, on the sources of Python's standard library, of which files are held out.
+- "transformer-2m": a larger one, on the sources of Python's standard library. Some files are held out.
 - "transformer-10m": a larger one, on the words of the same sources.
 """
 

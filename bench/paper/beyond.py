@@ -1,6 +1,7 @@
 """The paper's models on more ranks and on other networks: the shipped algorithms on simulated ranks.
 
     python -m bench.paper.beyond [--results bench/results/paper.json] [--write bench/results]
+    python -m bench.paper.beyond --draw bench/results/beyond-32.json    # the plots again, without a simulation
 
 Work costs what a rank took for it alone in the emulated runs of `bench.paper`, whose results are read. First those
 runs are simulated, with the messages' costs that they measured, and the error is printed. Then come 64 to 4,096 ranks
@@ -28,9 +29,9 @@ from bench import report, simulate
 from bench.paper import tables
 from bench.paper.models import MODELS, PAPER_LINK, Model
 from bench.simulate import Problem
-from sparsecomm.cli.outputs import panels, save
+from sparsecomm.cli.outputs import log_axis, ordered_style, panels, save, style
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
-from sparsecomm.quantities import number_text, rate_text
+from sparsecomm.quantities import number_text, rate_text, time_text
 from sparsecomm.tuning import choice
 from sparsecomm.tuning.choice import Candidate, CostQuery
 
@@ -283,24 +284,12 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
 # -- plots ------------------------------------------------------------------------------------------------------------
 
 Group = dict[str, Any]  # a `Cell` for each method
-STYLES = {  # by ranks: colours of Okabe and Ito
-    64: ("#0072B2", "o", "-"),
-    256: ("#D55E00", "s", "--"),
-    1024: ("#009E73", "^", "-."),
-    4096: ("#CC79A7", "D", ":"),
-}
-LOOKS = {
-    "dense": ("#000000", "o", "-", "dense"),
-    "topk": ("#D55E00", "s", "--", "Top-k, allgather"),
-    "gtopk": ("#009E73", "^", "-.", "gTop-k, tree"),
-    "ours": ("#0072B2", "D", "-", "ours, auto"),
-}
 RATIOS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def draw(groups: list[Group], folder: Path) -> None:
     """Write beyond-32-exchange.png, -step.png and -ranks.png."""
-    exchange, step = "dense / ours: exchange and work", "dense / ours: whole step"
+    exchange, step = "exchange: times as fast as dense", "whole step: times as fast as dense"
     _against_rate(groups, exchange, lambda its: its["dense"].seconds / its["ours"].seconds, folder, "exchange")
     _against_rate(groups, step, lambda its: its["dense"].step / its["ours"].step, folder, "step")
     _against_ranks(groups, folder)
@@ -309,41 +298,43 @@ def draw(groups: list[Group], folder: Path) -> None:
 def draw_densities(rows: list[dict[str, Any]], folder: Path) -> None:
     """Write beyond-32-density.png: the time of dense / that of the best sparse algorithm, against the density."""
     figure, (axes,) = panels(1, 4.8, 4)
-    rates = sorted({row["rate"] for row in rows})
-    for rate, look in zip(rates, [*STYLES.values(), ("#000000", "v", "-")], strict=False):
+    for i, rate in enumerate(rates := sorted({row["rate"] for row in rows})):
         points = [(row["density"], row["dense"] / row["seconds"]) for row in rows if row["rate"] == rate]
-        _line(axes, points, look, _rate_name(rate))
-    axes.set_title(f"{rows[0]['model']}, {rows[0]['P']} ranks, by link rate in bit/s")
+        look = ordered_style(len(rates) - 1 - i)
+        axes.plot(*zip(*points, strict=True), **look)
+        place = {"xytext": (-8, 0), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(rate_text(rate), points[0], **place, va="center" if points[0][1] > 1 else "top")
+    axes.set_title(f"{rows[0]['model']}, {rows[0]['P']} ranks, by rate of the links", fontsize="medium")
     _ratio_axis(axes, [row["dense"] / row["seconds"] for row in rows])
-    _x_axis(axes, [row["density"] for row in rows], "density k/n", lambda density: f"{density:g}")
-    axes.set_ylabel("dense / best sparse: exchange and work")
-    axes.legend(frameon=False)
+    _x_axis(axes, [row["density"] for row in rows], "density: entries per rank / elements", lambda d: f"{d:g}")
+    axes.set_xlim(left=min(row["density"] for row in rows) / 3)
+    axes.set_ylabel("exchange: times as fast as dense")
     save(figure, folder / "beyond-32-density.png", 130)
 
 
 def _against_rate(groups: list[Group], label: str, ratio: Callable[[Group], float], folder: Path, name: str) -> None:
     def draw_model(axes: Any, own: list[Group]) -> None:
-        for P, look in STYLES.items():
+        for i, P in enumerate(RANKS):
             points = sorted((8 / its["ours"].link.beta, ratio(its)) for its in own if its["ours"].P == P)
-            _line(axes, points, look, f"{P:,} ranks")
+            _line(axes, points, ordered_style(i), f"{P:,} ranks")
         _ratio_axis(axes, [ratio(its) for its in groups])
-        _x_axis(axes, [8 / its["ours"].link.beta for its in own], "rate of a link, bit/s", _rate_name)
+        _x_axis(axes, [8 / its["ours"].link.beta for its in own], "rate of a link, bits per second", _rate_name)
 
     _by_model(groups, draw_model, label, folder / f"beyond-32-{name}.png")
 
 
 def _against_ranks(groups: list[Group], folder: Path) -> None:
     def draw_model(axes: Any, own: list[Group]) -> None:
-        for method, (colour, marker, line, name) in LOOKS.items():
-            points = sorted((its[method].P, 1e3 * its[method].step) for its in own)
-            _line(axes, points, (colour, marker, line), name)
-        compute = 1e3 * (own[0]["ours"].step - own[0]["ours"].seconds)
-        axes.axhline(compute, color="0.5", linewidth=1, linestyle=(0, (1, 3)), label="compute alone")
-        axes.set_yscale("log")
+        for method, algorithm in tables.STYLES.items():
+            points = sorted((its[method].P, its[method].step) for its in own)
+            _line(axes, points, style(algorithm), "ours, auto" if method == "ours" else tables.NAMES[method])
+        compute = own[0]["ours"].step - own[0]["ours"].seconds
+        axes.axhline(compute, color="0.5", linewidth=1, linestyle=(0, (1, 3)), label="computation alone")
+        log_axis(axes.yaxis, time_text)
         _x_axis(axes, [its["ours"].P for its in own], "ranks", lambda P: f"{P:,.0f}")
 
     gigabit = [its for its in groups if round(8 / its["ours"].link.beta) == 10**9]
-    _by_model(gigabit, draw_model, "step on links of 1 Gb/s, ms", folder / "beyond-32-ranks.png")
+    _by_model(gigabit, draw_model, "time of a step on links of 1 Gb/s", folder / "beyond-32-ranks.png")
 
 
 def _by_model(groups: list[Group], draw_model: Callable[[Any, list[Group]], None], label: str, file: Path) -> None:
@@ -354,15 +345,14 @@ def _by_model(groups: list[Group], draw_model: Callable[[Any, list[Group]], None
         draw_model(axes, [its for its in groups if its["ours"].model == model])
         axes.set_title(model)
     handles, names = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncol=len(names), frameon=False)
+    figure.legend(handles, names, loc="outside upper center", ncol=len(names), frameon=False)
     figure.supylabel(label)
     save(figure, file, 130)
 
 
-def _line(axes: Any, points: list[tuple[float, float]], look: tuple[str, str, str], label: str) -> None:
+def _line(axes: Any, points: list[tuple[float, float]], look: dict[str, Any], label: str) -> None:
     if points:
-        colour, marker, line = look
-        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle=line, label=label)
+        axes.plot(*zip(*points, strict=True), **look, label=label)
 
 
 def _ratio_axis(axes: Any, ratios: list[float]) -> None:
@@ -394,7 +384,14 @@ def main() -> int:
     few = f"ranks up to which {' and '.join(FEW)} are simulated (%(default)s); others: {MAX}"
     parser.add_argument("--max-few", type=int, default=MAX_FEW, metavar="P", help=few)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write tables, JSON file and plots there")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the plots again from this JSON file")
     options: argparse.Namespace = parser.parse_args()
+    if options.draw:
+        kept = json.loads(options.draw.read_text())
+        cells = [Cell(**each | {"link": Link(**each["link"])}) for each in kept["cells"] if each["P"] in RANKS]
+        draw(grouped(cells), options.draw.parent)
+        draw_densities(kept["densities"], options.draw.parent)
+        return 0
     _small_problems()
     rows = json.loads(options.results.read_text())["rows"]
     found, work = held_against([row for row in rows if row["model"] in options.models]), calibration(rows)

@@ -17,6 +17,7 @@ from sparsecomm.quantities import number_text, rate_text
 
 Row = dict[str, Any]
 NAMES = {"dense": "dense", "topk": "Top-k", "gtopk": "gTop-k", "ours": "ours"}
+STYLES = {"dense": "dense", "topk": "allgather", "gtopk": "tree", "ours": "butterfly"}  # of plots: an algorithm's
 
 
 def rows_of(file: Path) -> list[Row]:

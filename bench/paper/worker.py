@@ -1,8 +1,7 @@
 """One rank of the emulated cluster: steps of every method for every model. `bench.paper` starts it under mpirun.
 
 Times are of this machine, where the network is slower than the paper's by ``--slowdown``: a table divides them by it.
-A step's compute time is a wait. Every result is a line of ``--file``, written as it comes; what is there is not
-measured again.
+A step waits for its compute time. Each result is written at once, as a line of ``--file``, and is not measured again.
 """
 
 from __future__ import annotations

@@ -476,10 +476,10 @@ def _hardware(host: int) -> str:
 
 
 def _neighbours(device: str, host: int, hosts: int) -> list[str]:
-    """Return the commands that tell a host where the others and the hub are.
+    """Return the commands that give a host the hardware addresses of the other hosts and the hub.
 
-    Else each would ask for every other one. The kernel keeps 1,024 answers, of all namespaces together, so that 32
-    hosts of which each talks to each would lose connections. And the relay carries no questions to all.
+    Otherwise each host would ask for every other one. The kernel keeps 1,024 answers for all namespaces together, so
+    32 hosts that all talk to each other would lose connections. The relay also carries no broadcasts.
     """
     others = (other for other in [*range(hosts), _HUB_NUMBER - 1] if other != host)
     return [f"neigh replace 10.77.0.{i + 1} lladdr {_hardware(i)} dev {device} nud permanent" for i in others]

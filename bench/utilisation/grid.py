@@ -64,7 +64,7 @@ class Network:
 
     @property
     def ahead(self) -> float:
-        """Seconds until a common start of which all ranks are informed by then."""
+        """Seconds until a common start: enough to inform all ranks."""
         return 0.05 if self == HERE else 0.3 + 10 * self.rtt + bool(self.loss)
 
     def __str__(self) -> str:

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
-from bench.utilisation.grid import name as site_name
 from sparsecomm.cli.outputs import pyplot
 from sparsecomm.local_steps.defaults import DEFAULTS, auto
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
@@ -89,7 +88,7 @@ def _published_rows(cells: Found) -> list[list[str]]:
     return rows
 
 
-PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "its exchange, steps of 30 ms, %", "here / it",
+PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "published exchange, our 30 ms steps, %", "here / that",
                   "exchange here, s", "published, s"]  # fmt: skip
 
 
@@ -143,7 +142,7 @@ def _method(row: Row) -> str:
 
 def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list[str]]:
     """Return the errors of plans of cells held out, by group, of all of them, and of the cells that calibrate."""
-    table = [[name, "cells", f"within {GOOD:g} points", "median, points", "furthest, points", "at"]]
+    table = [[name, "cells", f"within {GOOD:g} points", "median error, points", "largest error, points", "at"]]
     rows = [row for row in rows if row.get("planned") is not None]
     groups: dict[str, list[Row]] = {}
     for row in filter(is_held_out, rows):
@@ -218,11 +217,14 @@ def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
 
 # -- heat maps --------------------------------------------------------------------------------------------------------
 
-TITLES = {"dense": "dense, gloo", "blocking": "ours", "delayed": "ours, delayed"}
+TITLES = {"dense": "dense local steps", "blocking": "sparse local steps", "delayed": "sparse local steps, delayed"}
 
 
 def heat_maps(cells: Found) -> Any:
-    """Return heat maps of utilisation: rounds against links, a panel for each method, delay and loss."""
+    """Return heat maps of utilisation: H against rate, a panel for each method, delay and loss.
+
+    Grey cells were not measured. Panels with less than two cells are left out.
+    """
     methods = [method for method in LOCAL if any(cell.method == method for cell in cells)]
     sites = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
     every, rates = sorted({cell.H for cell in cells}), sorted({cell.network.rate for cell in cells})
@@ -234,6 +236,8 @@ def heat_maps(cells: Found) -> Any:
         for (loss, rtt), axes in zip(sites, line, strict=True):
             its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for rate in rates] for H in every]
             values = np.array([[np.nan if row is None else 100 * row["utilisation"] for row in rows] for rows in its])
+            axes.set_visible(np.isfinite(values).sum() > 1)
+            axes.set_facecolor("0.92")  # not measured
             drawn = axes.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
             for i, rows in enumerate(its):
                 for j, row in enumerate(rows):
@@ -243,7 +247,10 @@ def heat_maps(cells: Found) -> Any:
                         axes.text(j, i, percent(row["utilisation"]), ha="center", va="center", **style)
             axes.set_xticks(range(len(rates)), [rate_text(rate) for rate in rates], fontsize=7, rotation=30)
             axes.set_yticks(range(len(every)), [str(H) for H in every], fontsize=8)
-            axes.set_title(f"{TITLES[method]}\n{site_name(Network(0, rtt, loss))}", fontsize=7.5)
-        line[0].set_ylabel("H", fontsize=8)
-    figure.colorbar(drawn, ax=grid, label="compute time / wall time, %", shrink=0.6)
+            where = f"round trip {1e3 * rtt:g} ms, {percent_text(loss)} lost"
+            axes.set_title(f"{TITLES[method]}\n{where}", fontsize=7.5)
+        line[0].set_ylabel("H: local steps per round", fontsize=8)
+    figure.supxlabel("rate of a link", fontsize=8)
+    label = "utilisation: compute time / wall time, %"
+    figure.colorbar(drawn, ax=grid, label=label, shrink=0.6)
     return figure

@@ -73,7 +73,7 @@ def draw() -> str:
     y = _heading(canvas, y + 20, "1. Every rank selects its 2 largest entries")
     for rank, (x, selected) in enumerate(zip(GRADIENTS, example.selected, strict=True)):
         y = _strip(canvas, y, f"rank {rank}", _values(x), dict.fromkeys(selected.indices.tolist(), "whole"))
-    y = _heading(canvas, y, "2. Sums on the way: 2 are kept, the others are rejected")
+    y = _heading(canvas, y, "2. Partial sums: the 2 largest are kept")
     for merge in example.merges:
         marks = dict.fromkeys(merge.kept.indices.tolist(), "whole")
         marks |= dict.fromkeys(merge.rejected.indices.tolist(), "rejected")
@@ -81,7 +81,7 @@ def draw() -> str:
     y = _heading(canvas, y, "3. All ranks receive the result")
     result = example.trace.results[0]
     y = _strip(canvas, y, "result", _entries(result), dict.fromkeys(result.indices.tolist(), "whole"))
-    y = _heading(canvas, y, "4. What is not in the result waits in the residuals")
+    y = _heading(canvas, y, "4. Residuals keep all other entries")
     dropped: dict[int, set[int]] = {merge.rank: set() for merge in example.merges}
     for merge in example.merges:
         dropped[merge.rank] |= set(merge.rejected.indices.tolist()) & set(result.indices.tolist())

@@ -25,7 +25,7 @@ def draw() -> str:
     canvas.arrow(180, 84 + _HEIGHT, 124, 163, "entries")
     canvas.text(58, 146, "k largest", "small")
     canvas.arrow(250, 84 + _HEIGHT, 340, 163, "entries")
-    canvas.text(318, 146, "the others", "small")
+    canvas.text(318, 146, "other entries", "small")
     for y in (164, 234):
         canvas.arrow(124, y + _HEIGHT, 124, y + 69, "entries")
     canvas.arrow(234, 234 + _HEIGHT / 2, 299, 234 + _HEIGHT / 2, "entries")

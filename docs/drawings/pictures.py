@@ -18,7 +18,7 @@ _K = 64  # entries per rank: enough for `split` to give a range to each of 4 ran
 
 
 def apart(size: int, k: int = _K) -> list[np.ndarray]:
-    """Return gradients of which no two ranks select the same index, spread evenly."""
+    """Return gradients whose selected indices differ between all ranks, spread evenly."""
     gradients = [np.zeros(size * k, np.float64) for _ in range(size)]
     for rank, gradient in enumerate(gradients):
         gradient[rank::size] = 1 + np.random.default_rng(rank).random(k)
@@ -26,7 +26,7 @@ def apart(size: int, k: int = _K) -> list[np.ndarray]:
 
 
 def coded(size: int) -> list[np.ndarray]:
-    """Return a gradient of one element per rank, each with a value that tells index and rank, also in any sum."""
+    """Return a gradient of one element per rank, each with a value that identifies index and rank, also in sums."""
     return [2.0 ** (rank + size * np.arange(size)) for rank in range(size)]
 
 
@@ -74,7 +74,7 @@ def butterfly() -> str:
 def butterfly_fold() -> str:
     """Draw recursive doubling with a fold."""
     found = trace(apart(7), _K, "butterfly", delays=[0, 0, 0, 0, 0, 0, 1])
-    steps = [(1, "fold: 3 pairs"), (1, "step 0"), (1, "step 1"), (1, "unfold: the result")]
+    steps = [(1, "fold: 3 pairs"), (1, "step 0"), (1, "step 1"), (1, "unfold: send the result")]
     return timeline(found, "butterfly on 7 ranks", steps, whole(found))
 
 
@@ -82,21 +82,21 @@ def tree() -> str:
     """Draw the tree of the paper."""
     found = trace(apart(8), _K, "tree")
     up = [(1, f"step {j}: add in pairs, keep k") for j in range(3)]
-    return timeline(found, "tree on 8 ranks", [*up, (3, "broadcast of the result")], whole(found))
+    return timeline(found, "tree on 8 ranks", [*up, *((1, f"broadcast, step {j}") for j in range(3))], whole(found))
 
 
 def split() -> str:
     """Draw the exact global top-k."""
     with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of many entries
         found = trace(apart(4), _K, "split")
-    phases = [(1, "entries to owners of ranges"), (1, "first call: keys of some sums"), (1, "gather what may win")]
+    phases = [(1, "scatter: entries to owners"), (1, "first call: some magnitudes"), (1, "gather: largest sums to all")]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
 
 
 def double() -> str:
     """Draw the sums of ranges that their owners keep in part."""
     found = trace(apart(4), _K, "double")
-    phases = [(1, "first entries to owners of ranges"), (1, "gather the first sums")]
+    phases = [(1, "scatter: largest entries to owners"), (1, "gather: largest sums to all")]
     return timeline(found, "double on 4 ranks", phases, ranges(found))
 
 
@@ -104,14 +104,14 @@ def dense() -> str:
     """Draw the sum of segments."""
     with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of long gradients
         found = trace(coded(4), 1, "dense")
-    phases = [(1, "segments to their owners"), (1, "sums to all")]
+    phases = [(1, "scatter: segments to owners"), (1, "gather: sums to all")]
     return timeline(found, "dense on 4 ranks", phases, segments(found))
 
 
 def allgather() -> str:
     """Draw the gather of all ranks' entries."""
     found = trace(apart(4), _K, "allgather")
-    return timeline(found, "allgather on 4 ranks", [(1, "entries to all")], gathered(found))
+    return timeline(found, "allgather on 4 ranks", [(1, "gather: entries to all")], gathered(found))
 
 
 def ssar_recursive_doubling() -> str:
@@ -124,14 +124,15 @@ def ssar_recursive_doubling() -> str:
 def ssar_split_allgather() -> str:
     """Draw SparCML's sum by ranges."""
     found = trace(apart(4), _K, "ssar_split_allgather")
-    phases = [(1, "entries to owners of ranges"), (1, "gather all sums")]
+    phases = [(1, "scatter: entries to owners"), (1, "gather: all sums to all")]
     return timeline(found, "ssar_split_allgather on 4 ranks", phases, ranges(found))
 
 
 def hierarchical() -> str:
     """Draw a butterfly between nodes."""
     found = trace(apart(8), _K, "hierarchical:butterfly", nodes=[0, 0, 1, 1, 2, 2, 3, 3])
-    phases = [(1, "inside nodes: tree"), (2, "between nodes: butterfly"), (1, "inside nodes: broadcast")]
+    phases = [(1, "inside nodes: tree"), *((1, f"between nodes: butterfly, step {j}") for j in range(2))]
+    phases += [(1, "inside nodes: broadcast")]
     return timeline(found, "hierarchical:butterfly on 4 nodes of 2 ranks", phases, whole(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from docs.drawings.svg import Canvas
@@ -11,13 +12,13 @@ __all__ = ["draw"]
 
 FILES = Path(__file__).parents[2] / "bench" / "results" / "trace"
 _LEFT, _RIGHT, _TOP, _ROW, _BAR, _WIDTH = 70, 20, 74, 58, 24, 860
-# What each part is called in the legend. The colours are those of Okabe and Ito.
+# The names of the parts in the legend. The colours are those of Okabe and Ito.
 _PARTS = {
     "select": ("select", "#0072b2"),
     "code": ("pack, unpack", "#009e73"),
     "exchange": ("send and wait", "#b9bcc6"),
-    "merge": ("merge and select again", "#d55e00"),
-    "take-back": ("take back into the residual", "#cc79a7"),
+    "merge": ("merge, select again", "#d55e00"),
+    "take-back": ("return to the residual", "#cc79a7"),
     "densify": ("dense result", "#e69f00"),
 }
 _STYLE = (
@@ -41,7 +42,8 @@ def draw() -> str:
 
     call = lasts[0]
     canvas = Canvas(f"call {call.number} on {len(ranks)} ranks", _STYLE)
-    canvas.text(_LEFT, 22, f"{call.what.partition(', with')[0]}, on {len(ranks)} hosts", "head")
+    what = re.sub(r"\d{4,}", lambda digits: f"{int(digits[0]):,}", call.description.partition(", with")[0])
+    canvas.text(_LEFT, 22, f"{what.replace('=', ' = ')}, on {len(ranks)} hosts", "head")
     left = float(_LEFT)
     for name, (shown, _) in _PARTS.items():
         canvas.box(left, 36, 12, 12, name)

@@ -34,7 +34,7 @@ _STYLE = """
 
 
 class Canvas:
-    """A drawing under way. Positions are pixels from the upper left corner."""
+    """A drawing. Positions are pixels from the upper left corner."""
 
     def __init__(self, title: str, style: str = "") -> None:
         """Begin a drawing. ``style``: rules of CSS, besides those of all drawings."""

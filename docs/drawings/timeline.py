@@ -112,7 +112,7 @@ def _amount(trace: Trace, messages: list[Message]) -> str:
     """Return what each message of a step holds, in words."""
     kind = messages[0].kind
     if kind == "words":
-        return "a few words"
+        return "a few integers"
     unit, whole = ("n elements", trace.n) if kind == "dense" else ("k entries", trace.k)
     low, high = (each(message.items for message in messages) / whole for each in (min, max))
     return _times(high, unit) if high - low < 0.3 * high else f"{_times(low, unit)} to {_times(high, unit)}"

@@ -33,8 +33,8 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="allgather",
-    summary="the sum of all ranks' top-k, gathered and added up by every rank (Top-k S-SGD)",
-    cost="alpha + (P - 2) gap + (P - 1) k b beta, or log2(P) alpha without gaps",
+    summary="the sum of all ranks' top-k: every rank gathers all entries and adds them up (Top-k S-SGD)",
+    cost="alpha + (P - 2) gap + (P - 1) k b beta, or log2(P) alpha + (P - 1) k b beta",
     result="up to k P entries, the exact sum of the local top-k",
     source="Lin et al., ICLR 2018; Bruck et al., IEEE TPDS 1997",
     run=allgather,

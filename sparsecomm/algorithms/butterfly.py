@@ -122,13 +122,13 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="butterfly",
-    summary="global top-k by recursive doubling: half the steps of the tree",
-    cost="log2(P) (alpha + k b beta), rounded up; one step more if P is not a power of two",
+    summary="global top-k by recursive doubling: half the steps of `tree`",
+    cost="ceil(log2(P)) (alpha + k b beta), plus one step if P is not a power of two",
     result="at most k entries; approximate",
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
     run=butterfly,
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
-    contributors_unknown="merges sums of several ranks without their numbers of ranks",
+    contributors_unknown="merges partial sums without counting their contributors",
 )

@@ -57,7 +57,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]
-        own = comm.quantized(gradient.first_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
+        own = comm.quantized(gradient.topk_of_sums(*parts[comm.rank][:2], received, parts[comm.rank][2]), gradient)
     else:
         own = taken[0].part(0, 0)
     gathered = gather(comm, own, ROUNDS, within)
@@ -78,9 +78,9 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="double",
-    summary="the largest sums of every range of indices, whose owner keeps the others (error feedback on both sides)",
+    summary="the largest sums of each range of indices; its owner keeps the others (error feedback on both sides)",
     cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P k b beta",
-    result="at most k entries: of each range the largest sums of all sent entries and the owner's elements",
+    result="at most k entries: the largest sums of each range, over all sent entries and the owner's elements",
     source="the scheme of Tang et al. (DoubleSqueeze), ICML 2019",
     run=double,
     predicted_time=predicted_time,
@@ -88,5 +88,5 @@ ALGORITHM = Algorithm(
     rejects=False,
     by_chunk=False,
     between_nodes=False,
-    contributors_unknown="keeps sums from call to call, without their numbers of ranks",
+    contributors_unknown="keeps sums between calls without counting their contributors",
 )

@@ -50,9 +50,9 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
 
     return Algorithm(
         name=name,
-        summary=f"{inner.name} between nodes, after a sum inside each node",
-        cost=f"2 log2(m) messages inside a node of m ranks, and {inner.name} between nodes",
-        result=f"that of {inner.name}, on the sums of the nodes",
+        summary=f"{inner.name} between nodes, after adding up entries inside each node",
+        cost=f"2 log2(m) messages inside a node of m ranks, plus {inner.name} between nodes",
+        result=f"the result of {inner.name} on the sums of the nodes",
         source=f"Shi et al., MLSys 2021; {inner.source}",
         run=run,
         predicted_time=predicted_time,
@@ -60,5 +60,5 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         rejects=inner.rejects,
         between_nodes=False,
         unsupported=inner.unsupported,
-        contributors_unknown="sends the sums of nodes without their numbers of ranks",
+        contributors_unknown="sends the sums of nodes without counting their contributors",
     )

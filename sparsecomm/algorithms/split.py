@@ -298,7 +298,7 @@ def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
 
 ALGORITHM = Algorithm(
     name="split",
-    summary="the exact top-k of the sum of all top-k: each rank adds up a range of indices",
+    summary="the exact top-k of the sum of all ranks' top-k: each rank adds up a range of indices",
     cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P k b beta",
     result="at most k entries, the exact top-k of the sum of the local top-k",
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
@@ -315,7 +315,7 @@ def with_larger_result(ratio: int) -> Algorithm:
     return replace(
         ALGORITHM,
         name=f"{ALGORITHM.name}:{ratio}",
-        summary=f"the exact top-({ratio} k) of the sum of all top-k: each rank adds up a range of indices",
+        summary=f"the exact top-({ratio} k) of the sum of all ranks' top-k: each rank adds up a range of indices",
         cost=f"2 alpha + 2 (P - 2) gap + {ratio + 1} (P - 1)/P k b beta",
         result=f"at most {ratio} k entries, the exact top-({ratio} k) of the sum of the local top-k",
         run=partial(split, ratio=ratio),

@@ -3,7 +3,7 @@
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
 (SSAR_Recursive_double). The pattern is that of `sparsecomm.algorithms.butterfly`, which has a drawing.
 
-The fewest bytes are sent if all ranks select the same indices. Lower ranks are added first. Each rank of a group with
+Fewer bytes are sent if ranks select the same indices. Lower ranks are added first. Each rank of a group with
 the same entries records an equal shard of the rounding errors as dropped. Nothing is rejected.
 """
 
@@ -42,11 +42,11 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 ALGORITHM = Algorithm(
     name="ssar_recursive_doubling",
     summary="the sum of all ranks' top-k by recursive doubling (SparCML)",
-    cost="log2(P) alpha + from log2(P) to (P - 1) k b beta",
+    cost="log2(P) alpha + log2(P) to (P - 1) times k b beta",
     result="up to k P entries, the exact sum of the local top-k",
     source="Renggli et al., SC 2019",
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="merges sums of several ranks without their numbers of ranks",
+    contributors_unknown="merges partial sums without counting their contributors",
 )

@@ -43,8 +43,8 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="ssar_split_allgather",
-    summary="the sum of all ranks' top-k, added up by ranges of indices, then gathered (SparCML)",
-    cost="2 alpha + 2 (P - 2) gap + from 2 (P - 1)/P to (P - 1)(1 + 1/P) k b beta",
+    summary="the sum of all ranks' top-k: each rank adds up a range of indices, then all gather the sums (SparCML)",
+    cost="2 alpha + 2 (P - 2) gap + 2 (P - 1)/P to (P - 1)(1 + 1/P) times k b beta",
     result="up to k P entries, the exact sum of the local top-k",
     source="Renggli et al., SC 2019",
     run=ssar_split_allgather,

@@ -90,7 +90,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
 
 ALGORITHM = Algorithm(
     name="tree",
-    summary="global top-k by merging along a binomial tree, then a broadcast (gTop-k as in the paper)",
+    summary="global top-k by merging along a binomial tree, then broadcasting (gTop-k as published)",
     cost="2 log2(P) (alpha + k b beta)",
     result="at most k entries; approximate",
     source="Shi et al., ICDCS 2019, Algorithm 3",
@@ -98,5 +98,5 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     reselects=True,
     automatic=True,
-    contributors_unknown="merges sums of several ranks without their numbers of ranks",
+    contributors_unknown="merges partial sums without counting their contributors",
 )

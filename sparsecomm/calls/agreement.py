@@ -24,7 +24,7 @@ class WordsGather(Call):
     """Gives all ranks the words of all ranks, in order of rank.
 
     Attributes:
-        words: ints from 0 to 2^64 - 1, the same number of them on all ranks; afterwards the result.
+        words: ints from 0 to 2^64 - 1, the same number of them on all ranks. The call replaces them by the result.
     """
 
     name = "words of all ranks"  # in the call signature
@@ -63,7 +63,7 @@ class WordsComparison(WordsGather):
     """Compares each rank's words with those of rank 0.
 
     Attributes:
-        words: afterwards, for each rank, the position of its first word that differs, or the number of words.
+        words: the result has for each rank the position of its first word that differs, or the number of words.
     """
 
     name = "comparison of words"

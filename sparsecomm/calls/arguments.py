@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 
 def count_of(k: Any, size: int, what: str = "the number of elements") -> int:
-    """Return the number of entries to select of ``size`` elements (called ``what``); ``k`` is a count or a density."""
+    """Return the number of entries that ``k``, a count or a density, selects from ``size`` elements (``what``)."""
     if type(k) is int and 0 < k <= size:  # fast path
         return k
     if isinstance(k, numbers.Integral):
@@ -44,7 +44,7 @@ def chunk_of(chunk: Any) -> int:
 
 
 def chunks_of(k: Any, chunk: Any) -> Chunks:
-    """Return the selection of ``k``, a count or a density, of every ``chunk`` elements."""
+    """Return the selection of ``k``, a count or a density, from every ``chunk`` elements."""
     length = chunk_of(chunk)
     return Chunks(count_of(k, length, "the elements of a chunk"), length)
 
@@ -73,7 +73,7 @@ def label_checksum(label: object) -> int:
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function, with a keyword argument ``comm``, so that its `InvalidInputError` names the rank."""
+    """Decorate a function with a keyword argument ``comm``: its `InvalidInputError` names the rank."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -93,7 +93,7 @@ def name_rank(error: InvalidInputError, comm: Any) -> InvalidInputError:
 
 def note_skipped(comm: Comm, error: BaseException) -> None:
     """Record on the transport of ``comm`` that ``error`` prevented this rank's call."""
-    with suppress(BaseException):  # not a communicator, a freed one, or an interrupt; the first error is raised
+    with suppress(BaseException):  # the caller raises the first error
         transport = existing_transport(comm)
         if transport is not None:
             transport.skipped = type(error).__name__
@@ -108,10 +108,10 @@ def rank_of(comm: Any) -> int | None:
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         world = MPI.COMM_WORLD
-        with suppress(Exception):  # not a communicator, or a freed one, which the error being raised says
+        with suppress(Exception):  # the caller reports an object that is not a communicator, or a freed one
             if comm is not None and comm != world:
                 return int(comm.Get_rank())
         if world.Get_size() > 1:
             return int(world.Get_rank())
-        return job.rank() or 0  # MPI knows no other rank, but a launcher may
+        return job.rank() or 0  # MPI was started for one rank, but a launcher may have started more
     return job.rank()

@@ -1,4 +1,4 @@
-"""`Handle`: a call in flight, which a thread of the queue makes, or the wait for it."""
+"""`Handle`: a call in flight. A thread of the queue makes it, or else `Handle.wait`."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Handle:
         self._task: Task | None = task
         self._refusal: BaseException | None = None  # if set, the call is left instead of made
         self._outcome: tuple[SparseVector | None, BaseException | None] | None = None
-        self._pending = Lock()  # released when there is an outcome
+        self._pending = Lock()  # held until there is an outcome
         self._pending.acquire()
         self._error_seen = False
 
     def wait(self, timeout: float | None = None) -> SparseVector:
         """Wait until the call is done, and return its result. A second wait returns or raises the same again.
 
-        An interrupt (Ctrl-C) ends only the wait. But where no thread makes calls, and this wait makes the call, it also
-        ends the call, as in `sparse_allreduce`.
+        An interrupt (Ctrl-C) ends only the wait, and the call continues. If no thread makes calls, this wait makes the
+        call, and an interrupt also ends the call, as in `sparse_allreduce`.
 
         Args:
-            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, which
-                ``SPARSECOMM_TIMEOUT`` bounds.
+            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, at the latest by
+                ``SPARSECOMM_TIMEOUT``.
 
         Raises:
             TimeoutError: the call is not done yet. It continues; wait again.
@@ -82,7 +82,7 @@ class Handle:
         return result
 
     def test(self) -> bool:
-        """Return whether the call is done, with a result or an error. Where no thread makes calls, this makes it."""
+        """Return whether the call is done, with a result or an error. If no thread makes calls, this makes it."""
         return self._outcome is not None or self._queue.run_or_wait(self, 0.0)
 
     @property
@@ -99,7 +99,7 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the call raised; ``None`` if there is none, or the call is not done yet."""
+        """The error that the call raised; ``None`` if it raised none, or is not done yet."""
         return None if self._outcome is None else self._outcome[1]
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class Handle:
             self._outcome = None, refusal or error
         self._task = None
         self._pending.release()
-        del self  # which the traceback of its error would keep
+        del self  # the traceback of its error would keep it alive
 
     def _wait(self, timeout: float | None) -> bool:
         """Wait for at most ``timeout`` seconds, and return whether the call is done."""

@@ -1,8 +1,8 @@
 """`costs_of`: the costs by which calls on a communicator are planned. `LinkMeasurement`: the call that measures them.
 
-Without a profile that fits, latency and bandwidth are measured once per communicator (`sparsecomm.tuning.links`). Calls
-between nodes need them with every algorithm, since they decide whether small messages reach all ranks in one trip or in
-log2 P. On one node, only the choice of an algorithm needs them.
+Without a profile for the communicator, latency and bandwidth are measured once (`sparsecomm.tuning.links`). Between
+nodes all algorithms need them, to decide whether small messages reach all ranks in one trip or in log2 P. On one node,
+only the choice of an algorithm needs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
 
     Args:
         transport: the ranks.
-        measurement: the call that `measurement_needed` returned, for a caller that needs its state after an error.
+        measurement: the result of `measurement_needed`, for a caller that needs its state after an error.
 
     Raises:
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
@@ -43,7 +43,7 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
 
 @deferred
 def costs_for_steps(transport: Transport) -> KnownCosts:
-    """Return `costs_of`. Where a thread makes calls, an interrupt ends only the wait, which the next call resumes."""
+    """Return `costs_of`. If a thread makes calls, an interrupt ends only the wait; call this again to continue it."""
     queue = queue_of(transport)
     if queue.measuring is None and (measurement := measurement_needed(transport)) is not None:
         queue.measuring = queue.submit(measurement)
@@ -58,10 +58,10 @@ def costs_matter(transport: Transport, options: Options) -> bool:
 
 
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
-    """Return the costs by which a plan chooses, or None if its options leave nothing to choose on one node.
+    """Return the costs by which a plan chooses, or None on one node if its options leave nothing to choose.
 
-    The choice of a wire format alone uses the profile, measured costs or assumed ones, and measures nothing. The other
-    arguments and the errors are those of `costs_of`.
+    To choose only a wire format, nothing is measured: known or assumed costs are used. For the other arguments and the
+    errors see `costs_of`.
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
@@ -73,7 +73,7 @@ def measurement_needed(transport: Transport, options: Options | None = None) -> 
     if options is not None and not costs_matter(transport, options):
         return None
     measuring = queue_of(transport).measuring
-    if measuring is not None and _known(transport) is None:  # a reducer's wait for it was interrupted
+    if measuring is not None and _known(transport) is None:  # an interrupt ended a reducer's wait for it
         try:
             _wait_for(measuring, transport)
         except Exception:
@@ -113,8 +113,8 @@ class LinkMeasurement(Call):
     """Measures the links between ranks, and stores the costs in the queue. They are the same on all ranks.
 
     Attributes:
-        must_keep: whether the caller has to roll back its gradient: the measurement has begun, even if it then failed,
-            or the transport has failed.
+        must_roll_back: whether the caller must roll back its contribution after an error: the measurement has begun, or
+            the transport has failed.
         links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
     """
 
@@ -123,23 +123,23 @@ class LinkMeasurement(Call):
         super().__init__(transport)
         self.links: Links | None = None
         self.costs: KnownCosts | None = None
-        self.must_keep = False
+        self.must_roll_back = False
         self._probe, self._seconds, self._counted = Probe(transport), seconds, transport.counted
 
     @property
     def failed(self) -> bool:
-        """Whether this rank left it with an error that the other ranks know."""
-        return self.must_keep and self.state is State.FAILED
+        """Whether it failed, and the other ranks know."""
+        return self.must_roll_back and self.state is State.FAILED
 
     def _communicator(self) -> Communicator:
         return self._probe.comm
 
     def _begin(self) -> None:
         self._probe.comm.begin()
-        self.must_keep = True
+        self.must_roll_back = True
 
-    def _keep(self) -> None:
-        self.must_keep = True  # also if `_begin` failed
+    def _roll_back(self) -> None:
+        self.must_roll_back = True  # also if `_begin` failed
 
     def _exchange(self) -> SparseVector:
         self.links = links = self._probe.measure(self._seconds)
@@ -149,4 +149,4 @@ class LinkMeasurement(Call):
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # a measurement by a tool does not change the costs of calls
             queue_of(self.transport).measured = self.costs
-        self.transport.counted = self._counted  # for the program, only sums count
+        self.transport.counted = self._counted  # `last_call` reports only sums as successful

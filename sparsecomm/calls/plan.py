@@ -1,4 +1,4 @@
-"""`Options` and `Plan`: what calls of one signature on one communicator share, computed and checked once.
+"""`Options` and `Plan`: the checked options of calls, and the preparations that calls of one signature share.
 
 A plan corresponds to a persistent collective of MPI, but programs need not ask for it: the queue of a communicator
 stores the plans of the latest signatures, and each call looks its plan up.
@@ -95,8 +95,8 @@ class Options:
         """Whether costs decide which algorithm is used."""
         return find(self.algorithm) is None
 
-    def whole(self) -> Options:
-        """Return the options of a call that sums dense gradients, to which all ranks contribute."""
+    def for_dense_sum(self) -> Options:
+        """Return the options of a dense sum. All ranks contribute to it, so its mean divides by the world size."""
         return Options("dense", "mean" if self.op == MEAN_OF_CONTRIBUTORS else self.op, "plain")
 
     def query(self, transport: Transport, n: int, k: int, value_bytes: int) -> CostQuery:
@@ -106,7 +106,7 @@ class Options:
 
 
 class Plan:
-    """The plan of calls with one signature on one communicator, of which at most one is in flight.
+    """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time.
 
     Attributes:
         transport, backend: of the communicator, and of the gradient's device.
@@ -139,8 +139,8 @@ class Plan:
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose:
                 assumed costs are used, since the ranks' profiles may differ.
-            arrays: whether the caller passed a residual, and an ``out``. The ranks must agree on both and on the shape.
-                ``None`` if the label of calls covers all of this.
+            arrays: whether the caller passed a residual, and whether it passed an ``out``. The ranks must agree on both
+                and on the shape. ``None`` if the label of calls covers these.
         """
         config.timeout()  # raises if it cannot be used; calls read it themselves
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs

@@ -1,9 +1,9 @@
 """`Call`: one collective call. `CallQueue`: makes the calls on a communicator one after another.
 
-Calls are made in the order in which the program submits them, whichever thread does and whether or not they block. A
-thread of the queue makes the non-blocking ones. Where the transport allows no other thread, `Handle.wait` makes them.
+Calls are made in the order in which the program submits them, from any thread. A thread of the queue makes the
+non-blocking calls. If the transport allows no other thread, `Handle.wait` makes them.
 
-Within the gate of `sparsecomm.signals`, a signal handler can raise only while a lock is awaited or a call is made.
+Within the gate of `sparsecomm.signals`, a signal handler raises only while a thread waits for a lock or makes a call.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class State(Enum):
             +-------------+-------> FAILED
 
     PLANNED: the transport has not numbered it. RUNNING: anything may fail on any rank. DECIDED: the algorithm has
-    returned, and the ranks have voted if they do; now the result is applied, whatever happens. FAILED: the other ranks
-    know, and the gradient is rolled back into the residual.
+    returned, and the ranks have voted if the transport lets them; from now on the result is applied, whatever happens.
+    FAILED: the other ranks know, and the contribution is rolled back.
     """
 
     PLANNED = 0
@@ -59,18 +59,18 @@ class State(Enum):
 
 
 class Call:
-    """A `Task`: a collective call on ``transport``. Subclasses define the methods from `_communicator` on."""
+    """A `Task`: a collective call on ``transport``. Subclasses define `_communicator` and the methods below it."""
 
     def __init__(
-        self, transport: Transport, within: AbstractContextManager[object] | None = None, *, keeps: bool = False
+        self, transport: Transport, within: AbstractContextManager[object] | None = None, *, submitted: bool = False
     ) -> None:
         """Plan a call.
 
-        ``within``: a context in which it is made or left. ``keeps``: roll the gradient back even if it fails before it
-        begins, as for an invalid setting.
+        ``within``: a context in which it is made or left. ``submitted``: roll back even if the call fails before it
+        begins, since the program has given its gradient away already.
         """
         self.transport, self.state = transport, State.PLANNED
-        self._within, self._keeps = AT_ONCE if within is None else within, keeps
+        self._within, self._submitted = AT_ONCE if within is None else within, submitted
 
     @default_float_mode
     def run(self) -> SparseVector:
@@ -81,7 +81,7 @@ class Call:
     def leave(self, error: BaseException) -> None:
         """Leave the call without making it. Ignored after `run`."""
         if self.state is State.PLANNED:
-            self._keeps = True
+            self._submitted = True
             with self._within:
                 self._fail(error, self.transport.number)
 
@@ -109,7 +109,7 @@ class Call:
             if result is None or not transport.concluded:
                 self._fail(error, last)
                 raise
-            raised = error  # while votes were counted
+            raised = error  # the ranks have voted already
         self.state = State.DECIDED
         assert result is not None
         for _ in range(2):  # the first attempt may run out of memory
@@ -120,16 +120,16 @@ class Call:
             except BaseException as error:
                 raised = raised or error
         else:
-            self._keep()
+            self._roll_back()
         self.state = State.DONE
         if raised is not None:
             raise raised
         return result
 
     def _fail(self, error: BaseException, last: int) -> None:
-        """Leave the call, and begin it first if necessary, so that the other ranks learn of the error.
+        """Leave the call, after beginning it if necessary, so that the other ranks receive the error.
 
-        ``last``: number of the call before it.
+        ``last``: number of the previous call.
         """
         self.state = State.FAILED
         transport = self.transport
@@ -143,8 +143,8 @@ class Call:
             transport.skipped = type(error).__name__
         with suppress(BaseException):
             transport.abort(error)
-        if self._keeps or transport.number != last or isinstance(error, TransportError):
-            self._keep()
+        if self._submitted or transport.number != last or isinstance(error, TransportError):
+            self._roll_back()
 
     def _communicator(self) -> Communicator:
         raise NotImplementedError
@@ -160,8 +160,8 @@ class Call:
     def _finish(self, result: SparseVector) -> None:
         """Apply the result. If this raises, it is called again and must continue where it stopped."""
 
-    def _keep(self) -> None:
-        """Roll back: keep on this rank the gradient that it would have contributed."""
+    def _roll_back(self) -> None:
+        """Return this rank's contribution to its residual."""
 
 
 class Plans:
@@ -185,7 +185,7 @@ class Plans:
             return None
 
     def keep(self, key: Hashable, plan: Plan) -> None:
-        """Store a plan. If there are too many, the oldest one is dropped."""
+        """Store a plan. If there are too many, drop the oldest one."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
         with suppress(*FAULTS):
@@ -204,7 +204,7 @@ class CallQueue:
         self.users = 0  # number of `Reducer` objects that use it
         self.observers: list[Observer] = []
         self.measured: KnownCosts | None = None  # costs that the ranks have measured
-        self.measuring: Handle | None = None  # their measurement, which a reducer waits for or will wait for again
+        self.measuring: Handle | None = None  # the measurement that a reducer has submitted
         self._threaded = transport.threaded
         self._process = os.getpid()
         self._calling = Lock()  # held by the thread that makes calls
@@ -215,13 +215,13 @@ class CallQueue:
         self._started = self._ending = False
         self._thread = 0  # identifier of the queue's thread
         self._running = Lock()  # held by the queue's thread
-        self._after_current: list[Callable[[], object]] = []  # run when the current call has ended
+        self._after_current: list[Callable[[], object]] = []  # arguments of `finish` within the current call
         for observer in observers_of(transport):
             self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
 
     def observe(self, transport: Transport, observer: Observer) -> None:
-        """Have an observer observe all later calls. No call may be in flight."""
+        """Let an observer observe all later calls. No call may be in flight."""
         observe(transport, observer)
         self.backends = ObservedBackends(self.backends, observer)
         self.observers.append(observer)
@@ -283,9 +283,9 @@ class CallQueue:
         return handle._wait(timeout)
 
     def use_measured(self, costs: KnownCosts | None) -> None:
-        """Plan calls with these measured costs, the same on all ranks, or measure them again.
+        """Plan calls with these measured costs, the same on all ranks; ``None``: measure them again.
 
-        All ranks measure again after a mismatch: one rank may have measured while another one failed.
+        All ranks measure again after a mismatch, since one rank may have measured while another one failed.
         """
         self.measured = costs
         self.plans.clear()
@@ -299,9 +299,9 @@ class CallQueue:
             )
 
     def finish(self, then: Callable[[], object] | None = None) -> None:
-        """Make the calls in the queue, since other ranks may wait for them, and run ``then``. Nothing may follow.
+        """Make the last calls of the queue, since other ranks may wait for them, and run ``then``.
 
-        From within a call, as when the garbage collector calls this, it returns at once and happens after that call.
+        Within a call, for example if the garbage collector calls this, it returns and does its work after that call.
         """
         if os.getpid() != self._process:
             return
@@ -320,14 +320,14 @@ class CallQueue:
             then()
 
     def _call_in_turn(self, task: Task) -> SparseVector:
-        """Make a call while other calls wait or another thread makes one."""
+        """Make a call after calls in the queue or of another thread."""
         self.refuse_within_call()
         handle = Handle(self, task)
         try:
             self.enqueue(handle)
             return handle.wait()
         except BaseException as error:
-            if handle._outcome is None:  # leave it, unless it has begun; then x and the others are the caller's again
+            if handle._outcome is None:  # leave it, or wait for its end if it has begun: it uses the caller's arrays
                 handle._refusal = error
                 self.run_or_wait(handle, None)
             handle._error_seen = True
@@ -364,15 +364,15 @@ class CallQueue:
         try:
             return handle
         finally:
-            del handle  # which the traceback of its error would keep
+            del handle  # the traceback of its error would keep it alive
 
     def _leave_refused(self) -> None:
         while self._handles and self._handles[0]._refusal is not None:
             self._handles.popleft()._run()
 
     def _refuse_handles(self, error: TransportError) -> None:
-        """Refuse the calls in the queue, so that none of them waits for a broken job again."""
-        for i in range(len(self._handles)):  # other threads may append; only this one removes
+        """Refuse the calls in the queue, so that they do not wait for dead ranks or time out again."""
+        for i in range(len(self._handles)):  # other threads may append; only this one removes handles
             text = f"rank {self.rank} did not make this call, since an earlier one failed: {text_of(error)}"
             dead = error.ranks if isinstance(error, RankFailedError) else None
             refusal = TransportError(text) if dead is None else RankFailedError(text, dead)

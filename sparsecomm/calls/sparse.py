@@ -28,7 +28,7 @@ __all__ = ["SumCall", "isparse_allreduce", "prepare", "sparse_allreduce"]
 
 
 class SumCall(Call):
-    """The sum of the contributions of all ranks: ``contribution`` is this rank's, and ``plan`` its plan."""
+    """The call that sums the contributions of all ranks. ``contribution`` is this rank's."""
 
     def __init__(
         self,
@@ -38,34 +38,35 @@ class SumCall(Call):
         write: Callable[[SparseVector], None] | None = None,
         within: AbstractContextManager[object] | None = None,
         *,
-        deferred: bool = False,
-        keeps: bool = False,
+        commits: bool = True,
+        submitted: bool = False,
     ) -> None:
         """Plan a sum. No other call of the plan may be in flight when this call is made.
 
         Args:
-            plan, contribution, within, keeps: as above and in `Call`.
+            plan, contribution: the plan, and this rank's contribution.
             label: a checksum that the ranks' calls must share; 0 for none.
             write: called with the result when the call is decided. Must be idempotent.
-            deferred: leave it to `settle` to commit the contribution.
+            within, submitted: as in `Call`.
+            commits: commit the contribution when the call is decided. Otherwise the caller must call `settle`.
         """
-        super().__init__(plan.transport, within, keeps=keeps)
+        super().__init__(plan.transport, within, submitted=submitted)
         self.plan, self.contribution = plan, contribution
-        self._label, self._write, self._deferred = label, write, deferred
+        self._label, self._write, self._unsettled = label, write, not commits
         self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
     @default_float_mode
     def settle(self, *, usable: bool) -> None:
-        """Commit the contribution of a deferred call, or roll it back if the result is not usable on all ranks.
+        """Commit the contribution, or roll it back if the result is not usable on all ranks.
 
-        Does nothing after a failed call, and nothing the second time.
+        Ignored after a failed call, and if the contribution was committed or rolled back before.
         """
-        if self._deferred and self.succeeded:
+        if self._unsettled and self.succeeded:
             if usable:
                 self._commit()
             else:
                 self.contribution.rollback()
-            self._deferred = False
+            self._unsettled = False
 
     def _run(self) -> SparseVector:
         counters = self.transport.counters
@@ -87,7 +88,7 @@ class SumCall(Call):
         return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
-        if not self._deferred:
+        if not self._unsettled:
             self._commit()
         if self._write is not None:
             self._write(result)
@@ -96,7 +97,7 @@ class SumCall(Call):
         assert self._total is not None
         self.contribution.commit(self._total, rejects=self.plan.algorithm.rejects)
 
-    def _keep(self) -> None:
+    def _roll_back(self) -> None:
         self.contribution.rollback()
 
 
@@ -117,15 +118,15 @@ def sparse_allreduce(
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
-    With a residual, no gradient is lost: summed over all ranks, ``residual`` plus the result is afterwards what
-    ``residual + x`` was before. (A mean counts times the number by which it was divided.) The result is bit-identical
-    on all ranks.
+    With a residual, no gradient is lost: the sum of all residuals after the call, plus the result, equals the sum of
+    ``residual + x`` over all ranks before the call. (For a mean, multiply the result by its divisor.) The result is
+    bit-identical on all ranks.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
             ``__dlpack__``. Not modified, unless it is also ``out``.
-        k: number of entries that every rank selects, and that the global top-k algorithms keep: an int from 1 to x's
-            size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` is all entries.
+        k: number of entries that every rank selects, and that the result of a global top-k algorithm has: an int from
+            1 to x's size, or a float in (0, 1], the density. The type decides: ``1`` is one entry, ``1.0`` all entries.
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport. ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library communicates on a duplicate.
         algorithm: a name from `algorithms`, or an `Algorithm` from it. "split:R" is "split" with a result of R k
@@ -135,21 +136,21 @@ def sparse_allreduce(
         op: "sum"; "mean", the sum divided by the number of ranks; or "mean_of_contributors", the sum at each index
             divided by the number of ranks that sent an entry there, which only some algorithms know
             (docs/algorithms/index.md). The result has the same indices as for "sum".
-        residual: x's shape and device, in x's type or float32 beside a 16-bit x; updated in place. Begin with zeros.
-            Pass it on all ranks or on none.
-        out: x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
+        residual: of x's shape, device and type, or float32 if x has 16-bit elements; updated in place. Begin with
+            zeros. Pass it on all ranks or on none.
+        out: of x's shape and device, in x's type or the type of the sums; overwritten with the dense result. May be x.
             Pass it on all ranks or on none.
         wire: format of entries in messages. "plain": 8 bytes each for float32. "packed": indices in about
             2 + log2(n/k) bits, exact values. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4",
-            "packed_int2", "packed_sign": narrow values too; residuals keep the rounding errors. "auto": plain or
+            "packed_int2", "packed_sign": also rounds values; residuals keep the rounding errors. "auto": plain or
             packed, whichever costs less. Dense messages are not packed.
-        chunk: every rank selects k of each ``chunk`` elements, as in `topk`. The global top-k algorithms keep as many
-            entries of the sum as that is in all, wherever they are; "dense" still sums all. The same on all ranks.
-        decay: factor in (0, 1] of the residual, so that old entries fade (SparseLoCo: Sarfi et al., 2025). Read
-            ``residual`` as ``decay * residual`` everywhere here. Ranks may differ in it. Not with
-            ``algorithm="dense"``.
-        label: a name, for example of the layer. Calls with different labels do not match. Without labels, two calls of
-            the same size that the ranks make in different orders cannot be told apart.
+        chunk: every rank selects k of each ``chunk`` elements, as in `topk`. The result of a global top-k algorithm has
+            the largest entries of the sum, as many as a rank selects, whatever their chunks. "dense" ignores it. The
+            same on all ranks.
+        decay: factor in (0, 1] of the residual before x is added, so that old entries fade (SparseLoCo: Sarfi et al.,
+            2025). Ranks may differ in it. Not supported with ``algorithm="dense"``.
+        label: a name, for example of the layer. Calls with different labels do not match. Without labels, the library
+            cannot detect that ranks make two calls of the same size in different orders.
 
     Returns:
         The sum, in order of index: at most k entries, or as the algorithm says. Values are float32, or float64 for
@@ -160,7 +161,7 @@ def sparse_allreduce(
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         CollectiveMismatchError: the ranks made different calls. Every rank raises it.
         TimeoutError: a rank did not answer for ``SPARSECOMM_TIMEOUT`` seconds.
-        RankFailedError: MPI reports that a rank died (with an MPI that survives it).
+        RankFailedError: a rank died.
         TransportError: another rank left the call, or MPI failed.
 
     Note:
@@ -194,7 +195,7 @@ def isparse_allreduce(
     work on the device is done.
 
     The thread needs an MPI with ``MPI_THREAD_MULTIPLE`` (see ``python -m sparsecomm info``). Without it, `Handle.wait`
-    makes the call, and nothing is gained. Calls that the program never waits for are made when the interpreter exits,
+    makes the call, and nothing overlaps. Calls that the program never waits for are made when the interpreter exits,
     since other ranks may wait for them.
 
     The arguments are those of `sparse_allreduce`.
@@ -229,8 +230,8 @@ def prepare(
 
     The arguments are those of `sparse_allreduce`; ``background`` says whether a thread of the queue makes the call.
 
-    After a `TransportError`, or once a measurement of links has begun, the residual is as after a failed call. After
-    other errors it is unchanged.
+    After a `TransportError`, or any error once a measurement of links has begun, the residual is as after a failed
+    call. After other errors it is unchanged.
     """
     measurement: LinkMeasurement | None = None
     try:
@@ -252,7 +253,7 @@ def prepare(
             try:
                 transport = transport_of(comm)
             except TransportError:
-                _keep(t, r, factor)
+                _roll_back(t, r, factor)
                 raise
             queue = queue_of(transport)
             measurement = measurement_needed(transport, options)
@@ -272,14 +273,14 @@ def prepare(
         note_skipped(comm, error)
         raise name_rank(error, comm) from error.__cause__
     except BaseException as error:
-        if measurement is not None and measurement.must_keep:
-            _keep(t, r, factor)  # `last_call` reports a call that has begun and failed
-        if measurement is None or not measurement.failed:  # else the other ranks know already
+        if measurement is not None and measurement.must_roll_back:
+            _roll_back(t, r, factor)  # `last_call` reports a call that has begun and failed
+        if measurement is None or not measurement.failed:  # otherwise the other ranks know
             note_skipped(comm, error)
         raise
 
 
-def _keep(x: Tensor, residual: Tensor | None, decay: float) -> None:
+def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
     """Add x to the residual, as after a failed call."""
     backend = backends.of(x.device)
     with backend.on_stream(x):

@@ -2,13 +2,13 @@
 
 **Save.** (1) Each rank writes its file under a temporary name (``.part``), syncs it to disk and verifies it. (2) When
 all ranks have done so, each renames its file and syncs the folder. (3) When all ranks have done so, each removes older
-files. A rank may die at any moment: before (2) the older checkpoint is untouched; once any file is renamed, all ranks
-have a verified file of the new checkpoint, under one name or the other, and `load` reads both.
+files. A rank may die at any moment: before (2) the older checkpoint is untouched. Once any file is renamed, all ranks
+have a verified file of the new checkpoint, and `load` reads both temporary and final names.
 
 **Load.** The ranks gather which checkpoints each of them sees. They try the checkpoints that all of them see, newest
 first, until all ranks have read and verified their files of the same save.
 
-An exception that a signal handler raises while a rank waits for others is raised when all ranks have finished.
+If a signal handler raises while a rank waits for others, the exception is raised when all ranks have finished.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
             returns all other values: ``None``, bools, numbers, strings, arrays (of NumPy, JAX, or another library with
             ``__dlpack__``), and lists, tuples and dictionaries of them. The files are .npz archives without pickles.
         comm: the ranks that save; ``None``: all ranks.
-        keep: the number of older checkpoints that stay: at least 1, the same on all ranks. Damaged ones do not count.
+        keep: number of older checkpoints to keep: at least 1, the same on all ranks. Damaged ones do not count.
 
     Raises:
         InvalidInputError: an argument is invalid, a rank could not write its file, a state could not be loaded again,
@@ -86,15 +86,15 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 def load(
     folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks can read into all objects that can load it. Collective.
+    """Load the newest checkpoint that all ranks can read. Collective.
 
     A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
     changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0;
-    with `LocalSteps`, start from the global parameters then. Load the state of `sparsecomm.jax.sparsify` with the same
-    world size, because it is a value that contains residuals.
+    with `LocalSteps`, start from the global parameters then. The state of `sparsecomm.jax.sparsify` is a value that
+    contains residuals, so load it with the same world size.
 
     Args:
-        folder, objects, comm: see `save`.
+        folder, objects, comm: as in `save`. Objects with ``load_state_dict`` load their state.
         step: load the checkpoint of this step; ``None``: the newest one.
 
     Returns:
@@ -110,7 +110,7 @@ def load(
 
 @deferred
 class CheckpointFolder:
-    """A folder of checkpoints of one format, as the ranks of a communicator see it."""
+    """A folder of checkpoints of one format, which the ranks of a communicator use."""
 
     def __init__(self, form: Format, folder: Folder, comm: Comm, exclusive: bool = True) -> None:
         """Check the arguments. With ``exclusive``, `save` refuses a folder into which another job saves."""
@@ -130,11 +130,11 @@ class CheckpointFolder:
         return self._finish(lambda: self._load(objects, step))
 
     def exists_on_all_ranks(self) -> bool:
-        """Return whether each rank sees all files that it loads of some checkpoint. Collective."""
+        """Return whether there is a checkpoint for which each rank sees the files that it would load. Collective."""
         return self._finish(lambda: bool(self._survey("look").complete))
 
     def _finish(self, operation: Callable[[], T]) -> T:
-        """Return the result of an operation, or raise the first interrupt that came while this rank waited."""
+        """Return the result of an operation. If there were interrupts while it waited, raise the first one."""
         try:
             return operation()
         finally:
@@ -142,9 +142,10 @@ class CheckpointFolder:
             if interrupts:
                 raise interrupts[0]
 
-    def _decide(
+    def _on_all_or_none(
         self, label: str, prepare: Callable[[Undo], Prepared], action: str, keys: Sequence[str] = ()
     ) -> list[str]:
+        """Complete ``prepare`` on all ranks, or undo it on all, and return their notes: see `loading.load`."""
         return loading.load(self._transport, label, keys, prepare, action, self._interrupts)
 
     # -- save ---------------------------------------------------------------------------------------------------------
@@ -177,12 +178,12 @@ class CheckpointFolder:
             return Prepared()
 
         label = f"checkpoint {step} of {', '.join(sorted(map(repr, objects)))}, keeping {keep}"
-        self._decide(label, write, "save the same checkpoint")
-        self._decide(f"rename {label}", rename, "give its file the final name")
+        self._on_all_or_none(label, write, "save the same checkpoint")
+        self._on_all_or_none(f"rename {label}", rename, "give its file the final name")
         self._remove_older(survey, keep, step)
 
     def _remove_older(self, survey: _Survey, keep: int, step: int) -> None:
-        """Remove checkpoints that are older than the newest ``keep`` ones that are good on all ranks. Collective.
+        """Keep the newest ``keep`` older checkpoints that all ranks can read, and remove older ones. Collective.
 
         Checkpoints of later steps stay, because they may belong to another training.
         """
@@ -206,7 +207,7 @@ class CheckpointFolder:
             return False
         except SparseCommError:
             raise
-        except BaseException as interrupt:  # the other ranks know that this one failed
+        except BaseException as interrupt:
             self._interrupts.append(interrupt)
             return False
         return True
@@ -260,11 +261,11 @@ class CheckpointFolder:
                     values[name] = state
                 return Prepared()
 
-            self._decide(f"object {name!r}", adopt, f"load {name!r}")
+            self._on_all_or_none(f"object {name!r}", adopt, f"load {name!r}")
         return values
 
     def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return this rank's states by name, or those of all ranks of another world size. Collective."""
+        """Return the states by name in each file that this rank loads. Collective."""
         states: list[dict[str, Any]] = []
 
         def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:
@@ -278,7 +279,7 @@ class CheckpointFolder:
         return states
 
     def _read_all(self, checkpoint: CheckpointId, read: Callable[[Path, CheckpointId, int], str]) -> None:
-        """Read the files that this rank loads by ``read``, which returns the save ID of a file. Collective.
+        """Call ``read``, which returns the save ID, for each file that this rank loads. Collective.
 
         If a rank cannot read a file, or the files were not saved together, all ranks raise `InvalidInputError`.
         """
@@ -295,7 +296,7 @@ class CheckpointFolder:
                     raise InvalidInputError(f"the file of rank {rank} was not saved together with that of rank 0")
             return Prepared({"save": save_ids[0]})
 
-        self._decide("a checkpoint", prepare, "read a checkpoint", ["save"])
+        self._on_all_or_none("a checkpoint", prepare, "read a checkpoint", ["save"])
 
     # -- survey -------------------------------------------------------------------------------------------------------
 
@@ -311,7 +312,7 @@ class CheckpointFolder:
             job_id, random = lock.job_id_of(self._folder), os.urandom(16).hex()
             return Prepared(note=json.dumps({"seen": seen, "foreign": foreign, "job": job_id, "random": random}))
 
-        notes = self._decide(f"checkpoints to {why}", look, f"look for checkpoints in {self._folder}")
+        notes = self._on_all_or_none(f"checkpoints to {why}", look, f"look for checkpoints in {self._folder}")
         by_rank = [json.loads(note) for note in notes]
         seen = [{CheckpointId(*row[:3]): row[3:] for row in rank["seen"]} for rank in by_rank]
         # If any rank has renamed its file, all ranks have written theirs.
@@ -332,7 +333,7 @@ class _Survey(NamedTuple):
     """The checkpoints that the ranks see.
 
     Attributes:
-        complete: the checkpoints that each rank can load, by the files that it sees, newest first.
+        complete: the checkpoints for which each rank sees the files that it would load, newest first.
         last: the newest checkpoint that any rank sees.
         steps_by_rank: for each rank, the steps of the checkpoints that it sees, newest first.
         foreign: whether a rank sees checkpoints of another format.

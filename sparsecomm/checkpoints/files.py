@@ -26,15 +26,15 @@ SUFFIXES = (".npz", ".pt", ".arrays")  # .arrays: files of earlier development v
 _NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,18}))?(\.[a-z]+)(\.part)?")
 _VERSION = 1
 _MAX_SAVE_IDS = 1000
-_save_ids: dict[tuple[int, ...], str] = {}  # of files that were read; a file that changes has another key
+_save_ids: dict[tuple[int, ...], str] = {}  # of files that were read, by `_key`, which changes with the file
 
 
 class CheckpointId(NamedTuple):
     """The identity of a checkpoint. IDs order as the checkpoints were saved.
 
     Attributes:
-        run: a number that increases when training goes back to an earlier step, or starts again in the same folder.
-        step: the user's number of the checkpoint.
+        run: a number that increases when training returns to an earlier step, or starts again in the same folder.
+        step: the step that the user passed to `save`.
         size: the world size.
     """
 
@@ -60,7 +60,7 @@ class CheckpointId(NamedTuple):
 
 
 def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
-    """Return the checkpoints in a folder, newest first: the ranks whose files exist, and whether each is renamed."""
+    """Return the checkpoints in a folder, newest first. For each rank with a file: whether it has its final name."""
     found: dict[CheckpointId, dict[int, bool]] = {}
     files: list[str] = []
     with suppress(FileNotFoundError):
@@ -75,7 +75,7 @@ def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path of a file until all ranks have written theirs."""
+    """Return the temporary path of a file, which it has until all ranks have written their files."""
     return path.with_name(path.name + ".part")
 
 
@@ -102,21 +102,21 @@ class Format:
     suffix = ".npz"
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
-        """Write a value to a new file, as a zip archive of uncompressed members, if `parse` can read it."""
+        """Write a value to a file as an uncompressed zip archive. Raises an exception if `parse` could not read it."""
         values.write(file, value)
 
     def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
-        """Return the value that `dump` wrote, and run no code from it. Without ``arrays``, arrays may be missing."""
+        """Return the value that `dump` wrote, running no code from it. Without ``arrays``, arrays may be missing."""
         return values.read(file, arrays=arrays)
 
     def state_of(self, obj: Any) -> Any:
-        """Return the state of an object, which it could load again, or a value itself, as `dump` can write it."""
+        """Return the checked ``state_dict`` of an object, or the object itself if it has none, for `dump`."""
         state = obj.state_dict() if hasattr(obj, "state_dict") else obj
         check(state)
         return state
 
     def for_world(self, states: list[Any], rank: int, size: int) -> Any:
-        """Return an object's state for a rank of another world size, made from the states of all old ranks."""
+        """Make an object's state for a rank of another world size from the states of all old ranks."""
         first = states[0]
         if is_state(first):
             return reshard(states, rank, size)
@@ -148,7 +148,7 @@ class Format:
     def read(
         self, path: Path, checkpoint: CheckpointId, rank: int, *, arrays: bool = True
     ) -> tuple[str, dict[str, Any]]:
-        """Return the save ID and the states of a file, after checking that all of it is as it was written.
+        """Return the save ID and the states of a file, after checking that the file is undamaged.
 
         Without ``arrays``, arrays may be missing in the states.
 
@@ -179,11 +179,11 @@ def _key(path: Path, checkpoint: CheckpointId, rank: int) -> tuple[int, ...]:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # of a FIFO, for a writer
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO would otherwise wait for a writer
 
 
 def _check_archive(file: BinaryIO) -> None:
-    """Check that a file is a regular one that fits into memory, and an archive whose checksums (CRC-32) are right."""
+    """Check that a file is a regular file that fits into memory, and an archive with correct checksums (CRC-32)."""
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode):
         raise InvalidInputError("it is not a regular file")

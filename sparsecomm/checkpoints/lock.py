@@ -82,16 +82,16 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
             _log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
             return
         if time.monotonic() > deadline:
-            _, *holder = [*_read(file), ""]
+            lines = _read(file)
+            holder = lines[1] if len(lines) > 1 and lines[1] else "unknown process"
             raise InvalidInputError(
-                f"another job saves checkpoints into {folder} ({holder[0] or 'unknown process'}); stop that job, or "
-                "save into another folder"
+                f"another job saves checkpoints into {folder} ({holder}); stop that job, or save into another folder"
             )
         time.sleep(0.05)
 
 
 def _is_held(path: str, lock: _Lock) -> bool:
-    """Return whether this process still holds a lock: it is lost when code in it opens and closes the lock file."""
+    """Return whether this process still holds a lock. It loses the lock if it opens and closes the file elsewhere."""
     try:
         same_file = os.path.samestat(os.fstat(lock.file), os.stat(os.path.join(path, _FILE)))
         return same_file and _try_lock(lock.file, fcntl.LOCK_SH) and _read(lock.file)[:1] == [lock.job_id]

@@ -145,7 +145,7 @@ class Exchange:
         """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
         chunk, options = self.chunk, self.options
         if bucket.dense or (self.training and k == 1.0):
-            k, chunk, options = 1.0, None, options.whole()
+            k, chunk, options = 1.0, None, options.for_dense_sum()
         elif self.training:
             options = training_options(options, bucket.dtype.name, by_chunk=chunk is not None)
         return sparse_allreduce(

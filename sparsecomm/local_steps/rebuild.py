@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 from sparsecomm.checks import quote
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, text_of
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
 from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.connection import Members
-from sparsecomm.states.loading import Prepared, Undo, error_text, load
+from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.values import from_bytes, to_bytes
 from sparsecomm.transport import Comm, Transport
 
@@ -75,7 +75,7 @@ def broadcast_outer(
         try:
             data = to_bytes(None if outer is None else outer.state_dict())
         except Exception as error:  # sent as a length of 0, so that all ranks raise
-            failed = f": {error_text(error)}"
+            failed = f": {text_of(error)}"
     length = np.array([len(data)], "<u8")
     transport.broadcast(length.view(np.uint8), root)
     nbytes, limit = int(length[0]), (64 << 20) + 64 * sum(spec.nbytes for spec in specs.values())

@@ -1,4 +1,4 @@
-"""`LazyAdamW`: moments, and steps by the sums of a reducer, shared by the optimizers for arrays and for PyTorch."""
+"""`LazyAdamW`: AdamW on the sums of a reducer, shared by the optimizers for arrays and for PyTorch."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = ["OPTIONS", "LazyAdamW", "read_moments"]
 
 _log = logging.getLogger("sparsecomm")
 
-OPTIONS: dict[str, Any] = {"dense_below": 0, "skip_nonfinite": True}  # of the reducer
+OPTIONS: dict[str, Any] = {"dense_below": 0, "skip_nonfinite": True}  # required options of the reducer
 
 
 @deferred
 class LazyAdamW:
-    """The moments of named weights, and their steps by the rule of `sparsecomm.optimizers.rule`.
+    """The moments of named weights, and steps by the rule of `sparsecomm.optimizers.rule`.
 
-    Everything is equal on all ranks, except the reducer's residuals.
+    All ranks hold equal values, except for the reducer's residuals.
 
     Attributes:
         specs: the weights' specs by name.
-        zeros: makes the moments of a tensor.
+        zeros: returns new moments of zeros for a tensor.
         moments: moments by name; empty before the first gradients.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
@@ -61,7 +61,7 @@ class LazyAdamW:
             weights: weights by name, as in the reducer.
             reducer: sums the gradients, with `OPTIONS`.
             check_every: the checked option ``check_weights_every``.
-            zeros: makes the moments of a tensor; ``None``: arrays on its device.
+            zeros: as in the attributes; ``None`` makes arrays on the tensor's device.
         """
         self.specs = specs_of(weights)
         self._reducer, self._check_every = reducer, check_every
@@ -75,8 +75,8 @@ class LazyAdamW:
         """Continue with other moments and numbers of steps, which may belong to other weights."""
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self._pending: list[Update] | None = None  # the rest of an update that was interrupted
-        self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # for the sums of `_accept`
-        self._overflows: dict[str, Array] = {}  # indices of weights for which the step was not accepted, by name
+        self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # sums, and their updates
+        self._overflows: dict[str, Array] = {}  # indices of weights that the step would make infinite, by name
         self._bounds: dict[str, Bounds] = {}
         self._next_bounds: dict[str, Bounds] = {}  # after the update that was accepted
 
@@ -105,12 +105,12 @@ class LazyAdamW:
         Args:
             gradients: by name; ``None`` or a missing name: no gradient. Gradients pushed already are skipped.
             weights, rules: by name.
-            replicated: the tensors that must be equal on all ranks, in addition to moments.
+            replicated: the tensors that must be equal on all ranks, besides the moments.
             scale: a factor of the gradients.
 
         Returns:
-            The outcome, for `update`. ``None``: there are no moments yet, because a gradient of some rank is not
-            finite, or no rank has any.
+            The outcome, for `update`; ``None`` if there are still no moments, because a gradient of some rank is not
+            finite, or no rank has a gradient.
         """
         self.open(replicated, rules)
         if not self.moments:
@@ -135,13 +135,13 @@ class LazyAdamW:
         """Make the moments from the first gradients, if they are finite on all ranks. Collective."""
         sizes = np.array([float(spec.size) for spec in self.specs.values()])
         largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in self.specs.values()])
-        squares = np.zeros(len(sizes) + 1)  # the last one: whether there is a gradient
+        squares = np.zeros(len(sizes) + 1)  # the last element: whether this rank has a gradient
         for i, name in enumerate(self.specs):
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
-                squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1  # as in later steps
-        *totals, some = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
-        if not np.isfinite(totals).all() or not some:
+                squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
+        *totals, any_gradient = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
+        if not np.isfinite(totals).all() or not any_gradient:
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
         mean[mean == 0] = sum(totals) / max(sizes.sum(), 1)  # a tensor without a gradient so far
@@ -156,7 +156,7 @@ class LazyAdamW:
         self.moments, self._bounds = moments, {}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
-        """Push ``scale`` times a gradient, divided by the units of its weights; ``None``: this rank has none."""
+        """Push ``scale`` times a gradient (``None``: no gradient), divided by the units of its weights."""
         factor, squares = -scale if rule.maximize else scale, self.moments[name].squares
 
         def add(backend: Backend, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
@@ -165,7 +165,7 @@ class LazyAdamW:
         self._reducer.push_with(name, gradient, add)
 
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step to weights in place, once. If it is not usable, nothing changes.
+        """Apply the sums of a reducer's step to weights in place, once, unless the step is not usable.
 
         After an interrupt, call it again to continue.
         """
@@ -235,7 +235,7 @@ class LazyAdamW:
         return not overflows
 
     def _drop_overflows(self) -> None:
-        """Drop this rank's residuals of weights that could not be updated."""
+        """Set this rank's residuals to zero at the weights that would have overflowed."""
         for name, indices in self._overflows.items():
             with self.on_stream(self.specs[name]):
                 self._reducer.residual(name).reshape(-1)[indices] = 0
@@ -261,7 +261,7 @@ class LazyAdamW:
                         )
 
     def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
-        """Broadcast the moments of a rank that stayed, if others joined or were a step apart. Collective."""
+        """Broadcast the moments of a rank that stayed, if ranks joined or were a step apart. Collective."""
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
@@ -285,7 +285,7 @@ class LazyAdamW:
 
 
 def _mean_of(squares: Array, transport: Transport) -> SumCall:
-    """Return the call that takes the mean of the ranks' mean squares."""
+    """Return the call that averages ``squares`` over the ranks."""
     args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
     return prepare(squares, 1.0, transport, *args, background=True)[1]
 
@@ -293,8 +293,8 @@ def _mean_of(squares: Array, transport: Transport) -> SumCall:
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:
     """Return the checked moments of a tensor, flat and in host memory, and the number of its steps.
 
-    ``saved``: the fields of `Moments` as NumPy arrays, and "step". ``last`` may be ``None``, as in
-    a state of dense AdamW: all weights have made all steps.
+    ``saved``: the fields of `Moments` as NumPy arrays, and "step". ``last`` may be ``None``, as in a state of dense
+    AdamW, in which all weights have made all steps.
     """
     name = spec.name
     with reading(f"moments of {name}", "mean, squares, last and step"):

@@ -32,7 +32,7 @@ _SCHEMA = REDUCER.extended(
 
 @deferred
 class SparseAdamW:
-    """AdamW for training over slow links: 1/42 of the bytes of dense sums, and the losses of dense sums.
+    """AdamW for training over slow links: it reaches the losses of dense sums with 1/42 of their bytes.
 
         optimizer = sc.SparseAdamW(weights, lr=1e-3)        # names and arrays, the same on all ranks; updated in place
         for ...:
@@ -40,11 +40,11 @@ class SparseAdamW:
             optimizer.step(gradients)
 
     Each step is collective. Weights, moments, and the step of each weight's last update are the same on all ranks, bit
-    for bit. Each rank stores what it has not sent in residuals. By default a step updates about 9 % of the weights,
-    each by as many steps of AdamW as it has waited. Use the learning rate that is best with dense gradients. At
-    ``density=1.0`` this is AdamW with dense, exact sums.
+    for bit. Each rank stores the gradient that it has not sent in residuals. By default a step updates about 9 % of the
+    weights. A weight that was last updated 11 steps ago makes 11 steps of AdamW at once. Use the learning rate that is
+    best with dense gradients. At ``density=1.0`` this is AdamW with dense, exact sums.
 
-    A tensor for which no rank has a gradient in a step does not change in that step; its residual is kept.
+    A tensor for which no rank has a gradient does not change in that step, and keeps its residual.
 
     For PyTorch see `sparsecomm.torch.SparseAdamW`, for JAX `sparsecomm.jax.sparse_adamw`.
 
@@ -53,7 +53,7 @@ class SparseAdamW:
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`. ``weight_decay`` may also be a dictionary by
             name; missing weights do not decay. You may set these attributes between steps, to the same values on all
             ranks.
-        density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
+        density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step.
             With 0.09 a weight is updated in one of 11 steps on average.
         dense_steps, comm, wire, bucket_bytes, on_step: as in `Reducer`.
         check_weights_every: call `check_weights` for weights and moments before each step whose number is a multiple of
@@ -111,9 +111,9 @@ class SparseAdamW:
                 counts as zeros if another rank has one.
 
         Returns:
-            The outcome. It is not usable, and no rank has updated anything, if a rank's gradient was not finite, or
-            the step would have made a weight or a moment infinite. Gradients then stay in the residuals, unless they
-            were not finite or too large.
+            The outcome. It is not usable, and nothing was updated on any rank, if a gradient was not finite, or if the
+            step would have made a weight or a moment infinite. Gradients then stay in the residuals, unless they were
+            not finite or too large.
 
         Raises:
             WeightMismatchError: weights or moments differ between ranks.
@@ -130,7 +130,7 @@ class SparseAdamW:
             if gradient is not None:
                 adamw.specs[name].tensor(gradient, name)
         done = reducer.last
-        if done is None or done is adamw.done:  # otherwise an interrupt came before its update
+        if done is None or done is adamw.done:  # otherwise an interrupt prevented the update by `done`
             done = adamw.exchange(gradients, self.weights, self.weights, rules)
         if done is None:
             return Step(reducer.step, reducer.density, usable=False)

@@ -3,25 +3,25 @@
 All ranks hold the same weights and moments, and the step of each weight's last update. In every step
 
 1. each rank divides its gradient by a unit and adds it to its residual. The unit is sqrt(v) + eps, with v the second
-   moment of the weight, rounded down to a power of two, so the division is exact. Entries are selected, and rounded to
-   few bits, by how far AdamW would move the weight;
-2. the exchange returns the same sparse sums to all ranks. The residuals keep the rest. The exchange, in which owners
-   keep what they do not send, is that of Tang et al. (DoubleSqueeze), ICML 2019;
-3. a weight whose sum arrives after a steps makes these a steps of AdamW (Loshchilov and Hutter, ICLR 2019) at once.
-   With G the mean over the ranks of the sum of their a gradients, and t the tensor's step:
+   moment of the weight, rounded down to a power of two, so the division is exact. So entries are selected, and rounded
+   to few bits, by how far AdamW would move the weight;
+2. the exchange returns the same sparse sums to all ranks. The residuals keep the rest. Owners keep the sums that they
+   do not send, as in Tang et al. (DoubleSqueeze), ICML 2019;
+3. a weight that receives a sum for the first time in n steps makes n steps of AdamW (Loshchilov and Hutter, ICLR 2019)
+   at once. With G the mean over the ranks of the sum of their n gradients, and t the tensor's step:
 
-       m = b1^a m + (1 - b1^a) G / a,  v = b2^a v + (1 - b2^a) G^2 / a
-       w = (1 - lr wd)^a w - a lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+       m = b1^n m + (1 - b1^n) G / n,  v = b2^n v + (1 - b2^n) G^2 / n
+       w = (1 - lr wd)^n w - n lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-   A sum of a noisy gradients has a times the variance of one, hence G^2 / a and not (G / a)^2.
+   A sum of n noisy gradients has n times the variance of one, hence G^2 / n and not (G / n)^2.
 
-With a = 1 for all weights, as at density 1.0, this is AdamW. Before a weight's first update, v is only the unit: it
+With n = 1 for all weights, as at density 1.0, this is AdamW. Before a weight's first update, v only serves the unit: it
 starts at `START` (1 - b2) times the mean square of the tensor's first gradient, and the first update drops it. A tensor
 for which no rank has a gradient makes no step: neither its weights nor its t change.
 
-**Overflows.** A step that would make a weight or a moment infinite is skipped on all ranks. Ranks hold the same moments
-and weights and get the same sums, so they decide the same. `Update.bounds_after` shows without a pass over memory that
-nothing can overflow. Only near the largest number of a dtype are updates computed before they are made.
+**Overflows.** A step that would make a weight or a moment infinite is skipped on all ranks. All ranks hold the same
+moments, weights and sums, so they decide the same. `Update.bounds_after` usually proves without a pass over memory
+that nothing can overflow. Near the largest number of a dtype it cannot, and updates are computed before they are made.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["DENSITY", "START", "AdamWRule", "Bounds", "Update", "bounds_of", "co
 
 DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md
 START = 0.2
-_MAX_WAIT = 1 << 14  # a weight that has waited longer makes this many steps
+_MAX_WAIT = 1 << 14  # maximum number of steps that a weight makes at once
 
 
 def coefficients(
@@ -122,9 +122,9 @@ Bounds: TypeAlias = tuple[float, float, float]
 class Update(NamedTuple):
     """The update of a tensor by the sums of a step. ``entries`` to ``step`` are arguments of `Backend.adamw`.
 
-    The last fields bound how far the rows of the table move moments and weights: ``max_square`` is the factor of g^2
-    in a second moment, ``max_rate`` that of the quotient |mean| / (sqrt(second moment) + eps) in a weight, and the
-    quotient is at most ``max_kept`` * (its value before) + ``max_new``.
+    The last fields bound, over all rows of the table, the changes by a gradient g. With the ratio
+    |mean| / (sqrt(second moment) + eps), a second moment grows by at most ``max_square`` * g^2, a weight moves by at
+    most ``max_rate`` * ratio, and the new ratio is at most ``max_kept`` * ratio + ``max_new``.
     """
 
     spec: TensorSpec
@@ -144,7 +144,7 @@ class Update(NamedTuple):
         return self[1:6]
 
     def bounds_after(self, bounds: Bounds, largest: float, dtype: DType) -> Bounds | None:
-        """Return bounds after the update of weights of ``dtype``; ``None``: something could overflow.
+        """Return bounds after the update of weights of ``dtype``, or ``None`` if something could overflow.
 
         ``largest``: an upper bound of the magnitudes in the entries.
         """
@@ -185,7 +185,7 @@ def _maxima(table: Array) -> tuple[float, float, float, float]:
 
 
 def bounds_of(backend: Backend, weight: Tensor, moments: Moments, eps: float, ratio: float | None) -> Bounds:
-    """Return the present maxima as bounds. ``ratio``: a known bound on the quotients, or ``None``."""
+    """Return the maxima of weights and moments as bounds. ``ratio``: a known bound on the ratios, or ``None``."""
     shape = (weight.size,)
     if ratio is None or not math.isfinite(ratio):
         ratios = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps))

@@ -18,7 +18,7 @@ from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.options import FILLED, Settings
+from sparsecomm.reducer.options import SIZED_SCOPES, Settings
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
@@ -29,8 +29,8 @@ __all__ = ["Add", "Bucket", "NamedTensors", "TensorSpec", "layout", "on_streams"
 
 NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 
-# ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, and adds a value computed from x.
-# With ``if_finite`` it does so only if all values are finite. It returns whether it has added them.
+# ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
+# returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
 Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 
 
@@ -100,7 +100,7 @@ def layout(
         key = spec.device, spec.accumulator, dense
         open_buckets.setdefault(key, []).append(i)
         nbytes[key] = nbytes.get(key, 0) + spec.nbytes
-        full = scope == "tensor" or (scope in FILLED and nbytes[key] >= bucket_bytes)
+        full = scope == "tensor" or (scope in SIZED_SCOPES and nbytes[key] >= bucket_bytes)
         if full and not dense:
             buckets.append((open_buckets.pop(key), dense))
             del nbytes[key]
@@ -129,9 +129,10 @@ class Bucket:
         backend: the reducer's backend of the device, for all work outside calls.
         shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
         residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
-        missing, outs: of this step: names that were not taken, and outputs for sums by name.
-        last: the gradient that was added last.
-        latest: the plan of the latest call; ``None`` before the first call.
+        missing: names of tensors for which `take` was not called in this step.
+        outs: this step's outputs for sums by name.
+        last_gradient: the gradient that was taken last in this step.
+        last_plan: the plan of the latest call; ``None`` before the first call.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
@@ -154,7 +155,7 @@ class Bucket:
             len(tensors) == 1 or self.device.kind == "cpu"
         )
         self._plan_key, self._plan_density = object(), 0.0
-        self.latest: Plan | None = None
+        self.last_plan: Plan | None = None
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
         self.begin()
 
@@ -169,13 +170,13 @@ class Bucket:
                     del self._set_aside[name]
         self.missing = set(self.residuals)
         self.outs: dict[str, Tensor] = {}
-        self.last: Tensor | None = None
+        self.last_gradient: Tensor | None = None
         self._present: set[str] = set()  # names for which this rank has a gradient
         self._nonfinite: set[str] = set()  # names whose gradient was dropped because it was not finite
         self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        """Return a context for work with the bucket's memory on the stream of ``x``; ``None``: on the current stream.
+        """Return a context for work with the bucket's memory, on the stream of ``x`` or else the current stream.
 
         The work runs after all earlier work with this memory, on any stream.
         """
@@ -193,8 +194,8 @@ class Bucket:
 
         Args:
             spec: the tensor's spec.
-            gradient: ``None``: this rank has no gradient. Residual and velocity then stay as they are.
-            add: adds a value computed from the gradient, without momentum and clipping.
+            gradient: ``None``: this rank has no gradient. The residual and the velocity do not change.
+            add: adds a value computed from the gradient instead. Not with momentum or clipping.
         """
         name = spec.name
         if gradient is not None:
@@ -210,7 +211,7 @@ class Bucket:
             elif spec.size:
                 self._add(spec, gradient, scale)
             self._present.add(name)
-            self.last = gradient
+            self.last_gradient = gradient
         self.missing.discard(name)
 
     @default_float_mode
@@ -242,17 +243,17 @@ class Bucket:
     # -- the call -----------------------------------------------------------------------------------------------------
 
     def planned(self, queue: CallQueue, density: float) -> Plan | None:
-        """Return the plan that the queue has for calls of this bucket at ``density``, or ``None``."""
+        """Return the queue's plan for calls of this bucket at ``density``, or ``None``."""
         return queue.plans.find(self._plan_key) if self._plan_density == density else None
 
     def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
-        """Return the plan for calls of this bucket at ``density``, which the queue stores."""
+        """Return the plan for calls of this bucket at ``density``. If there is none, make and store it."""
         plan = self.planned(queue, density)
         if plan is None:
             k, chunks = min(self.size, max(1, round(density * self.size))), None
             options, chunk = self._settings.call_options(self.accumulator.name), self._settings.chunk
             if self.dense or density == 1.0:
-                options = options.whole()
+                options = options.for_dense_sum()
             elif chunk is not None:
                 chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
                 k = chunks.total(self.size)
@@ -261,7 +262,7 @@ class Bucket:
             plan = Plan(transport, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
             queue.plans.keep(self._plan_key, plan)
             self._plan_density = density
-        self.latest = plan
+        self.last_plan = plan
         return plan
 
     @default_float_mode
@@ -284,17 +285,18 @@ class Bucket:
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        if self._nonfinite:  # contribute one NaN, which all ranks will see, and nothing of the residual
+        if self._nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
             poison = self._zeros()
             self._views(poison)[min(self._nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
 
     def absent(self) -> list[str]:
+        """Return the names of tensors without a gradient on this rank."""
         return [spec.name for spec in self.tensors if spec.name not in self._present]
 
     def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
-        """With masking, clear the velocity where this rank has selected entries and where the result has some."""
+        """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
         if self.velocities and self._settings.masking and not self.dense:
             velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
             if (taken := contribution.taken) is not None:
@@ -304,9 +306,9 @@ class Bucket:
     def write(
         self, backend: Backend, result: SparseVector, without_gradient: Collection[str]
     ) -> dict[str, SparseVector]:
-        """Write the result to `outs`, and return the parts of tensors without an output by name.
+        """Write the result to `outs`, and return the results of tensors without an output by name.
 
-        Tensors for which no rank has a gradient are left out.
+        Tensors ``without_gradient`` have no gradient on any rank, and are skipped.
         """
         left = {}
         parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
@@ -350,7 +352,7 @@ class Bucket:
     @default_float_mode
     def drop_overflows(self, world_size: int) -> None:
         """Set entries to zero that have overflowed, or are so large that the next sum could overflow."""
-        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # wires round up by at most a factor of 2
+        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # rounding may double values
         for array in self._state:
             array[~(abs(array) <= max_)] = 0
 

@@ -1,4 +1,4 @@
-"""`Connection`: a reducer's ranks, and the buckets that these ranks have in common. `Members`: ranks that continue."""
+"""`Connection`: a reducer's communicator and buckets. `Members`: the ranks that continue on a new communicator."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparsecomm import transport
 from sparsecomm.backends import Backends
 from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.measurement import costs_for_steps, costs_matter
+from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket, TensorSpec, layout, on_streams
-from sparsecomm.reducer.options import DENSITY, FILLED, Settings, final_density
+from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, final_density
 from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
 
@@ -26,7 +26,7 @@ __all__ = ["Buckets", "Connection", "Members", "Rebuilt"]
 
 
 class Buckets:
-    """The buckets of a reducer. When tensors are assigned anew, one assignment replaces this object.
+    """The buckets of a reducer. A reducer that needs other buckets replaces this object.
 
     Attributes:
         bucket_bytes: the size at which a bucket is complete.
@@ -55,14 +55,14 @@ class Buckets:
         """Return a context for work with the memory of all buckets on the current stream."""
         return on_streams(bucket.on_stream(None) for bucket in self.all)
 
-    def forget_calls(self) -> None:
-        """Remove what algorithms keep from call to call."""
+    def clear_caches(self) -> None:
+        """Clear the data that algorithms cache between calls."""
         for bucket in self.all:
-            if bucket.latest is not None:
-                bucket.latest.comm.cache.clear()
+            if bucket.last_plan is not None:
+                bucket.last_plan.comm.cache.clear()
 
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return flat views of residuals and velocities by name. There are no velocities without momentum."""
+        """Return flat views of residuals and of velocities by name. Without momentum, there are no velocities."""
         buckets = [(name, self.by_name[name]) for name in self._specs]
         return (
             {name: bucket.residuals[name] for name, bucket in buckets},
@@ -86,11 +86,11 @@ class Buckets:
 
 
 class Connection:
-    """A reducer's connection to the ranks of a communicator. It is made when the reducer first needs the ranks.
+    """A reducer's connection to the ranks of a communicator, made when the reducer first needs them.
 
     Attributes:
         specs, settings: the reducer's tensors and options.
-        transport: ``None`` before the connection is made; the attributes below do not exist then.
+        transport: ``None`` before `connect` or `move`; the attributes below do not exist then.
         queue: makes the reducer's calls.
         number: number of this reducer among the reducers that use the queue.
         buckets: the reducer's buckets.
@@ -100,24 +100,16 @@ class Connection:
     number: int
     buckets: Buckets
 
-    def __init__(self, comm: transport.Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
+    def __init__(self, comm: Comm, specs: dict[str, TensorSpec], settings: Settings) -> None:
         self.specs, self.settings, self._comm = specs, settings, comm
-        self.transport: transport.Transport | None = None
+        self.transport: Transport | None = None
         self._backends = Backends()  # for all work outside calls
 
-    def connect(self) -> transport.Transport:
+    def connect(self) -> Transport:
         """Make the connection and the buckets, and return the transport."""
-        ranks = transport.transport_of(self._comm)
-        self._attach(self._comm, ranks, self._bucket_bytes_on(ranks), keep=False)
-        return ranks
-
-    def measure_costs(self) -> None:
-        """Measure the costs by which plans choose an algorithm, if any plan does. Collective."""
-        ranks, settings = self.transport, self.settings
-        if ranks is not None and any(
-            costs_matter(ranks, settings.call_options(b.accumulator.name)) for b in self.buckets.all
-        ):
-            costs_for_steps(ranks)
+        transport = transport_of(self._comm)
+        self._attach(self._comm, transport, self._bucket_bytes_on(transport), keep=False)
+        return transport
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""
@@ -125,25 +117,25 @@ class Connection:
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def move(self, comm: transport.Comm, step: int, *, joining: bool) -> Rebuilt:
+    def move(self, comm: Comm, step: int, *, joining: bool) -> Rebuilt:
         """Continue with the ranks of another communicator: see `sparsecomm.Reducer.rebuild`.
 
         ``step``: this rank's next step.
         """
-        ranks, specs = transport.transport_of(comm), self.specs.values()
+        transport, specs = transport_of(comm), self.specs.values()
         keep = not joining and self.transport is not None
         words = [0 if self.transport is None else self.buckets.bucket_bytes]
-        number = self._number_on(queue_of(ranks))
+        number = self._number_on(queue_of(transport))
         label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
-        members = Members(ranks, self.transport or self._comm, joining, step, words, label)
+        members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
-        self._attach(comm, ranks, bucket_bytes or self._bucket_bytes_on(ranks), keep=keep)
+        self._attach(comm, transport, bucket_bytes or self._bucket_bytes_on(transport), keep=keep)
         return members.rebuilt(sum(spec.size for spec in specs))
 
-    def _attach(self, comm: transport.Comm, transport: transport.Transport, bucket_bytes: int, *, keep: bool) -> None:
-        """Make calls on the transport of ``comm`` from now on, with new buckets.
+    def _attach(self, comm: Comm, transport: Transport, bucket_bytes: int, *, keep: bool) -> None:
+        """Use ``transport``, which is that of ``comm``, for all later calls, with new buckets.
 
-        ``keep``: copy residuals and velocities from the present buckets.
+        ``keep``: copy residuals and velocities from the old buckets.
         """
         queue = queue_of(transport)
         number = self._number_on(queue)
@@ -159,12 +151,13 @@ class Connection:
         """Return the number that this reducer has, or would get, on a queue."""
         return self.number if self.transport is not None and self.queue is queue else queue.users
 
-    def _bucket_bytes_on(self, transport: transport.Transport) -> int:
-        """Return the size of a bucket in bytes, if no rank has buckets yet."""
+    def _bucket_bytes_on(self, transport: Transport) -> int:
+        """Return the default bucket size in bytes."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
-        used = costs_for_steps(transport) if self.settings.scope in FILLED else None  # otherwise it does not matter
-        costs = profile.DEFAULT if used is None else used.costs
+        costs = profile.DEFAULT  # the size does not matter in other scopes
+        if self.settings.scope in SIZED_SCOPES:
+            costs = costs_for_steps(transport).costs
         density, options = final_density(self.settings.density, DENSITY.density), Options()
         if self.settings.options.algorithm == "auto":
             options = self.settings.call_options("float32")
@@ -185,7 +178,7 @@ class Rebuilt:
     Attributes:
         size: the new number of ranks.
         ranks_lost, elements_lost: ranks that are gone, as numbered in the previous communicator, and the number of
-            elements of their residuals. Their gradients of steps that did not count are lost, too.
+            elements of their residuals. Their gradients of failed steps are lost, too.
         ranks_joined: new ranks, as numbered in the new communicator. Their residuals are zeros.
         step: the number of the next step.
         steps_apart: the difference between the ranks' steps. If it is above 0, broadcast the weights, because some
@@ -221,10 +214,10 @@ class Member(NamedTuple):
     """One rank's message to all ranks."""
 
     joining: bool  # the rank is new, and takes the state of the other ranks
-    step: int  # its next step, or the number of its steps
+    step: int  # number of steps that it has made
     rank: int  # its rank in the previous communicator, or -1
     size: int  # the size of the previous communicator, or 0
-    words: list[int]  # other numbers that all ranks need, equally many on all ranks
+    words: list[int]  # other numbers that all ranks need; each rank sends the same number of them
 
 
 class Members:
@@ -237,17 +230,12 @@ class Members:
     """
 
     def __init__(
-        self,
-        transport: transport.Transport,
-        before: transport.Comm,
-        joining: bool,
-        step: int,
-        words: Sequence[int],
-        label: int,
+        self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
     ) -> None:
-        """Gather the messages of all ranks, which must not all join. Collective.
+        """Gather the messages of all ranks. Collective.
 
-        ``before``: this rank's previous communicator, or its transport. ``label`` must be equal on all ranks.
+        ``before``: this rank's previous communicator, or its transport. ``label`` must be equal on all ranks. At least
+        one rank must not join.
         """
         step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
         gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)
@@ -264,7 +252,7 @@ class Members:
         self.lead = self.all.index(self.stay[0])
 
     def rebuilt(self, elements: int, *, steps_of_unit: int = 1, unit: str = "step") -> Rebuilt:
-        """Return the result. ``elements``: size of each rank's residuals. A ``unit`` has so many steps."""
+        """Return the result. ``elements``: size of each rank's residuals. A ``unit`` has ``steps_of_unit`` steps."""
         steps = [member.step for member in self.stay]
         lost = sorted(set(range(max(member.size for member in self.stay))) - {member.rank for member in self.stay})
         new = [rank for rank, member in enumerate(self.all) if member.joining]
@@ -272,9 +260,9 @@ class Members:
         return Rebuilt(len(self.all), tuple(lost), len(lost) * elements, tuple(new), step, apart, unit)
 
 
-def _rank_and_size(comm: transport.Comm) -> tuple[int, int]:
-    """Return rank and size in a communicator that may not have been used yet; -1 and 0 if they are not known."""
-    if isinstance(comm, transport.Transport):
+def _rank_and_size(comm: Comm) -> tuple[int, int]:
+    """Return this rank's number in a communicator, and its size, without a call; -1 and 0 if they are not known."""
+    if isinstance(comm, Transport):
         return comm.rank, comm.size
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and isinstance(comm, MPI.Comm) and comm != MPI.COMM_NULL:

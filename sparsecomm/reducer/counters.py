@@ -12,7 +12,7 @@ from sparsecomm.transport import Transport
 
 __all__ = ["Counters", "peer_lines", "plan_lines"]
 
-_MAX_PEERS = 16  # in a table; of more peers, the slowest are listed
+_MAX_PEERS = 16  # in a table; if there are more, the slowest are listed
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Counters:
         bytes_sent, bytes_received, messages_sent: traffic in sums.
         bytes_dense: bytes that a ring allreduce of dense gradients, in the dtype of the sums, would have sent.
         accumulate: seconds spent adding gradients to residuals and applying momentum.
-        exchange: seconds of the calls (selection, messages, merging), if possible on a thread of their own.
-        write, waited: seconds spent writing results, and in which the program waited for calls.
+        exchange: seconds of the calls (selection, messages, merging), which another thread makes if possible.
+        write, waited: seconds spent writing results, and seconds in which the program waited for calls.
         setup_sent, setup_received: bytes outside sums, for link measurement and agreement on buckets and weights, of
             the whole communicator. ``bytes_sent`` and ``bytes_received`` do not include them.
         ranks_lost, elements_lost: sums of what `Reducer.rebuild` returned.
@@ -72,7 +72,7 @@ class Counters:
         return Counters(**asdict(self))
 
     def added_to(self, other: Counters) -> Counters:
-        """Return the sums with other counters on the communicator; of steps and set-up, the larger number."""
+        """Return the sums with another reducer's counters; for steps and set-up, which both share, the maxima."""
         mine, theirs = asdict(self), asdict(other)
         common = "steps", "setup_sent", "setup_received"
         return Counters(**{name: (max if name in common else sum)((mine[name], theirs[name])) for name in mine})
@@ -123,7 +123,7 @@ def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
 
 
 def peer_lines(transport: Transport | None) -> list[str]:
-    """Return a table of the traffic with each peer since the communicator was first used, if the transport knows it."""
+    """Return a table of the traffic with each peer, if the transport counts it."""
     peers = [] if transport is None else transport.peers()
     if not peers:
         return []

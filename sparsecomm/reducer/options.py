@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -17,8 +17,9 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
 __all__ = [
-    "ALGORITHM", "DENSITY", "FILLED", "WIRE", "Clip", "DenseStart", "OnStep", "ReducerOptions", "Schedule", "Scope",
-    "Settings", "Warmup", "check_layout", "density_at", "final_density", "training_options", "with_dense_steps",
+    "ALGORITHM", "DENSITY", "SIZED_SCOPES", "WIRE", "Clip", "DenseStart", "OnStep", "ReducerOptions", "Schedule",
+    "Scope", "Settings", "Warmup", "check_layout", "density_at", "final_density", "training_options",
+    "with_dense_steps",
 ]  # fmt: skip
 
 Schedule = float | Callable[[int], float]
@@ -28,8 +29,8 @@ Schedule = float | Callable[[int], float]
 class Warmup:
     """A density that falls in stages: Lin et al., Deep Gradient Compression (ICLR 2018), Section 3.3.
 
-    Gradients change fast at the beginning of a training, and entries that wait in residuals grow stale. The paper's
-    stages of one epoch have densities 0.25, 0.0625, 0.015625 and 0.004, and 0.001 follows:
+    Gradients change fast at the beginning of a training, and entries that wait in residuals become stale. The paper
+    uses densities 0.25, 0.0625, 0.015625 and 0.004 for one epoch each, and then 0.001:
     ``Warmup(0.001, 4 * steps_per_epoch)``. In a short training these stages send most of the bytes; a warm-up of 2 % of
     the steps was better than one of 10 % in docs/reports/convergence.md.
 
@@ -37,7 +38,7 @@ class Warmup:
         density: the final density, from step ``dense_steps + steps`` on.
         steps: the number of steps of all stages together.
         start: the density of the first stage; 1.0 is a dense sum.
-        stages: the number of stages. The density falls by the same factor after each.
+        stages: the number of stages. The density falls by the same factor after each stage.
         dense_steps: the number of steps with a dense sum before the first stage.
 
     Raises:
@@ -96,8 +97,8 @@ def final_density(schedule: Any, default: float) -> float:
 def density_at(schedule: Any, step: int | None = None, *, name: str = "density") -> float:
     """Return the density of a step. Without a step, ``schedule`` must be a number.
 
-    An int is refused, because it could be meant as a number of entries, like ``k``. A function may also return the int
-    1, or an array of one element.
+    An int is refused as a schedule, because it could be meant as a number of entries, like ``k``. A function may return
+    the int 1, or an array of one element.
     """
     density, got = math.nan, f"{name}={quote(schedule)}"
     if step is not None and callable(schedule):
@@ -126,7 +127,7 @@ WIRE: Final[WireName] = "packed_int2"
 
 Scope: TypeAlias = Literal["tensor", "bucket", "model", "chunk"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-FILLED = ("bucket", "chunk")  # scopes whose buckets have a size in bytes
+SIZED_SCOPES = ("bucket", "chunk")  # scopes with buckets of `bucket_bytes`
 Clip: TypeAlias = "float | None"
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -175,12 +176,12 @@ class Settings:
         self.momentum, self.decay = to_float(momentum), to_float(decay)
         self.clip = None if clip is None else to_float(clip)
         self.masking, self.skip_nonfinite = to_bool("masking", masking), to_bool("skip_nonfinite", skip_nonfinite)
-        positive = (self.bucket_bytes is None) == (bucket_bytes is None)
+        bytes_valid = bucket_bytes is None or self.bucket_bytes is not None
         for name, value, valid, expected in (
             ("momentum", momentum, 0 <= self.momentum < 1, "must be at least 0 and below 1"),
             ("clip", clip, self.clip is None or 0 < self.clip < math.inf, "must be a norm above 0, or None"),
             ("decay", decay, 0 < self.decay <= 1, "must be a number in (0, 1]; at 1 residuals keep everything"),
-            ("bucket_bytes", bucket_bytes, positive, "must be a number of bytes, at least 1, or None"),
+            ("bucket_bytes", bucket_bytes, bytes_valid, "must be a number of bytes, at least 1, or None"),
         ):
             if not valid:
                 raise InvalidInputError(f"{name}={quote(value)}: {expected}")
@@ -188,11 +189,6 @@ class Settings:
             raise InvalidInputError(
                 f"decay={quote(decay)} has no effect with algorithm='dense', which leaves no residual; remove one"
             )
-
-    def check_dtypes(self, accumulators: Iterable[str]) -> None:
-        """Check that the algorithm and the wire format support sums of these dtypes."""
-        for accumulator in accumulators:
-            self.options.check(accumulator, by_chunk=self.chunk is not None)
 
     def call_options(self, dtype: str) -> Options:
         """Return the options of sparse calls with sums of type ``dtype``: see `training_options`."""
@@ -209,11 +205,11 @@ def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -
 
 
 def training_options(options: Options, dtype: str, *, by_chunk: bool) -> Options:
-    """Return checked options for sparse calls in a training, with the recommended setting in place of "auto".
+    """Return checked options for sparse calls in a training, with "auto" replaced by the recommended setting.
 
-    ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, or stays exact for sums of
-    ``dtype`` "float64". `ALGORITHM` can neither count contributors nor select by chunk; in these cases "auto" becomes
-    "fastest", with exact values.
+    ``algorithm="auto"`` becomes `ALGORITHM`, and then ``wire="auto"`` becomes `WIRE`, except for sums of ``dtype``
+    "float64". `ALGORITHM` cannot count contributors or select by chunk. If the options require one of these, "auto"
+    becomes "fastest", with exact values.
     """
     if options.algorithm != "auto":
         return options

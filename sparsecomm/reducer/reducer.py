@@ -1,4 +1,4 @@
-"""`Reducer`, which sums the gradients of a model over all ranks, step by step."""
+"""`Reducer`: sums the gradients of a model over all ranks, step by step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.calls.handle import Task
+from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
@@ -23,7 +24,7 @@ from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
-from sparsecomm.states.weights import WeightComparison, compare_weights
+from sparsecomm.states.weights import compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
@@ -43,10 +44,9 @@ class Reducer:
                 reducer.push(name, gradient)
             reducer.wait()                                        # the sums have replaced the gradients
 
-    The defaults of ``density``, ``algorithm`` and ``wire`` suit SGD (docs/guides/choosing.md). For
-    a dense baseline, pass ``density=1.0``. Calls begin when their tensors are ready, in the same order on all ranks,
-    and overlap with the program. A residual for each tensor, in float32 (float64 for float64), stores what was not
-    sent.
+    The defaults of ``density``, ``algorithm`` and ``wire`` suit SGD (docs/guides/choosing.md). For a dense baseline,
+    pass ``density=1.0``. Calls begin when their tensors are ready, in the same order on all ranks, and overlap with the
+    program. A residual for each tensor, in float32 (float64 for float64), stores the gradient that was not sent.
 
     A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change. If only
     some ranks have a gradient, the other ranks contribute zeros and keep their residuals, and the call takes one more
@@ -65,8 +65,8 @@ class Reducer:
         comm: as in `sparse_allreduce`.
         algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
             "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
-        wire: as in `sparse_allreduce`, but where "auto" selects "double", "auto" selects "packed_int2", values of 2
-            bits, except for float64 sums.
+        wire: as in `sparse_allreduce`, but if ``algorithm="auto"`` selects "double", "auto" selects "packed_int2",
+            which sends values of 2 bits, except for float64 sums.
         op: "mean", "sum" or "mean_of_contributors", as in `sparse_allreduce`. Dense means divide by the world size.
         scope: the elements among which entries are selected. "tensor": each tensor, with a call for each (Lin et al.,
             Deep Gradient Compression, 2018). "model": all tensors, in one call, which begins when the last gradient is
@@ -76,27 +76,26 @@ class Reducer:
         chunk: number of elements of a chunk; the last chunk of a tensor may be shorter. ``density * chunk`` entries
             are selected in each chunk, at least one.
         bucket_bytes: size of a bucket in bytes. Buckets are filled in the reverse order of ``tensors``. ``None``: large
-            enough that an element costs at most a quarter more than in a very large bucket, by the measured costs.
+            enough that, by the measured costs, an element costs at most 1.25 times as much as in a huge bucket.
         dense_below: tensors with fewer elements are summed densely, in one call at the end.
-        momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate the velocity of this rank in place
-            of the gradient. Use an optimizer without momentum.
+        momentum: momentum correction (Lin et al., Section 3.1): residuals accumulate this rank's velocity instead of
+            its gradient. Use an optimizer without momentum.
         masking: with ``momentum``, clear the velocity of entries that this rank selects, or that the result contains,
             except in dense sums (Section 3.3).
-        clip: the norm to which the gradient of a step is clipped before it accumulates (Section 3.2). Each rank clips
-            its own gradient, whose norm is taken to be sqrt(P) times that of the mean. Calls begin when the last
-            gradient is ready.
+        clip: maximum norm of a step's gradient (Section 3.2). Each rank clips its own gradient before it is added to
+            residuals, assuming that its norm is sqrt(P) times the norm of the mean over the P ranks. Calls begin when
+            the last gradient is ready.
         decay: the factor of a residual before a gradient is added (Sarfi et al., Algorithm 1). Below 1, old entries are
             gradually dropped.
-        skip_nonfinite: for loss scaling. Infinity or NaN on one rank, also by an overflow, makes the step unusable on
-            all ranks, and at least one result is then not finite on every rank. Finite gradients stay in residuals;
-            other gradients, and entries that could overflow again, are dropped. It costs two more reads of the
-            gradients.
+        skip_nonfinite: for loss scaling. If a gradient or a sum is not finite on one rank, the step is unusable on all
+            ranks, and on every rank at least one result is not finite. Finite gradients stay in residuals; other
+            gradients, and entries that could overflow again, are dropped. It costs two more reads of the gradients.
         on_step: called by `wait` with the step number and a dictionary of numbers by name, for loggers.
 
     Attributes:
         counters: totals since the beginning.
-        label: a text that must be equal on all ranks, for the steps that begin from now on.
-        weights_checked: the last step before which `check_weights` made its call; ``None``: the next step is due.
+        label: a text that must be equal on all ranks when the next step begins.
+        weights_checked: the step in which `check_weights` compared weights last; ``None`` makes it compare them next.
 
     Raises:
         InvalidInputError: an argument is out of range.
@@ -131,8 +130,8 @@ class Reducer:
         self._settings = Settings(schedule, options, *sizes, *residuals, skip_nonfinite)
         self._lock = PollingLock()  # frameworks push from several threads
         self.counters = Counters()
-        self._traffic: transport.TrafficCounters | None = None  # its first `_setup` bytes are in `counters`
-        self._setup = 0, 0
+        self._traffic: transport.TrafficCounters | None = None  # of the transport
+        self._setup = 0, 0  # bytes of `_traffic` that `counters` include
         self._logged = Counters()  # at the last call of `on_step`
         self.weights_checked: int | None = None
         self.label = ""
@@ -141,7 +140,8 @@ class Reducer:
     def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
         """Replace ``tensors``, and ``comm`` unless it is ``None``, before the first step."""
         specs = specs_of(tensors)
-        self._settings.check_dtypes({spec.accumulator.name for spec in specs.values()})
+        for dtype in {spec.accumulator.name for spec in specs.values()}:
+            self._settings.options.check(dtype, by_chunk=self._settings.chunk is not None)
         self._comm = self._comm if comm is None else comm
         self._specs, self._connection = specs, Connection(self._comm, specs, self._settings)
         self._open = self._begin(0)
@@ -152,10 +152,10 @@ class Reducer:
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
     def check_weights(self, every: int | None, tensors: Callable[[], Mapping[str, object]]) -> None:
-        """Before the first gradient of a step, call `sparsecomm.check_weights` if it is due. Collective then.
+        """Compare weights as `sparsecomm.check_weights` does, if that is due before this step. Collective if due.
 
         It is due in the first step, in the first step after `load_state_dict` or `rebuild`, and in all steps whose
-        number is a multiple of ``every``. 0: in the first steps only; ``None``: never.
+        number is a multiple of ``every``. With 0 only these first steps count; with ``None`` it is never due.
         """
         with self._lock:
             first = self.weights_checked is None
@@ -163,7 +163,7 @@ class Reducer:
             if every is None or not due or self.pending or self._connect().size == 1:
                 return
             try:
-                compare_weights(tensors(), lambda make: cast("WeightComparison", self.opening_call("weights", make)[0]))
+                compare_weights(tensors(), lambda make: self.opening_call("weights", make)[0])
             except WeightMismatchError:
                 self._open.opening.clear()  # so that the next call compares again
                 raise
@@ -171,13 +171,13 @@ class Reducer:
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.
 
-        After an interrupt call this again: it waits for the same call. If an opening call fails, all are forgotten, so
-        that the ranks begin with the first one again.
+        After an interrupt, call this again to wait for the same call. After an error, all opening calls of the step
+        must be made again.
         """
         with self._lock:
-            ranks, opening = self._connect(), self._open.opening
+            transport, opening = self._connect(), self._open.opening
             if name not in opening:
-                task = make(ranks)
+                task = make(transport)
                 opening[name] = self._connection.queue.submit(task), task
             handle, task = opening[name]
             try:
@@ -200,7 +200,7 @@ class Reducer:
         Args:
             name: the tensor's name.
             gradient: of the tensor's shape, as in `sparse_allreduce`. ``None``, or no push: this rank has no gradient.
-            out: output for the sum; ``None``: ``gradient``. It is not written if no rank has a gradient.
+            out: output for the sum; defaults to ``gradient``. It is not written if no rank has a gradient.
 
         Raises:
             InvalidInputError: an argument is not supported, or the gradient was pushed already. Nothing has changed.
@@ -261,15 +261,15 @@ class Reducer:
         """
         with self._lock:
             self._prepare()
-            start, now = time.perf_counter(), self._open
-            now.take_rest()
-            now.start_ready()
-            error, done = now.settle(accept)
-            after = self._begin(now.number + 1, None if now.unsummed else done, now.unsummed)
+            start, step = time.perf_counter(), self._open
+            step.take_rest()
+            step.start_ready()
+            error, outcome = step.settle(accept)
+            next_step = self._begin(step.number + 1, None if step.unsummed else outcome, step.unsummed)
             self.counters.waited += time.perf_counter() - start
-            self.counters.skipped += not done.usable
+            self.counters.skipped += not outcome.usable
             self.counters.steps += 1
-            self._open = after
+            self._open = next_step
             self.count_setup()
             if error is not None:
                 raise error
@@ -277,8 +277,8 @@ class Reducer:
                 numbers = self.counters.since(self._logged)
                 self._logged = self.counters.copy()
                 with Opened():
-                    self._on_step(done.number, numbers)
-            return done
+                    self._on_step(outcome.number, numbers)
+            return outcome
 
     def reduce(self, gradients: Mapping[str, object]) -> Step:
         """Push gradients by name, and wait: see `push` and `wait`."""
@@ -300,24 +300,26 @@ class Reducer:
         return spec
 
     def _prepare(self) -> None:
-        """Prepare the first gradient of a step. The density comes first: if the schedule fails, nothing has changed."""
+        """Prepare for the first gradient of a step."""
         if self._open.pushed:
             return
-        with Opened():  # a schedule is the user's function
+        with Opened():  # a schedule is the user's function; if it raises, nothing has changed
             density = self.density
         self._open.density, self._open.label = density, self.label
-        self._connect()
-        connection = self._connection
-        if any(bucket.planned(connection.queue, density) is None for bucket in connection.buckets.all):
-            connection.measure_costs()
+        transport, connection, settings = self._connect(), self._connection, self._settings
+        buckets = connection.buckets.all
+        if any(bucket.planned(connection.queue, density) is None for bucket in buckets) and any(
+            costs_matter(transport, settings.call_options(bucket.accumulator.name)) for bucket in buckets
+        ):
+            costs_for_steps(transport)  # the plans of the buckets need them
         self.end_opening()
 
     def _connect(self) -> transport.Transport:
-        """Return the transport. There are buckets then."""
+        """Return the transport, after making the buckets if needed."""
         return self._connection.transport or self._connection.connect()
 
-    def _idle(self, method: str) -> transport.Transport:
-        """Return the transport, and check that no step has begun."""
+    def _connect_between_steps(self, method: str) -> transport.Transport:
+        """Return the transport, after checking for ``method`` that no step has begun."""
         if self._open.pushed:
             raise InvalidInputError(
                 f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
@@ -347,8 +349,8 @@ class Reducer:
 
         Args:
             comm: as in the constructor.
-            joining: this rank is new: its residuals are zeros, and it takes the step from the other ranks. At least
-                one rank must not join. You must broadcast weights and the optimizer's state.
+            joining: whether this rank is new. Its residuals are zeros, and it takes the step from the other ranks. At
+                least one rank must not join. You must broadcast weights and the optimizer's state.
 
         Returns:
             The ranks that were lost or joined, which are also logged and counted.
@@ -358,12 +360,12 @@ class Reducer:
             CollectiveMismatchError, TransportError: the ranks' reducers differ, or a rank did not answer, or died.
         """
         with self._lock:
-            now, self.weights_checked = self._open, None
-            if now.pushed:
-                now.abandon()
-                after = self._begin(now.number + 1, None, now.unsummed)
+            step, self.weights_checked = self._open, None
+            if step.pushed:
+                step.abandon()
+                next_step = self._begin(step.number + 1, None, step.unsummed)
                 self.counters.steps += 1
-                self._open = after
+                self._open = next_step
             if joining:
                 self._open = self._begin(0)
             rebuilt = self._connection.move(comm, self.step, joining=joining)
@@ -379,15 +381,15 @@ class Reducer:
     def state_dict(self) -> StateDict:
         """Return this rank's state: NumPy arrays, numbers, lists and strings. Each rank saves its own.
 
-        `reshard` makes states for another world size. The state contains the measured links, so that "auto" chooses the
-        same after a resume; set ``state["costs"]`` to ``None`` to measure them again. What algorithms keep from step to
-        step is dropped here, so that a resumed run computes the same; the next step takes two more round trips.
+        `reshard` makes states for another world size. The state contains the measured links, so "auto" makes the same
+        choice after a resume; set ``state["costs"]`` to ``None`` to measure them again. This clears the caches of
+        algorithms, so a resumed run computes the same; the next step takes two more round trips.
 
         Raises:
             InvalidInputError: a step has begun.
         """
         with self._lock:
-            return REDUCER.state(self._idle("state_dict"), fields_of(self._connection, self.step))
+            return REDUCER.state(self._connect_between_steps("state_dict"), fields_of(self._connection, self.step))
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned on this rank of the same world size, or that `reshard` made.
@@ -407,13 +409,13 @@ class Reducer:
         ``prepare`` calls `prepare_state`, and adds ``keys`` to the comparison.
         """
         with self._lock:
-            transport = self._idle("load_state_dict")
+            transport = self._connect_between_steps("load_state_dict")
             load(transport, f"Reducer {self._connection.number}", [*REDUCER.keys, *keys], prepare)
 
     def prepare_state(self, state: State, schema: Schema = REDUCER) -> Prepared:
         """Convert and check a state for `load_with`, by `REDUCER` or an extension of it. Nothing changes yet."""
         with self._lock:
-            found = schema.read_own(state, self._idle("load_state_dict"))
+            found = schema.read_own(state, self._connect_between_steps("load_state_dict"))
             buckets = buckets_of(found, self._connection)
         costs = measured_costs(found["costs"])
 
@@ -426,7 +428,7 @@ class Reducer:
         return Prepared({key: found[key] for key in REDUCER.keys}, commit, found)
 
     def residual(self, name: str) -> Array:
-        """Return the residual of a tensor: a view of its shape, on its device, which changes with every step."""
+        """Return the residual of a tensor: a view of its shape, on its device. Its contents change with every step."""
         with self._lock:
             spec = self._spec(name)
             self._connect()
@@ -443,7 +445,7 @@ class Reducer:
         if not 0 < (times := to_float(factor)) < math.inf:
             raise InvalidInputError(f"factor={quote(factor)}: must be a positive number")
         with self._lock:
-            self._idle("scale")
+            self._connect_between_steps("scale")
             with self._connection.buckets.on_current_stream():
                 for bucket in self._connection.buckets.all:
                     bucket.scale(times)
@@ -451,18 +453,18 @@ class Reducer:
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set residuals and velocities to zero, which drops gradients that were not applied yet.
 
-        Call it on all ranks: each has its own residuals, and with some algorithms ("double") also stores sums of what
-        other ranks have sent.
+        Call it on all ranks. With some algorithms ("double"), a rank's residuals also contain gradients of other ranks.
 
-        ``None``: of all tensors.
+        Args:
+            names: names of tensors; ``None``: all.
 
         Raises:
-            InvalidInputError: a step has begun, or there is no tensor of such a name. Nothing has changed.
+            InvalidInputError: a step has begun, or no tensor has this name. Nothing has changed.
         """
         with self._lock:
             selected = self._specs if names is None else [names] if isinstance(names, str) else names
             selected = [self._spec(name).name for name in selected]
-            self._idle("discard")
+            self._connect_between_steps("discard")
             with self._connection.buckets.on_current_stream():
                 for name in selected:
                     self._connection.buckets.by_name[name].discard(name)
@@ -481,8 +483,8 @@ class Reducer:
     def report(self) -> str:
         """Return a table for this rank: means per step, algorithms and wire formats, and traffic per peer.
 
-        "set-up" is all bytes sent to measure links and to agree with other ranks; the bytes per step exclude them. Over
-        MPI, rates are lower bounds: bytes sent, divided by the time in which messages of the peer were waited for.
+        "set-up" counts bytes that were sent to measure links and to agree with other ranks. They are not in the bytes
+        per step. Over MPI, the rate of a peer is a lower bound: bytes sent, divided by the time spent waiting for it.
         """
         with self._lock:
             self.count_setup()
@@ -492,11 +494,11 @@ class Reducer:
         """Return the lines of the report below the counters, for this reducer and others on the communicator."""
         with self._lock:
             connected = [r._connection for r in (self, *others) if r._connection.transport is not None]
-            plans = [bucket.latest for connection in connected for bucket in connection.buckets.all]
+            plans = [bucket.last_plan for connection in connected for bucket in connection.buckets.all]
             return plan_lines(plans) + peer_lines(self._connection.transport)
 
     def count_setup(self) -> None:
-        """Add the bytes sent and received on the communicator outside of sums since the last time."""
+        """Count the bytes that the communicator has moved outside sums since the last call of this method."""
         if self._connection.transport is None:
             return
         traffic = self._connection.transport.counters

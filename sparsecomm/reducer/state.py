@@ -52,10 +52,10 @@ REDUCER = Schema(
 
 
 def fields_of(connection: Connection, step: int) -> StateDict:
-    """Return the fields of a reducer's state. What algorithms keep from call to call is forgotten."""
+    """Return the fields of a reducer's state, and clear the caches of algorithms."""
     buckets, known = connection.buckets, connection.queue.measured
     residuals, velocities = buckets.to_host()
-    buckets.forget_calls()
+    buckets.clear_caches()
     costs = None  # alpha, beta and gap of each link, if the ranks have measured them
     if known is not None:
         links = [(name, getattr(known.costs, name)) for name in _LINKS]
@@ -81,7 +81,7 @@ def buckets_of(found: Mapping[str, Any], connection: Connection) -> Buckets:
 
 
 def measured_costs(costs: Mapping[str, Any] | None) -> KnownCosts | None:
-    """Return the costs of a state, if the ranks had measured them."""
+    """Return the measured costs of a state, or ``None``."""
     if costs is None:
         return None
     link, node = (None if (numbers := costs[name]) is None else Link(*map(float, numbers)) for name in _LINKS)
@@ -95,9 +95,9 @@ def read_arrays(
 
     Args:
         arrays: the arrays by name, as the state contains them under ``key``.
-        specs: the tensors by name.
+        specs: the expected tensors by name.
         key, copy: see `as_float`.
-        advice: tells the user how to get the expected names.
+        advice: how to get the expected names, for the error.
     """
     with reading(key, "arrays by name"):
         missing, unexpected = sorted(specs.keys() - arrays.keys()), sorted(arrays.keys() - specs.keys())

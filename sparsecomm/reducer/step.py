@@ -21,10 +21,10 @@ from sparsecomm.tensors.sparse import DenseSum, SparseVector
 
 __all__ = ["Accept", "BucketCall", "OpenStep", "Step", "error_of"]
 
-# Decides whether a step counts, given its sums by name and the largest magnitude in them.
+# Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
-_ABSENCE = 1 << 19  # the round number of the exchange of absent gradients; the rounds of algorithms have lower ones
+_ABSENCE = 1 << 19  # round number of the exchange of absent gradients, above those of algorithms
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Step:
         number, density: the number of the step, from 0, and its density.
         usable: if False, apply nothing: a gradient was not finite on some rank (with ``skip_nonfinite``), or the step
             would make a sum, a parameter or the optimizer's state infinite.
-        left: sums without an ``out``: of tensors for which another rank had a gradient and this rank had none.
-        without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Leave their
-            parameters, and the optimizer's state, as they are.
-        nonfinite: a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks. Such
-            entries of residuals and velocities were set to zero.
+        left: sums that had no ``out``, by name. This rank had no gradient for these tensors, but another rank had one.
+        without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Do not change
+            their parameters or the optimizer's state.
+        nonfinite: whether a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks.
+            Such entries of residuals and velocities were set to zero.
     """
 
     number: int
@@ -53,17 +53,16 @@ class Step:
 class OpenStep:
     """A step that has not ended, and the outcome of the previous step.
 
-    A reducer ends a step and begins the next one by assigning a new object. All methods may be called again after an
-    exception has interrupted them.
+    A reducer begins the next step with a new object. All methods may be called again after an interrupt.
 
     Attributes:
         number: the number of the step.
-        before: the outcome of the previous step; ``None``: it failed, or there was none.
-        unsummed_before: names of tensors that the previous step has not summed.
+        before: the outcome of the previous step; ``None`` if it failed or there was none.
+        unsummed_before: names of tensors that the previous step did not sum.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
         density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
-        unsummed: after `settle`: names of tensors that this step has not summed.
+        unsummed: after `settle`, names of tensors that this step did not sum.
     """
 
     density: float
@@ -95,10 +94,7 @@ class OpenStep:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
-        """Take a gradient: see `Bucket.take`. With clipping, it is added when all gradients have been pushed.
-
-        ``out``: the output for the sum.
-        """
+        """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
             if not self._clips:
@@ -115,7 +111,7 @@ class OpenStep:
                 self.take(spec, None)
 
     def _add_clipped(self) -> None:
-        """Clip all gradients of this step, and add them unless they were added before an interrupt."""
+        """Clip and add all gradients of this step. After an interrupt, add the rest."""
         connection, s, start = self._connection, self._settings, time.perf_counter()
         by_name, squares = connection.buckets.by_name, 0.0
         for name, t in self.pushed.items():
@@ -154,14 +150,15 @@ class OpenStep:
         Returns:
             The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
         """
-        outcomes = [(error_of(handle), call) for handle, call in self._calls]
-        errors = sorted((error for error in outcomes if error[0] is not None), key=lambda error: error[1].succeeded)
+        ended = [(error_of(handle), call) for handle, call in self._calls]
+        failed_first = sorted(ended, key=lambda item: item[1].succeeded)  # a call may succeed and raise, too
+        error = next((error for error, _ in failed_first if error is not None), None)
         summed = {name for _, call in self._calls if call.succeeded for name in call.names}
         names = tuple(name for name, spec in self._connection.specs.items() if spec.size)
         self.unsummed = tuple(name for name in names if name not in summed)
         finite, skips = all(call.finite for _, call in self._calls), self._settings.skip_nonfinite
         usable = finite or not skips
-        if self.unsummed and skips:  # no call has changed a residual yet, so none counts
+        if self.unsummed and skips:  # no call has committed yet, so the whole step fails
             self.unsummed = names
         left = {name: part for _, call in self._calls for name, part in call.left.items()}
         if usable and skips and accept is not None and not self.unsummed:
@@ -177,16 +174,16 @@ class OpenStep:
                     bucket.drop_nonfinite()
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
         step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
-        return errors[0][0] if errors else None, step
+        return error, step
 
     def abandon(self) -> None:
-        """End the step as if all calls that were not made had failed."""
+        """End the step, and add the gradients of calls that were not made to the residuals."""
         self.take_rest()
         if self._clips:
             self._add_clipped()
         self.settle()
         for bucket in self._buckets[len(self._calls) :]:
-            with bucket.backend.on_stream(bucket.last):
+            with bucket.backend.on_stream(bucket.last_gradient):
                 bucket.add_deferred()
 
 
@@ -194,13 +191,13 @@ class BucketCall(SumCall):
     """The call that sums a bucket.
 
     A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
-    mark when the algorithm returns, and then exchange which gradients are absent, in one more round trip.
+    mark when the algorithm returns. They then exchange which gradients are absent, in one more round trip.
 
     Attributes:
         names: names of the bucket's tensors.
         largest: the largest magnitude of the result, if it was computed.
-        finite: whether the result is finite, the same on all ranks. It stays True for dense sums without
-            ``skip_nonfinite``, which leave nothing in residuals.
+        finite: whether the result is finite, the same on all ranks. Not computed, and True, for dense sums without
+            ``skip_nonfinite``.
         left: results of tensors without an output, by name.
         without_gradient: names for which no rank has a gradient.
     """
@@ -208,19 +205,19 @@ class BucketCall(SumCall):
     def __init__(self, connection: Connection, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
         assert connection.transport is not None
         plan, within = bucket.plan(connection.transport, connection.queue, density), None
-        with bucket.on_stream(bucket.last):
+        with bucket.on_stream(bucket.last_gradient):
             contribution = bucket.contribution(plan)
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
         skip = connection.settings.skip_nonfinite
-        super().__init__(plan, contribution, label, within=within, deferred=skip, keeps=True)
+        super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
         self.finite, self.largest = True, 0.0
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
         self._absent = frozenset(bucket.absent())
         self.names = [spec.name for spec in bucket.tensors]
         self._bucket, self._counters, self._skip = bucket, counters, skip
-        self._writing = 0.0
+        self._write_seconds = 0.0
         self._result: SparseVector | None = None  # until the call is settled
 
     def run(self) -> SparseVector:
@@ -228,8 +225,8 @@ class BucketCall(SumCall):
         before = moved.bytes_sent, moved.bytes_received, moved.messages_sent
         start = time.perf_counter()
         result = super().run()
-        counters.exchange += time.perf_counter() - start - self._writing
-        counters.write += self._writing
+        counters.exchange += time.perf_counter() - start - self._write_seconds
+        counters.write += self._write_seconds
         counters.bytes_sent += moved.bytes_sent - before[0]
         counters.bytes_received += moved.bytes_received - before[1]
         counters.messages_sent += moved.messages_sent - before[2]
@@ -261,8 +258,8 @@ class BucketCall(SumCall):
         result, bucket, start = self._result, self._bucket, time.perf_counter()
         if result is None:
             return
-        with bucket.on_stream(bucket.last):
-            self.contribution.backend = bucket.backend  # the queue may make other calls by now
+        with bucket.on_stream(bucket.last_gradient):
+            self.contribution.backend = bucket.backend  # another call may use the queue's backend now
             with bucket.backend.side_stream():
                 super().settle(usable=usable)
                 if usable:
@@ -285,7 +282,7 @@ class BucketCall(SumCall):
         self._counters.selected += bucket.size if taken is None else taken
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
         self.left = bucket.write(backend, result, self.without_gradient)
-        self._writing = time.perf_counter() - start
+        self._write_seconds = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
         if self.plan.algorithm is not ALGORITHMS["dense"]:  # after a dense sum momentum continues

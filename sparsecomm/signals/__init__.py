@@ -4,7 +4,7 @@ Python runs signal handlers in the main thread, between any two instructions. Wh
 KeyboardInterrupt, could come between an effect and the record of it, and a gradient would be lost or count twice.
 """
 
-from sparsecomm.signals import _gate
+from sparsecomm.signals import _gate  # in this form, import-linter knows that it is in this package
 
 __all__ = ["Opened", "PollingLock", "acquire", "deferred", "poll", "state", "swap"]
 

@@ -1,4 +1,4 @@
-"""The gate: see the package. The handlers that Python calls, and the flags of the C library, are as before outside it."""
+"""The gate: see the package. It restores all signal handlers and their flags when it opens."""
 
 import _signal
 import os
@@ -20,10 +20,10 @@ cdef object get_handler = _signal.getsignal
 cdef object set_handler = _signal.signal
 cdef void *handler_of_python = NULL  # the C function that notes signals for Python
 
-# The gate of the main thread; of the rank that runs, if ranks are simulated.
+# The gate of the main thread, or of the simulated rank that runs.
 cdef int depth = 0  # of nested gates
 cdef list replaced = []  # a `Noting` for each handler that this gate has replaced
-cdef dict noted = {}  # signals that have come since -> handler
+cdef dict noted = {}  # the handlers of signals that have arrived since, by signal
 cdef long long openings = 0  # how often noted signals could be handled so far
 
 
@@ -32,7 +32,7 @@ cdef bint in_main_thread():
 
 
 cdef class Noting:
-    """A handler within a gate, which notes the signal. If the program keeps it, it calls the former handler elsewhere."""
+    """A handler that notes its signal within a gate. If kept, it calls the former handler elsewhere."""
 
     cdef int number
     cdef object handler
@@ -93,7 +93,7 @@ cdef int replace_handlers() except -1:
 
 
 cdef int close_gate(int nested) except -1:
-    """Close the gate, also if the handler of a pending signal raises meanwhile."""
+    """Close the gate, even if the handler of a pending signal raises."""
     global depth
     depth = nested
     try:
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=open_in_child)
 
 
 def poll():
-    """Run the handlers of signals that have come; they may raise. Loops that wait call this many times a second."""
+    """Run the handlers of signals that have arrived; they may raise. Waiting loops call this many times a second."""
     global openings
     PyErr_CheckSignals()
     if depth > 0 and in_main_thread():
@@ -188,7 +188,7 @@ def acquire(lock, double timeout=-1.0):
 
 
 def swap(gate=None):
-    """Exchange the gate for another one, or for an open one; return the former. For simulated ranks."""
+    """Replace the gate by ``gate``, or by an open one, and return the former gate. For simulated ranks."""
     global depth, replaced, noted
     former = depth, replaced, noted
     nested, replaced, noted = (0, [], {}) if gate is None else gate
@@ -204,7 +204,7 @@ def state():
 
 
 cdef class Opened:
-    """A context within a gate in which handlers run at once: for a user's code, and for files."""
+    """A context within a gate in which handlers run at once, for code of the user and for reading files."""
 
     cdef int depth
 
@@ -223,7 +223,7 @@ cdef class Opened:
 
 
 cdef class PollingLock:
-    """A lock that its thread may take again. To wait for it polls for signals."""
+    """A reentrant lock. Waiting for it polls for signals."""
 
     cdef object lock
 
@@ -252,7 +252,7 @@ cdef object gated(function):
 
 
 def deferred(what):
-    """Return a function that closes the gate around ``what``; of a class, change its public methods to such functions."""
+    """Decorate a function, or ``__init__`` and the public methods of a class, to run within the gate."""
     if not isinstance(what, type):
         return gated(what)
     for name, value in list(vars(what).items()):

@@ -1,7 +1,7 @@
 """`load`: load a state on all ranks or on none, in three steps.
 
-1. **Prepare.** Each rank reads, converts and checks its state in new memory. Any change that this step makes can be
-   undone. A rank that raises an exception (or is interrupted by Ctrl-C) still takes part in step 2.
+1. **Prepare.** Each rank reads, converts and checks its state in new memory. All other changes can be undone. A rank
+   that fails or is interrupted (Ctrl-C) still takes part in step 2.
 2. **Compare.** The ranks gather the values that must be equal on all ranks: numbers as text, and checksums of
    everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
@@ -27,14 +27,13 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
-    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "error_text",
-    "load", "reading",
+    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "load", "reading",
 ]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
-Undo = list[Callable[[], object]]  # functions that restore what `prepare` changed; each must be idempotent
+Undo = list[Callable[[], object]]  # idempotent functions that undo the changes of `prepare`
 Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
-_MAX_ERROR = 1000  # characters that other ranks see of an error
+_MAX_ERROR = 1000  # characters of an error that are sent to other ranks
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,10 @@ def load(
     Args:
         transport: the ranks that take part.
         label, keys: identify the call, the same on all ranks; ``keys`` are those of ``Prepared.common``.
-        prepare: reads the state: step 1 above. Before it changes anything, it appends a function that undoes the change
-            to its argument.
+        prepare: step 1 above. Before it changes anything, it appends a function that undoes the change to its argument.
         action: the action in words, for error messages.
-        interrupts: receives the exceptions of signal handlers that came during step 2, so that the caller can finish
-            other collective calls first. ``None``: the first one is raised when all ranks have loaded, or none has.
+        interrupts: receives exceptions that signal handlers raise during step 2, for a caller that raises them later.
+            ``None``: the first one is raised when all ranks have loaded, or none has.
 
     Returns:
         The notes of all ranks.
@@ -87,46 +85,46 @@ def load(
     queue_of(transport).refuse_within_call()
     undo: Undo = []
     prepared: Prepared | None = None
-    refused: BaseException | None = None
+    own_error: BaseException | None = None
     pending: Interrupts = [] if interrupts is None else interrupts
     try:
         with Opened():  # it reads files, and runs the code of users
             prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
-    except BaseException as error:  # other ranks wait for this one
-        refused = _with_rank(error, rank, action)
-        lines = [error_text(refused)[:_MAX_ERROR] or "no message"]
+    except BaseException as raised:  # other ranks wait for this one
+        own_error = _with_rank(raised, rank, action)
+        text = text_of(own_error) if isinstance(own_error, Exception) else type(own_error).__name__
+        lines = [text[:_MAX_ERROR] or "no message"]
     try:
-        lines_of, failed = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
-    except BaseException as error:
-        lines_of, failed = [], error
-    if lines_of:
-        decided = refused or _compare(lines_of, keys, rank, action)
-        loads, failed = decided is None, failed or decided
-    else:
-        loads = False
-        if isinstance(failed, CollectiveMismatchError):
-            mismatch = CollectiveMismatchError(f"a rank does not {action}. {failed}")
-            mismatch.__cause__ = failed
-            failed = mismatch
-        if refused is not None and not isinstance(refused, Exception):  # Ctrl-C
-            failed = refused
-    if loads and prepared is not None:
+        lines_by_rank, error = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
+    except BaseException as raised:
+        lines_by_rank, error = [], raised
+    refusal: BaseException | None = None  # why no rank loads
+    if lines_by_rank:
+        refusal = own_error or _compare(lines_by_rank, keys, rank, action)
+        error = error or refusal
+    elif own_error is not None and not isinstance(own_error, Exception):  # Ctrl-C
+        error = own_error
+    elif isinstance(error, CollectiveMismatchError):
+        mismatch = CollectiveMismatchError(f"a rank does not {action}. {error}")
+        mismatch.__cause__ = error
+        error = mismatch
+    if lines_by_rank and refusal is None and prepared is not None:
         prepared.commit()
     else:
         for restore in undo:
             restore()
     if interrupts is None and pending:
         raise pending[0]
-    if failed is not None:
-        raise failed
-    return [lines[1] for lines in lines_of]
+    if error is not None:
+        raise error
+    return [lines[1] for lines in lines_by_rank]
 
 
 def _gather_lines(
     transport: Transport, label: str, lines: Sequence[str], interrupts: Interrupts
 ) -> tuple[list[list[str]], BaseException | None]:
-    """Return the lines of each rank, or nothing if they could not be gathered; and an error."""
+    """Return the lines of each rank, or an empty list if the gather failed; and an error or ``None``."""
     printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     data = "\n".join(printable).encode()
     lengths, failed = _gather(transport, label, [len(data)], interrupts)
@@ -142,29 +140,32 @@ def _gather_lines(
 def _gather(
     transport: Transport, label: str, words: list[int], interrupts: Interrupts
 ) -> tuple[list[int], BaseException | None]:
-    """Return the words of all ranks, or nothing if they could not be gathered; and an error."""
+    """Return the words of all ranks, or an empty list if the gather failed; and an error or ``None``."""
     call = WordsGather(transport, words, zlib.crc32(label.encode()) or 1)
     handle, failed = queue_of(transport).submit(call), None
     while True:
         try:
             handle.wait()
         except BaseException as error:
-            if handle.error is not error:  # of a signal handler; continue to wait
+            if handle.error is not error:  # a signal handler raised it
                 interrupts.append(error)
                 continue
             failed = error
         return (call.words if call.succeeded else []), failed
 
 
-def _compare(lines_of: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
-    """Return the error of the first rank that failed, or of the first difference; ``None`` if the ranks agree."""
-    for other, lines in enumerate(lines_of):
+def _compare(lines_by_rank: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
+    """Return an error if a rank failed or a value differs; ``None`` if all ranks can load.
+
+    The lines of a rank are an empty line, its note and its compared values; or its error.
+    """
+    for other, lines in enumerate(lines_by_rank):
         if lines[0]:
             return InvalidInputError(
                 f"rank {rank}: rank {other} cannot {action}, so all ranks raise. Its error: {lines[0]}"
             )
     for i, key in enumerate(keys, 2):
-        if (error := check_equal(key, [lines[i] for lines in lines_of])) is not None:
+        if (error := check_equal(key, [lines[i] for lines in lines_by_rank])) is not None:
             return InvalidInputError(f"rank {rank}: {error}. Nothing has changed on any rank")
     return None
 
@@ -181,7 +182,7 @@ def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
 
 
 def compared_text(value: object) -> str:
-    """Return a short text that differs if values differ: a number, or the checksum of a plain value."""
+    """Return a number as text, or a checksum of any other plain value."""
     if type(value) is float or (type(value) is int and abs(value) < 1 << 64):
         return repr(value)
     return f"checksum {checksum(value):016x}"
@@ -192,21 +193,21 @@ def compared_text(value: object) -> str:
 
 @contextmanager
 def reading(key: str, expected: str) -> Iterator[None]:
-    """Convert any exception in this context into an `InvalidInputError` that names the part of a state being read."""
+    """Convert exceptions in this context into an `InvalidInputError` for the part ``key`` of a state."""
     try:
         yield
     except InvalidInputError:
         raise
     except Exception as error:
         raise InvalidInputError(
-            f"state: reading {key} raised {type(error).__name__}: {error_text(error)}; expected {expected}; {DAMAGED}"
+            f"state: reading {key} raised {describe(error)}; expected {expected}; {DAMAGED}"
         ) from error
 
 
 def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: bool = True) -> Array:
-    """Return the elements of a state's array as a flat NumPy array of ``dtype``'s accumulator dtype.
+    """Return an array of a state as a flat NumPy array in the accumulator dtype of ``dtype``.
 
-    Without ``copy``, return a view of ``value`` if it has the accumulator dtype and is contiguous.
+    Without ``copy``, it is a view of ``value`` if that has the accumulator dtype and is contiguous.
     """
     with reading(key, f"an array of floats of shape {shape}"):
         array = np.asarray(value)
@@ -222,19 +223,11 @@ def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
     """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error
-    text = error_text(error)
+    text = text_of(error)
     if not isinstance(error, InvalidInputError):
-        text = f"trying to {action} raised {type(error).__name__}: {text}"
+        text = f"trying to {action} raised {describe(error)}"
     elif text.startswith(f"rank {rank}: "):
         return error
     named = InvalidInputError(f"rank {rank}: {text}")
     named.__cause__ = error
     return named
-
-
-def error_text(error: BaseException) -> str:
-    """Return the message of an error, even if its ``__str__`` fails."""
-    try:
-        return str(error) if isinstance(error, Exception) else type(error).__name__
-    except Exception as another:
-        return f"(its message raised {type(another).__name__})"

@@ -35,7 +35,7 @@ class Field:
         is_valid: checks a value. Any exception that it raises counts as an invalid value.
         common: all ranks have the same value, which is compared when states are loaded or resharded.
         summed: `reshard` preserves the sum of the arrays over all ranks.
-        reshard: returns the value for a new rank; ``None``: the value of the old rank 0.
+        reshard: returns the value for a new rank; ``None`` keeps the value of the old rank 0.
     """
 
     expected: str
@@ -85,8 +85,8 @@ class Schema:
         Args:
             name, fields: see above.
             version: the version of the format. Increase it when a field changes its meaning.
-            advice: tells the user what to do with a state of another version.
-            upgrade: converts a state of the version before; ``None``: such a state cannot be read.
+            advice: what the user can do with a state of another version, for the error.
+            upgrade: converts a state of the previous version; ``None``: such a state cannot be read.
         """
         self.name, self._version, self._advice, self._upgrade = name, version, advice, upgrade
         self.format, self.fields = f"{name} {version}", dict(fields)
@@ -185,7 +185,7 @@ def is_state(value: object) -> bool:
 
 
 def check(state: State) -> None:
-    """Check a state dict of a declared class."""
+    """Check a state dict if it belongs to a declared class."""
     if (schema := _schema_of(state)) is not None:
         schema.read(state)
 
@@ -193,9 +193,9 @@ def check(state: State) -> None:
 def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another world size.
 
-    New rank r receives the sum of the residuals of the old ranks r, r + size, r + 2 size, ...; a new rank without an
-    old one starts with zeros. So the sum over all ranks does not change. Everything that all ranks have in common
-    stays. If ranks take local steps by speed, all take the same number of steps until the new ranks have been measured.
+    New rank r receives the sum of the residuals of the old ranks r, r + size, r + 2 size, ..., or zeros if there is no
+    old rank r. So the sum over all ranks does not change. Values that all ranks share stay the same. If ranks take
+    local steps by speed, all take the same number of steps until the new ranks have been measured.
 
     Args:
         states: the values that ``state_dict`` returned on every old rank, in any order. They do not contain local

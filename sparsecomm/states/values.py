@@ -112,7 +112,7 @@ def _tree(value: Any, arrays: list[_PlacedArray], path: str, depth: int) -> obje
 
 
 def _array(value: Any, place: str) -> tuple[str, list[int], Array]:
-    """Return the dtype's name, the shape, and the elements: little-endian, or flat bytes if NumPy lacks the dtype."""
+    """Return the dtype's name, the shape, and the little-endian elements, as flat bytes if NumPy lacks the dtype."""
     if isinstance(value, np.ndarray | np.generic):
         dtype = value.dtype
         if dtype.hasobject or dtype.names or dtype.char in "gG" or isinstance(value, np.ma.MaskedArray):

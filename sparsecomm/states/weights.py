@@ -24,8 +24,8 @@ __all__ = ["WeightComparison", "check_every", "check_weights", "compare_weights"
 def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, comm: Comm = None) -> None:
     """Check that all ranks hold the same tensors, bit for bit. Collective: every rank calls it, with the same names.
 
-    Compares a 64-bit checksum per tensor. Each rank reads its tensors once, at some GB/s, after copying them to the
-    host if they are on a GPU, and 8 bytes per tensor are sent. On one rank it does nothing.
+    Ranks compare a 64-bit checksum per tensor, so they send 8 bytes per tensor. Each rank reads its tensors once, at a
+    few GB/s, after copying them to the host if they are on a GPU. With one rank it does nothing.
 
     Args:
         tensors: names and tensors, as a dictionary or as pairs, such as ``model.state_dict()``: of NumPy, PyTorch, JAX,
@@ -34,8 +34,8 @@ def check_weights(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], *, com
         comm: as in `sparse_allreduce`.
 
     Raises:
-        WeightMismatchError: a tensor differs. Every rank raises it; it names the first tensor that differs, and the
-            first rank whose tensor is not that of rank 0.
+        WeightMismatchError: a tensor differs. Every rank raises it. The message names the first tensor that differs,
+            and the first rank on which it differs from rank 0.
         CollectiveMismatchError: the ranks' tensors differ in number, order, names, types or shapes, or a rank makes
             another call.
         InvalidInputError: an argument is not supported. Nothing was sent.
@@ -57,7 +57,10 @@ def compare_weights(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
     call: Callable[[Callable[[Transport], WeightComparison]], WeightComparison],
 ) -> None:
-    """Check weights as `check_weights` does. ``call`` makes the call that its argument returns, and returns it."""
+    """Check weights as `check_weights` does.
+
+    ``call(make)`` finds the transport, makes the collective call ``make(transport)``, and returns that comparison.
+    """
     named = [(name, tensor) for name, tensor in interop.named(tensors) if interop.is_tensor(tensor)]
     try:
         comparison = call(lambda transport: WeightComparison(transport, named))
@@ -99,8 +102,10 @@ class WeightComparison(WordsComparison):
 
 def check_every(every: object) -> int | None:
     """Check and return the option ``check_weights_every``."""
-    if every is None or (steps := to_int(every)) is not None:
-        return None if every is None else steps
+    if every is None:
+        return None
+    if (steps := to_int(every)) is not None:
+        return steps
     raise InvalidInputError(
         f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
     )

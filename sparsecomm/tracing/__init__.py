@@ -1,1 +1,1 @@
-"""Observers of calls, the trace files that ranks write, and what these files tell about a run."""
+"""Observers of calls, the trace files that ranks write, and the analysis of these files."""

@@ -1,4 +1,4 @@
-"""Read trace files: the calls of each rank, the messages between ranks, their clock offsets, and what went wrong."""
+"""Read trace files, and find the messages between ranks, their clock offsets, late senders and causes of failures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,10 @@ from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning.clocks import Offset, offsets
 
 __all__ = [
-    "Call",
-    "Communicator",
-    "Message",
-    "Part",
-    "Rank",
-    "clock_offsets",
-    "late_senders",
-    "messages",
-    "read",
-    "verdicts",
-]
+    "Call", "Communicator", "Message", "Part", "Rank", "clock_offsets", "late_senders", "messages", "read", "verdicts",
+]  # fmt: skip
 
-# Errors that a rank raises because another one left the call or does not answer.
+# Beginnings of errors that a rank raises because another rank left the call or does not answer.
 _CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
 # The ranks of a communicator, as numbered in the job, and a number that tells communicators of the same ranks apart.
 Communicator = tuple[tuple[int, ...], int]
@@ -44,7 +35,7 @@ class Part:
     end: float
     sent: list[tuple[int, int]] = field(default_factory=list)  # rank and bytes of each message
     received: list[tuple[int, int]] = field(default_factory=list)
-    waited: list[int] = field(default_factory=list)  # the ranks that it waited for when it failed
+    waited: list[int] = field(default_factory=list)  # if it failed: the ranks that it waited for
     error: str = ""
 
 
@@ -53,7 +44,7 @@ class Call:
     """A call of one rank."""
 
     number: int  # on the communicator
-    what: str  # the properties that the ranks must agree on, as text
+    description: str  # the properties that the ranks must agree on, as text
     start: float
     end: float | None = None  # None: the file ends within the call
     error: str = ""
@@ -172,7 +163,7 @@ def messages(ranks: Mapping[int, Rank]) -> Iterator[Message]:
 
 
 def clock_offsets(ranks: Mapping[int, Rank]) -> dict[int, Offset]:
-    """Return how far each rank's clock is ahead of the first rank's: see `sparsecomm.tuning.clocks`."""
+    """Return by how much each rank's clock is ahead of the first rank's: see `sparsecomm.tuning.clocks`."""
     fastest: dict[tuple[int, int], float] = defaultdict(lambda: math.inf)
     for message in messages(ranks):
         pair = message.sender, message.receiver
@@ -181,9 +172,9 @@ def clock_offsets(ranks: Mapping[int, Rank]) -> dict[int, Offset]:
 
 
 def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counter[tuple[int, int]]:
-    """Return the seconds in which a rank, the first of a pair, waited for another one that had not begun to send.
+    """Return by (receiver, sender) how many seconds the receiver waited before the sender began to send.
 
-    Of several messages in one exchange, only the latest counts (Scalasca's "late sender").
+    If an exchange receives several messages, only the latest counts (Scalasca's "late sender").
     """
     latest: dict[int, tuple[float, int, int]] = {}
     for message in sent:
@@ -200,9 +191,9 @@ def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counte
 
 
 def verdicts(ranks: Mapping[int, Rank]) -> list[str]:
-    """Return a text for each communicator with a failed call: how the call ended on each rank, and which to look at.
+    """Return a text for each communicator with a failed call: how it ended on each rank, and the most likely cause.
 
-    Most errors of a failed call are consequences: all ranks wait for one that does not come, and time out.
+    Most errors of a failed call are consequences: one rank does not make the call, and all other ranks time out.
     """
     communicators = dict.fromkeys(key for rank in ranks.values() for key in rank.calls)
     return [text for key in communicators if (text := _verdict(key, ranks))]
@@ -216,7 +207,7 @@ def _verdict(communicator: Communicator, ranks: Mapping[int, Rank]) -> str:
         return ""
     number = min(failed)
     made = {r: call for r, each in calls.items() for call in each if call.number == number}
-    (usual, _), *_ = Counter(call.what for call in made.values()).most_common(1)
+    (usual, _), *_ = Counter(call.description for call in made.values()).most_common(1)
     lines = [f"Call {number} of {format_ranks(members)} did not end well: {usual}"]
     for rank, call in made.items():
         waited = sorted({peer for exchange in call.exchanges if exchange.error for peer in exchange.waited})
@@ -238,7 +229,7 @@ def _causes(
     absent = [r for r in members if r not in ranks]
     if absent:
         yield f"There is no file of {format_ranks(absent)}. Pass all files; a rank without one made no call."
-    others = {r: call.what for r, call in made.items() if call.what != usual}
+    others = {r: call.description for r, call in made.items() if call.description != usual}
     if others:
         differing = "; ".join(f"rank {r} made {what}" for r, what in others.items())
         yield f"Look at {format_ranks(list(others))}: {differing}."

@@ -14,10 +14,9 @@ from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 __all__ = ["EXCHANGE", "PARTS", "PART_OF", "Forwarding", "ObservedBackends", "Observer", "observe", "observed"]
 
 EXCHANGE = "exchange"
-# The methods of `Backend` that belong to each part of a call; the others belong to none. All of the transport belongs
-# to "exchange".
+# The observed methods of `Backend`, by part of a call. All methods of the transport belong to "exchange".
 _METHODS = {
-    # For a dense sum: add the residual to the gradient, and find the entries of the sum when they are asked for.
+    # A dense sum uses `accumulate` to add the residual, and `nonzeros` if the program reads the entries of the result.
     "select": "topk take_topk topk_by_chunk threshold scale accumulate nonzeros",
     EXCHANGE: "well_formed",  # checks received entries
     "merge": "merge merge_topk sum_in_pairs sum_and_count means add divide searchsorted indices_at concatenate_entries "
@@ -37,13 +36,13 @@ class Observer(Protocol):
     def around(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls ``function``, the method ``name`` of that part, and observes it.
 
-        The returned functions never call each other. "wait" of a request is called with the rank it was sent to.
+        The returned functions never call each other. The method "wait" of a request receives the rank of the receiver.
         """
 
 
 def observe(transport: Transport, observer: Observer) -> None:
     """Wrap the methods of a transport, and the `wait` of its requests, in place."""
-    inside = False  # in a method of the transport, which may call other ones
+    inside = False  # whether an observed method runs, which may call others
 
     def outermost(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         observed_method = observer.around(EXCHANGE, name, method)
@@ -75,7 +74,7 @@ def observe(transport: Transport, observer: Observer) -> None:
 
 
 def observed(backend: Backend, observer: Observer) -> Backend:
-    """Return a backend that calls the methods of another one, with an observer around them."""
+    """Return a backend that calls the methods of ``backend`` through the observer."""
     methods = {name: observer.around(part, name, getattr(backend, name)) for name, part in PART_OF.items()}
     return cast(Backend, Forwarding(backend, **methods))
 
@@ -91,7 +90,7 @@ class ObservedBackends(Backends):
 
 
 class Forwarding:
-    """A stand-in for an object: it has the object's attributes, except the ones that it replaces."""
+    """A proxy that has the attributes of an object, except for replaced ones."""
 
     def __init__(self, target: object, **replaced: object) -> None:
         self._target = target

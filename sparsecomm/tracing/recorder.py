@@ -1,4 +1,4 @@
-"""The observers that settings ask for: `Trace` writes a file of events per rank, `Ranges` marks ranges for profilers.
+"""The observers of the environment variables: `Trace` writes a file of events, `Ranges` marks ranges for profilers.
 
 ``SPARSECOMM_TRACE=FILE`` makes each rank write its calls as JSON lines in the array format of Chrome's trace events.
 The array is never closed, as the format allows, so the file of a killed rank can be read.
@@ -32,11 +32,11 @@ __all__ = ["MAX_BYTES", "Ranges", "Trace", "TraceFile", "observers_of"]
 MAX_BYTES = 64 * 2**20  # length of a file at which the next call begins a new one
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _log = logging.getLogger("sparsecomm")
-_files: dict[Path, TraceFile] = {}  # one in this process, or one per simulated rank
+_files: dict[Path, TraceFile] = {}  # of this process: one, or one per simulated rank
 
 
 def observers_of(transport: Transport) -> list[Observer]:
-    """Return the observers that the settings ask for."""
+    """Return the observers that the environment variables ask for."""
     found: list[Observer] = [Ranges(name) for name in config.ranges() if not transport.simulated]
     if (path := config.trace()) is not None:
         rank, node = (None, b"") if transport.simulated else (job.rank(), job.node_id())
@@ -146,7 +146,7 @@ def _open_locked(path: Path) -> int:
     return file
 
 
-# The messages that a method of the transport sends, as pairs of a rank and bytes, and the ranks that it waits for.
+# By method of the transport: the messages that it sends, as pairs of a rank and bytes, and the ranks it waits for.
 _MESSAGES: dict[str, Callable[..., tuple[Sequence[tuple[int, Any]], Sequence[int]]]] = {
     "isend": lambda data, to, *_: ([(to, data)], []),
     "wait": lambda to: ([], [to]),

@@ -88,7 +88,7 @@ def test_dense_cells_stand_beside_the_published_ones() -> None:
     rows = [row(rate, "dense", H, same), row(rate, "dense", H, 0.5, rtt=0.08), row(rate, "blocking", H, 0.9)]
     head, line = tables.pages(rows)["utilisation_published"]
     found = dict(zip(head, line, strict=True))
-    assert found["here / it"] == "1.00"
+    assert found["here / that"] == "1.00"
     assert found["exchange here, s"] == found["published, s"] == "8.24"
 
 

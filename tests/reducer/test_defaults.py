@@ -78,8 +78,8 @@ def test_auto_fits_what_is_asked_for_and_is_dense_at_density_1_only(
         for step in range(6):
             done = reducer.reduce(gradients(dtype, transport.rank, step))
             (bucket,) = reducer._connection.buckets.all
-            assert bucket.latest is not None
-            taken.append((done.density, bucket.latest.algorithm.name, bucket.latest.choice.wire.name))
+            assert bucket.last_plan is not None
+            taken.append((done.density, bucket.last_plan.algorithm.name, bucket.last_plan.choice.wire.name))
             assert (done.density < 1) == reducer.residual("a").any()
         return taken
 

@@ -69,7 +69,7 @@ def test_both_ends_record_every_message_and_results_do_not_change(
         assert sum(sent) == sum(call.sent for call in calls) == counters.bytes_sent
         assert (len(sent), len(received)) == (counters.messages_sent, counters.messages_received)
         assert {part.name for call in calls for part in call.parts} <= set(PARTS)
-        assert f"{algorithm.partition(':')[0]}" in calls[-1].what
+        assert f"{algorithm.partition(':')[0]}" in calls[-1].description
     found = list(messages(ranks))
     assert len(found) == sum(outcome.value[3].messages_sent for outcome in outcomes)
     for message in found:

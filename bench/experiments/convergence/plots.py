@@ -13,11 +13,9 @@ from bench.experiments.convergence.results import Outcome, Results, best, groupe
 from bench.experiments.convergence.tables import amount
 from bench.experiments.convergence.training import METHODS, Curve
 from bench.experiments.tasks import TASKS
-from sparsecomm.cli.outputs import log_axis, pyplot, save
+from sparsecomm.cli.outputs import log_axis, pyplot, save, style
 from sparsecomm.quantities import bytes_text, number_text, time_text
 
-COLOURS = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"), strict=True))
-MARKERS = dict(zip(METHODS, "os^vDPX", strict=True))
 FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot
 NETWORK = "1 Gb/s, a model of 25.6M weights"
 BOLD: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
@@ -33,7 +31,7 @@ class Figure:
         for title, row in zip(titles, self.rows, strict=True):
             row[0].set_title(title, **BOLD)
         self._lines: dict[str, Any] = {}
-        self._figure.suptitle(f"{ranks} ranks, each method at its best", fontsize=12)
+        self._title = f"{ranks} ranks, each method at its best setting"
 
     def label(self, method: str, line: Any) -> None:
         self._lines.setdefault(METHODS[method][0], line)
@@ -41,19 +39,19 @@ class Figure:
     def write(self, path: Path) -> None:
         columns = min(len(self._lines), int(self._figure.get_figwidth() / 2))
         lines = self._lines.values(), self._lines.keys()
-        self._figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False)
+        self._figure.legend(*lines, loc="outside upper center", ncols=columns, frameon=False, title=self._title)
         save(self._figure, path, 100)
 
 
 def plot_courses(results: Results, ranks: int, path: Path) -> None:
     """Plot the held-out loss by steps, bytes and seconds: lines are medians of the seeds, bands their range."""
-    outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
+    outcomes = _of_ranks(results, ranks)
     rows = _rows(outcomes)
     rows = {title: part for title, part in rows.items() if _sparse(part) > 1} or rows  # rows that compare methods
-    communication = f"communication; computation takes as long everywhere\n({NETWORK})"
+    communication = f"time of communication\n({NETWORK})"
     panels: list[tuple[Callable[[Curve], Sequence[float]], str, Callable[[float], str] | None]] = [
         (lambda curve: curve.steps, "steps", None),
-        (_bytes_later, "sent after the warm-up\nby the rank that sends most", bytes_text),
+        (_bytes_later, "bytes sent after the warm-up\nby the busiest rank", bytes_text),
         (lambda curve: curve.seconds, communication, time_text),
     ]
     if not any(training.curve.seconds for outcome in outcomes for training in outcome.seeds.values()):
@@ -66,7 +64,7 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
                 if not all(len(x_of(curve)) == len(curve.losses) for curve in curves):
                     continue  # seconds were not counted
                 x, losses = np.mean([x_of(curve) for curve in curves], axis=0), np.array([c.losses for c in curves])
-                visible, colour = x > 0, COLOURS[outcome.setting.method]
+                visible, colour = x > 0, style(outcome.setting.method)["color"]
                 (line,) = axes.plot(x[visible], np.median(losses, axis=0)[visible], color=colour)
                 low, high = losses.min(0)[visible], losses.max(0)[visible]
                 axes.fill_between(x[visible], low, high, color=colour, alpha=0.15, linewidth=0)
@@ -75,6 +73,7 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
                 log_axis(axes.xaxis, text)
             axes.grid(color="0.9")
             axes.set_xlabel(label)
+        row[0].set_yscale("log")
         row[0].set_ylim(top=1.1 * max(t.curve.losses[0] for o in part for t in o.seeds.values()))  # cut off divergence
         log_axis(row[0].yaxis, number_text)
         row[0].set_ylabel("held-out loss, nats")
@@ -85,12 +84,16 @@ def plot_courses(results: Results, ranks: int, path: Path) -> None:
 
 def plot_costs(results: Results, ranks: int, path: Path) -> None:
     """Plot the score by bytes and by milliseconds per step after the warm-up; each point is a method at its best."""
-    outcomes = [o for o in results.outcomes() if o.setting.ranks == ranks]
+    outcomes = _of_ranks(results, ranks)
     rows = grouped(outcomes, lambda s: (s.model, s.steps))
     rows = {key: part for key, part in rows.items() if _sparse(part) > 2} or rows
-    communication = f"communication per step after the warm-up; computation takes as long everywhere\n({NETWORK})"
+    communication = f"time of communication per step after the warm-up\n({NETWORK})"
     panels: list[tuple[Callable[[Outcome], float], str, Callable[[float], str]]] = [
-        (lambda o: o.mean(lambda t: t.step_bytes), "bytes per step after the warm-up", bytes_text),
+        (
+            lambda o: o.mean(lambda t: t.step_bytes),
+            "bytes sent per step after the warm-up\nby the busiest rank",
+            bytes_text,
+        ),
         (lambda o: o.mean(lambda t: t.step_seconds), communication, time_text),
     ]
     if not any(panels[-1][0](outcome) > 0 for outcome in outcomes):
@@ -116,10 +119,9 @@ def _scores(axes: Any, x: Sequence[float], points: Sequence[Outcome]) -> Any:
     """Draw a method's scores with their range, or a horizontal line for dense."""
     method = points[0].setting.method
     if method == "dense":
-        return axes.axhline(points[0].score, color=COLOURS[method], linestyle="--")
+        return axes.axhline(points[0].score, color=style(method)["color"], linestyle="--")
     errors = np.abs([[o.score - min(o.scores), max(o.scores) - o.score] for o in points]).T
-    look = {"color": COLOURS[method], "marker": MARKERS[method], "markersize": 5, "capsize": 2}
-    return axes.errorbar(x, [o.score for o in points], errors, linewidth=1.5, elinewidth=0.8, **look)
+    return axes.errorbar(x, [o.score for o in points], errors, elinewidth=0.8, capsize=2, **style(method))
 
 
 def _limits(part: Sequence[Outcome], far: float) -> tuple[float, float]:
@@ -131,6 +133,11 @@ def _limits(part: Sequence[Outcome], far: float) -> tuple[float, float]:
     low, high = max(min(visible), dense[0] - far), min(max(visible), dense[0] + far)
     margin = 0.05 * (high - low) or 0.05
     return low - margin, high + margin
+
+
+def _of_ranks(results: Results, ranks: int) -> list[Outcome]:
+    """Return the outcomes on that number of ranks, of the methods that the library has."""
+    return [o for o in results.outcomes() if o.setting.ranks == ranks and METHODS[o.setting.method][1] is not None]
 
 
 def _sparse(outcomes: Sequence[Outcome]) -> int:

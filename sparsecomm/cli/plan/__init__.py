@@ -35,7 +35,7 @@ from typing import Any
 
 import sparsecomm as sc
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, table_head, table_line
+from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, style, table_head, table_line
 from sparsecomm.cli.plan import network as measurement
 from sparsecomm.cli.plan.methods import (
     ADAMW,
@@ -218,13 +218,13 @@ _COLUMNS = [
 
 # -- the plot ---------------------------------------------------------------------------------------------------------
 
-_STYLES: dict[str, dict[str, Any]] = {
-    DENSE: {"color": "#4d4d4d", "marker": "o"},
-    DENSE_LOCAL: {"color": "#0072b2", "marker": "s"},
-    ADAMW: {"color": "#e69f00", "marker": "^"},
-    SGD: {"color": "#cc79a7", "marker": "P"},
-    LOCAL: {"color": "#009e73", "marker": "v"},
-    DELAYED: {"color": "#d55e00", "marker": "D"},
+_STYLES: dict[str, dict[str, Any]] = {  # the colour is that of the exchange
+    DENSE: style("dense"),
+    DENSE_LOCAL: style("dense") | {"marker": "s", "linestyle": "--"},
+    ADAMW: style("SparseAdamW"),
+    SGD: style("double") | {"marker": "P", "linestyle": "--"},
+    LOCAL: style("local steps"),
+    DELAYED: style("local steps") | {"marker": "D", "linestyle": "--"},
 }
 _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
@@ -245,7 +245,7 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
         if first and at_rate:
             rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
         if method in (DENSE, ADAMW, SGD):
-            lengths.axhline(at_length[0][1], color=look["color"])
+            lengths.axhline(at_length[0][1], color=look["color"], linestyle=look.get("linestyle", "-"))
         elif at_length:
             lengths.plot(*zip(*at_length, strict=True), **look)
     ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
@@ -253,12 +253,12 @@ def draw(training: Training, network: Network, every: Sequence[int], costs: Cost
     lengths.plot([taken.H], [100 * taken.predicted.utilisation], **ring)
     rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
     log_axis(rates.xaxis, rate_text)
-    rates.set_xlabel("rate of a site's link")
-    rates.set_ylabel("utilisation: time of computation / time that passes, %")
+    rates.set_xlabel("rate of a site's link, bits per second")
+    rates.set_ylabel("utilisation: compute time / wall time, %")
     lengths.set_xscale("log", base=2)
     lengths.set_xticks(every, [number_text(each) for each in every])
     lengths.minorticks_off()
-    lengths.set_xlabel(f"H, local steps of a round, at {rate_text(network.rate)}")
+    lengths.set_xlabel(f"H: local steps per round, at {rate_text(network.rate)}")
     for axes in (rates, lengths):
         axes.set_ylim(-2, 102)
         axes.grid(True, alpha=0.35)
