@@ -1,10 +1,8 @@
-// Number formats: bits, magnitudes, conversions. The only place that knows how a float is laid out.
+// Number formats: bits, magnitudes, keys and conversions. CPU and CUDA kernels share this file, so that results are equal.
 //
-// The total order of selection is (|v| descending, index ascending) with every NaN equal and above infinity. For
-// IEEE formats the bits without the sign order like |v|, so selection compares unsigned integers ("keys"), never
-// floats: no rounding, no flushed denormals, no special case for NaN but one clamp.
-//
-// CPU and CUDA kernels share it: same source, same bits.
+// The order of selection is (|v| descending, index ascending), with all NaN equal and above infinity. The bits of an IEEE
+// format without the sign order like |v|, so selection compares unsigned integers ("keys") instead of floats: nothing is
+// rounded, denormals are not flushed, and NaN only needs a clamp.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no standard headers
@@ -39,7 +37,7 @@ SPARSECOMM_ANYWHERE float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000u) << 16;
     const uint32_t magnitude = h & 0x7fffu;
     if (magnitude >= 0x7c00u) return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-    // A half with its bits moved up is the wanted float divided by 2^112, for denormals too.
+    // The bits of a half, shifted left, are the float divided by 2^112, also for denormals.
     return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f));
 }
 
@@ -49,7 +47,7 @@ SPARSECOMM_ANYWHERE uint16_t float_to_half(float f) {  // to nearest, ties to ev
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
     if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to infinity
-    if (magnitude < 0x38800000u) {  // denormal half: let one float addition round at its last place, 2^-24
+    if (magnitude < 0x38800000u) {  // denormal half: a float addition rounds at its last place, 2^-24
         const float sum = bit_cast<float>(magnitude) + 0.5f;
         return uint16_t(sign | (bit_cast<uint32_t>(sum) - 0x3f000000u));
     }
@@ -65,8 +63,8 @@ SPARSECOMM_ANYWHERE uint16_t float_to_bfloat(float f) {  // to nearest, ties to 
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Each format: Bits (unsigned integer), Accumulator (the type in which sums are carried), widen, narrow,
-// `infinity` (its magnitude bits) and `nan` (the one NaN that leaves this library).
+// Each format has Bits (an unsigned integer), Accumulator (the type of sums), widen, narrow, `infinity` (its bits) and `nan`
+// (the bits of the only NaN in results).
 struct F16 {
     using Bits = uint16_t;
     using Accumulator = float;
@@ -102,18 +100,18 @@ constexpr Bits magnitude_mask = Bits(Bits(~Bits(0)) >> 1);
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits magnitude(Bits bits) { return Bits(bits & magnitude_mask<Bits>); }
 
-// The largest power of two that is at most x, for a positive normal number. To multiply or divide by it is exact.
+// Returns the largest power of two that is at most x, for a positive normal x.
 SPARSECOMM_ANYWHERE float floor_power_of_two(float x) { return bit_cast<float>(bit_cast<uint32_t>(x) & F32::infinity); }
 SPARSECOMM_ANYWHERE double floor_power_of_two(double x) { return bit_cast<double>(bit_cast<uint64_t>(x) & F64::infinity); }
 
-// The key that orders: the magnitude, every NaN clamped to the first value above infinity.
+// Returns the key: the magnitude, with every NaN clamped to infinity + 1.
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits key_of(Bits bits, Bits infinity) {
     const Bits m = magnitude(bits), nan = Bits(infinity + 1);
     return m < nan ? m : nan;
 }
 
-// The smallest magnitude above every key equal to `key`: what still beats `key` when it comes later in the vector.
+// Returns the smallest magnitude whose key is above `key`. A later element needs it to beat an element with `key`.
 template <class Bits>
 SPARSECOMM_ANYWHERE Bits above(Bits key, Bits infinity) {
     return key > infinity ? Bits(magnitude_mask<Bits> + 1) : Bits(key + 1);
@@ -124,7 +122,7 @@ SPARSECOMM_ANYWHERE typename Format::Bits canonical(typename Format::Bits bits) 
     return magnitude(bits) > Format::infinity ? Format::nan : bits;
 }
 
-// Call f(Format{}) for a runtime type.
+// Calls f(Format{}) for a type that is known at run time.
 #ifndef __CUDACC_RTC__
 template <class F>
 inline decltype(auto) with_format(Type type, F&& f) {

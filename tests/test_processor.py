@@ -63,7 +63,7 @@ def test_this_processor_has_what_this_build_needs() -> None:
 def test_below_v2(compiled_for_v2: Path, processor: str, lacks: str) -> None:
     run = imports(compiled_for_v2, str(QEMU), "-cpu", processor)
     last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: this build of sparsecomm needs a processor with {lacks}, which that of")
+    assert last.startswith(f"ImportError: this build of sparsecomm needs a processor with {lacks}, which the ")
     assert "pip install --force-reinstall --no-deps FOLDER" in last
 
 

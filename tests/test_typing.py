@@ -107,7 +107,7 @@ def test_algorithm_objects_replace_names() -> None:
             sc.algorithms()[name]
     butterfly = sc.algorithms()["butterfly"]
     stranger = sc.Algorithm("butterfly", "", "", "", "", butterfly.run, butterfly.predicted_time)
-    with pytest.raises(sc.InvalidInputError, match="'butterfly' that is not registered"):
+    with pytest.raises(sc.InvalidInputError, match="'butterfly', which is not registered"):
         sc.Reducer({"x": x}, algorithm=stranger)
 
 

@@ -87,7 +87,7 @@ def tree() -> str:
 
 def split() -> str:
     """Draw the exact global top-k."""
-    with mock.patch.object(Communicator, "is_less_than_a_trip", return_value=False):  # as of many entries
+    with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of many entries
         found = trace(apart(4), _K, "split")
     phases = [(1, "scatter: entries to owners"), (1, "first call: some magnitudes"), (1, "gather: largest sums to all")]
     return timeline(found, "split on 4 ranks", phases, ranges(found))
@@ -102,7 +102,7 @@ def double() -> str:
 
 def dense() -> str:
     """Draw the sum of segments."""
-    with mock.patch.object(Communicator, "is_less_than_a_trip", return_value=False):  # as of long gradients
+    with mock.patch.object(Communicator, "is_latency_bound", return_value=False):  # as of long gradients
         found = trace(coded(4), 1, "dense")
     phases = [(1, "scatter: segments to owners"), (1, "gather: sums to all")]
     return timeline(found, "dense on 4 ranks", phases, segments(found))

@@ -1,6 +1,7 @@
 // The arithmetic of AdamW for one weight. Each operation is rounded. Included inside the namespace of each instruction set.
 
-// Changes weight, mean and square. `carried` is the square, or 0 in the first update; c0 to c5 are coefficients.
+// Updates weight, mean and square: see adamw_step in sparsecomm/backends/adamw.py. `carried` is the square, or 0 in the first
+// update; c0 to c5 are coefficients.
 template <class A>
 [[gnu::always_inline]] inline void adamw_step(A& weight, A& mean, A& square, A quotient, A carried, A c0, A c1, A c2, A c3, A c4,
                                               A c5, A unit_eps, A eps) {
@@ -11,7 +12,7 @@ template <class A>
     square = v;
 }
 
-// Returns a residual, which is not zero, in the unit of a new square.
+// Converts a nonzero residual to the unit of a new square.
 template <class A>
 [[gnu::always_inline]] inline A in_new_unit(A residual, A square, A new_square, A unit_eps) {
     constexpr A MAX = std::numeric_limits<A>::max();

@@ -1,10 +1,10 @@
-// The r-th largest of a short list. Included by loops.inl.
+// Finds the r-th largest of a short list. Included by loops.inl.
 
-constexpr size_t FEW = 32;  // magnitudes that are compared with one another
+constexpr size_t FEW = 32;  // maximum magnitudes for which each is compared with all
 
 template <class Bits>
 void extent(const Bits* bits, size_t count, Bits* low, Bits* high) {
-    using Signed = std::make_signed_t<Bits>;  // of which every set has vectors that compare
+    using Signed = std::make_signed_t<Bits>;  // every instruction set has vector comparisons for it
     Signed min_bits = std::numeric_limits<Signed>::max(), max_bits = 0;
     for (size_t i = 0; i < count; i++) {
         const auto m = Signed(magnitude(bits[i]));
@@ -15,13 +15,13 @@ void extent(const Bits* bits, size_t count, Bits* low, Bits* high) {
     *high = Bits(max_bits);
 }
 
-// A number that grows with the logarithm of a count, near enough to guess by.
+// Returns about a multiple of log2(count) plus a constant, for guessing.
 inline float logarithm(float count) { return float(bit_cast<int32_t>(count)); }
 
-// Of few magnitudes, all of them compared with one another.
+// Finds the magnitude of a rank by comparing each of at most FEW magnitudes with all.
 template <class Bits>
 Kth<Bits> by_comparing(const Bits* few, size_t count, size_t rank) {
-    Bits padded[FEW] = {}, larger[FEW] = {};  // how many are: as wide as the elements, so that vectors can count
+    Bits padded[FEW] = {}, larger[FEW] = {};  // numbers of larger magnitudes, as wide as the elements, so that compilers vectorize
     for (size_t i = 0; i < count; i++) padded[i] = few[i];
     for (size_t i = 0; i < count; i++)
         for (size_t j = 0; j < FEW; j++) larger[j] += Bits(few[i] > padded[j]);
@@ -31,15 +31,16 @@ Kth<Bits> by_comparing(const Bits* few, size_t count, size_t rank) {
     return kth;
 }
 
-// Counts how many reach one magnitude and another. That number falls like an exponential, and so the bracket around the answer
-// is narrowed until few are in it, or few of the list; now and then it is halved, which ends.
+// Finds the magnitude of a rank by narrowing a bracket around it until it contains few magnitudes. The number of magnitudes
+// that reach a guess falls about exponentially, so guesses interpolate its logarithm; every fourth one bisects, to guarantee
+// the end.
 template <class Bits>
 Kth<Bits> by_counting(const Bits* bits, size_t count, size_t rank, Bits* room) {
     for (;;) {
         Bits low, high;
         extent(bits, count, &low, &high);
         high++;
-        size_t reach = count, larger = 0;  // those at or above low, and high
+        size_t reach = count, larger = 0;  // numbers of magnitudes at or above low, and high
         const float wanted = logarithm(float(rank));
         for (unsigned tries = 1; reach - larger > FEW && (reach - larger) * 8 > count && high - low > 1; tries++) {
             const float from = logarithm(float(reach)), to = logarithm(larger ? float(larger) : 0.5f);

@@ -1,14 +1,14 @@
-// Values of few bits in the packed format: a sign and one of 2^BITS magnitudes, 64 values at a time. Included after
-// values.inl, over two more primitives, which both see 64 values:
-//   uint64_t signs(const float* values)                   bit i: the sign of value i
-//   void spread(uint64_t bits, uint32_t* all_or_none)     word i: all bits of it, if bit i is set, or none
+// Values of int4, int2 and sign in the packed format: a sign and one of 2^BITS magnitudes, 64 values at a time. Included
+// after values.inl. Uses two more primitives for 64 values:
+//   uint64_t signs(const float* values)                   bit i is the sign of value i
+//   void spread(uint64_t bits, uint32_t* all_or_none)     word i has all bits set if bit i is set, else none
 //
-// Every operation is rounded to float, and a sum adds the second half of its terms to the first, and so on: all
-// instruction sets, CUDA and NumPy (tests/reference.py) find the same.
+// Every operation is rounded to float, and sums add the second half of the terms to the first, repeatedly. So all
+// instruction sets, CUDA and NumPy (tests/reference.py) get the same results.
 
 inline float absolute(float v) { return bit_cast<float>(magnitude(bit_cast<uint32_t>(v))); }
 inline float if_all(uint32_t all_or_none, float v) { return bit_cast<float>(all_or_none & bit_cast<uint32_t>(v)); }
-inline float power_of_two(int exponent) { return bit_cast<float>(uint32_t(exponent + 127) << 23); }  // normal ones
+inline float power_of_two(int exponent) { return bit_cast<float>(uint32_t(exponent + 127) << 23); }  // a normal number
 
 inline float tree_sum(const float* v) {
     float t[BLOCK / 2];
@@ -19,7 +19,7 @@ inline float tree_sum(const float* v) {
     return (t[0] + t[2]) + (t[1] + t[3]);
 }
 
-// Of floats that are not negative: their bits order as they do.
+// Floats that are not negative order like their bits.
 inline float largest_of(const float* v) {
     int32_t found = 0;
     for (size_t i = 0; i < BLOCK; i++) {
@@ -37,17 +37,17 @@ inline float smallest_of(const float* v, size_t count) {
     return bit_cast<float>(found);
 }
 
-// The magnitudes of a block are lowest + j * step * UNIT * unit(), j from 0 to LAST. They are exact, and finite.
+// The magnitudes of a block: lowest + j * step * UNIT * unit(), j from 0 to LAST. They are exact and finite.
 template <unsigned BITS>
 struct FewBits {
     static constexpr size_t PLANES = BITS + 1;
     static constexpr int LAST = (1 << BITS) - 1;
-    static constexpr int UNIT = BITS == 1 ? 16 : 2;  // so that LAST * UNIT, the least reach of the step, suffices for tails
-    uint16_t lowest_bits;                            // of a bfloat16
+    static constexpr int UNIT = BITS == 1 ? 16 : 2;  // makes LAST * UNIT large enough for heavy tails
+    uint16_t lowest_bits;                            // a bfloat16
     uint8_t step;
 
     float lowest() const { return bfloat_to_float(lowest_bits); }
-    float unit() const {  // of the last place of the lowest
+    float unit() const {  // unit in the last place of lowest()
         const int biased = lowest_bits >> 7;
         return biased >= 8 ? bit_cast<float>(uint32_t(biased - 7) << 23) : bit_cast<float>(1u << (15 + (biased ? biased : 1)));
     }
@@ -55,7 +55,8 @@ struct FewBits {
     float highest() const { return lowest() + LAST * spacing(); }
     bool valid() const { return lowest_bits && lowest_bits <= 0x7f7f && finite(highest()); }
 
-    // Those of a block that was quantized, of its `count` magnitudes and zeros behind them; of another one some.
+    // Finds the magnitudes of a quantized block, from the magnitudes u of its `count` values, followed by zeros. If the block
+    // is not quantized, the result is arbitrary.
     static FewBits found_in(const float* u, size_t count) {
         FewBits block{uint16_t(bit_cast<uint32_t>(smallest_of(u, count)) >> 16), 0};
         if (block.lowest_bits == 0) block.lowest_bits = 1;
@@ -66,13 +67,13 @@ struct FewBits {
         return block;
     }
 
-    // Those that leave little of the squared error, of `count` magnitudes and zeros behind them.
+    // Chooses magnitudes with a small squared error, for `count` magnitudes followed by zeros.
     static FewBits chosen_for(const float* magnitudes, size_t count) {
         const int top = int(bit_cast<uint32_t>(largest_of(magnitudes)) >> 23) - 127;
         const int exponent = top < -126 ? -126 : top > 126 ? 126 : top;
         const float scale = power_of_two(-exponent);
         float u[BLOCK], above[BLOCK], part[BLOCK];
-        for (size_t i = 0; i < BLOCK; i++) {  // the largest from 1 to 2, but for denormals
+        for (size_t i = 0; i < BLOCK; i++) {  // the largest is then from 1 to 2, unless denormal
             const float scaled = magnitudes[i] * scale;
             u[i] = scaled > 2.0f ? 2.0f : scaled;
         }
@@ -83,11 +84,11 @@ struct FewBits {
             above[i] = over > 0.0f ? over : 0.0f;
         }
         float lower = bit_cast<float>(F32::infinity), upper = lower;
-        if (BITS == 1) {  // what is within 3/4 of (the sum of squares / the sum): the mean of a tail, and more of a heavy one
+        if (BITS == 1) {  // split at 3/4 of (sum of squares / sum)
             for (size_t i = 0; i < BLOCK; i++) part[i] = above[i] * above[i];
             const float total = tree_sum(above);
             lower = upper = 0.75f * (tree_sum(part) / (total > 0.0f ? total : 1.0f));
-        } else if (BITS) {  // what is near the ends
+        } else if (BITS) {  // only magnitudes near the ends count
             lower = 3.0f / 32 * (high - low), upper = 29.0f / 32 * (high - low);
         }
         uint32_t below = 0, beyond = 0;
@@ -113,7 +114,7 @@ struct FewBits {
             b = low + tree_sum(part) / n_upper;
             b = b > high ? high : b;
         }
-        if (!block.fit(a, b, exponent)) {  // of all a and ratio * a, those that leave least where they stand for the two ends
+        if (!block.fit(a, b, exponent)) {  // use the a and ratio * a with the least squared error for the two ends
             const float ratio = float(1 + LAST * UNIT);
             a = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper);
             b = ratio * a < b ? ratio * a : b;
@@ -122,7 +123,7 @@ struct FewBits {
         return block;
     }
 
-    // The bits of all values, by planes: signs, and then of the level. u, their magnitudes, is used up.
+    // Sets the bit planes of all values: signs, then the bits of levels. Overwrites their magnitudes u.
     void planes_of(const float* values, float* u, uint64_t* planes) const {
         float apart[BLOCK];
         planes[0] = signs(values);
@@ -149,7 +150,7 @@ struct FewBits {
         for (size_t i = 0; i < BLOCK; i++) v[i] = bit_cast<float>(bit_cast<uint32_t>(v[i]) | (in[i] & 0x80000000u));
     }
 
-    // There and back; u, their magnitudes, is used up.
+    // Rounds all values. Overwrites their magnitudes u.
     void round(const float* values, float* u, float* rounded) const {
         const float bottom = lowest(), space = spacing(), base = step ? bottom : bit_cast<float>(F32::infinity);
         for (size_t i = 0; i < BLOCK; i++) rounded[i] = bottom;
@@ -168,7 +169,8 @@ struct FewBits {
     }
 
   private:
-    // Sets the lowest to a, and the step so that the highest is near b; false if it would have to be more than 255.
+    // Sets the lowest magnitude to about a, and the step so that the highest is near b. Returns false if the step would
+    // exceed 255.
     bool fit(float a, float b, int exponent) {
         const float back = power_of_two(exponent);
         lowest_bits = float_to_bfloat((a > 0x1p-14f ? a : 0x1p-14f) * back);
@@ -177,7 +179,7 @@ struct FewBits {
         if (BITS == 0) return true;
         const float scale = power_of_two(-exponent);
         const float exact = (b - lowest() * scale) / (float(LAST * UNIT) * (unit() * scale));
-        const float steps = exact + (BITS == 1 ? 0.5f : 0.0f);  // to the nearest of two, else down
+        const float steps = exact + (BITS == 1 ? 0.5f : 0.0f);  // BITS == 1: round to nearest, else down
         step = uint8_t(steps > 0 ? steps < 255 ? steps : 255 : 0);
         return steps < 256;
     }
@@ -185,7 +187,7 @@ struct FewBits {
 
 inline size_t blocks_of(size_t count) { return (count + BLOCK - 1) / BLOCK; }
 
-// Calls each(block number, its values, how many) for all; behind the last value stand zeros.
+// Calls each(block number, its values, their number) for all blocks; zeros follow the last value.
 template <class Each>
 inline void for_blocks(const float* values, size_t count, Each&& each) {
     size_t i = 0;

@@ -38,7 +38,7 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
-    constexpr unsigned zmm = 0xe6;  // those, the masks, and all of ZMM
+    constexpr unsigned zmm = 0xe6;  // the state of YMM, the masks, and all of ZMM
     return saves(zmm) && has_avx2() &&
            has(Leaf(7).ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ);
 }

@@ -11,8 +11,8 @@ namespace sparsecomm {
 
 // Appends the entries of elements [begin, end) whose magnitude is at least `threshold` to (index, bits) at *count, in
 // order. Stops early when room for fewer than 64 is left; returns the position reached (a multiple of 64, or end).
-// index: position minus `origin`, the begin of the part. With a residual r: stores r = r + x, with 0 at the appended entries,
-// and bits holds r + x. If r is x itself, only stores 0 at the appended entries.
+// `index` receives positions minus `origin`, the begin of the part. With a residual r: stores r = r + x, with 0 at the
+// appended entries, and `bits` receives r + x. If r is x itself, only stores 0 at the appended entries.
 template <class Bits>
 using Filter = size_t (*)(const void* x, void* r, size_t origin, size_t begin, size_t end, Bits threshold, uint32_t* index,
                           Bits* bits, size_t* count, size_t capacity);
@@ -97,7 +97,7 @@ template <class X, class Accumulator>
 using Quotients = void (*)(const typename X::Bits* x, const Accumulator* square, Accumulator factor, Accumulator tiny,
                            Accumulator* sum, size_t count);
 
-// The data of some weights for AdamW: their numbers and rows of coefficients. `carried`: see adamw.inl.
+// The data of some weights for AdamW, with the coefficients of each. `carried`: see adamw.inl.
 template <class Accumulator>
 struct AdamWBlock {
     static constexpr size_t SIZE = 64;

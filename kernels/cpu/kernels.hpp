@@ -136,11 +136,11 @@ bool densify(Dense dense, Sparse entries, bool int64_indices, int threads);
 //
 //   x    [in]   n elements
 //   r    [in]   n elements, or null
-//   out  [out]  n elements, float or double; may be r's
+//   out  [out]  n elements, float or double; may be r's memory
 void widen(Dense x, const Dense* r, void* out, int threads);
 
 // r = decay * r + (from - x), in the accumulator type; the difference, the product and the sum are each rounded. With
-// `if_finite`, returns false without writing if a difference is not finite. Reads x and `from` once, or with `if_finite` twice.
+// `if_finite`, returns false without writing if a difference is not finite. Reads x and `from` once; with `if_finite` twice.
 //
 //   from  [in]      n elements, float or double
 //   x     [in]      n elements

@@ -1,10 +1,11 @@
-// The inner loops, written once over the primitives of an instruction set. Included by loops_*.cpp inside a namespace
-// of the set's own, after its primitives, so that no instantiation for one set can be linked into another.
+// The inner loops, written once in terms of the primitives of an instruction set. Included by loops_*.cpp after the
+// primitives, inside a namespace per set, so that no instantiation for one set can be linked into another.
 //
-// A primitive set provides, for each source of elements S (see loops_portable.cpp for the meaning):
-//   uint64_t block(const S&, size_t i, Bits threshold)   mask of elements i .. i+63 with magnitude >= threshold; stores the sums
-//   size_t append_positions(mask, local, index, o)       append the positions of a block's elements; returns the new o
-// and for each Bits between_blocks, reaching_blocks, split_blocks: whole vectors; return how many entries were done.
+// The primitives, for each source of elements S (loops_portable.cpp defines their meaning):
+//   uint64_t block(const S&, size_t i, Bits threshold)   stores sums; returns a mask of elements i .. i+63 >= threshold
+//   size_t append_positions(mask, local, index, o)       appends the positions in a mask; returns the new o
+// and, for each Bits, between_blocks, reaching_blocks and split_blocks, which process whole vectors and return the number of
+// entries processed.
 
 template <class S>
 inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits threshold) {
@@ -13,7 +14,7 @@ inline uint64_t tail_mask(const S& s, size_t i, size_t end, typename S::Bits thr
     return mask;
 }
 
-// Mostly a few: these without branches on the data.
+// Like append_positions, without branches on the data if there are at most 4 positions, as usual.
 inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* index, size_t o) {
     const size_t count = size_t(__builtin_popcountll(mask));
     if (__builtin_expect(count > 4, 0)) return append_positions(mask, local, index, o);
@@ -22,7 +23,7 @@ inline size_t append_few_positions(uint64_t mask, uint32_t local, uint32_t* inde
     return o + count;
 }
 
-constexpr size_t TILE = 2048;  // elements that stay in the nearest cache while their candidates are taken
+constexpr size_t TILE = 2048;  // elements that remain in the L1 cache while their candidates are taken
 
 template <class S>
 size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, typename S::Bits threshold, uint32_t* index,
@@ -30,8 +31,8 @@ size_t filter(const void* x, void* r, size_t origin, size_t begin, size_t end, t
     const S s(x, r);
     size_t o = *count, i = begin;
     const size_t last = capacity >= 64 ? capacity - 64 : 0;
-    [[maybe_unused]] bool many = false;  // of the tile before reached the threshold
-    while (i < end && o <= last) {  // a tile, of which first the positions are found
+    [[maybe_unused]] bool many = false;  // many elements of the previous tile reached the threshold
+    while (i < end && o <= last) {  // a tile: first find positions, then take elements
         const size_t tile = std::min(i + TILE, end);
         [[maybe_unused]] const size_t before = o;
         if constexpr (takes_blocks<S>)
@@ -80,7 +81,7 @@ template <class Bits>
 size_t reaching(const Bits* bits, size_t count, Bits threshold) {
     size_t o = 0, i = reaching_blocks(bits, count, threshold, &o);
     while (i < count) {
-        Bits number = 0;  // as wide as the elements, so that vectors can count
+        Bits number = 0;  // as wide as the elements, so that compilers vectorize
         for (const size_t end = i + std::min<size_t>(count - i, 1 << 15); i < end; i++) number += Bits(magnitude(bits[i]) >= threshold);
         o += number;
     }
@@ -116,8 +117,8 @@ void split(const uint32_t* index, const Bits* bits, size_t count, Limit<Bits> li
 
 template <class Bits>
 Bits largest(const Bits* bits, size_t count) {
-    using Signed = std::make_signed_t<Bits>;  // of which vectors of all instruction sets find the largest
-    constexpr size_t STREAMS = 8;             // of one alone the processor does not fetch enough ahead
+    using Signed = std::make_signed_t<Bits>;  // every instruction set has a vector maximum for it
+    constexpr size_t STREAMS = 8;             // for one stream, the processor does not prefetch enough
     const size_t length = count / STREAMS;
     Signed top = 0, each[STREAMS] = {};
     for (size_t i = 0; i < length; i++)

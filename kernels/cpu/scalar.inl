@@ -1,10 +1,10 @@
-// The primitives of loops.inl for what a set does without vectors: entries one by one. Included after sources.inl, inside
+// Default primitives of loops.inl, for an instruction set or type without vector versions. Included after sources.inl, inside
 // the namespace of a set; overloads for some types may follow.
 
 template <class Index>
 inline size_t high_words(const char*, size_t, uint64_t, size_t, unsigned, Index*, size_t*) { return 0; }
 
-// Whole vectors of entries: none. Return how many entries were done.
+// Process no entries, so that the scalar loops of loops.inl process all.
 template <class Bits>
 inline size_t between_blocks(const Bits*, size_t, Bits, Bits, Bits*, size_t*) { return 0; }
 template <class Bits>

@@ -1,8 +1,8 @@
-// Where elements come from: a vector (Plain, Held), or a decaying residual and a vector that is added to it (Fused). Included inside
-// the namespace of each instruction set.
+// Sources of elements: a vector (Plain, Held), or a residual that decays and to which a vector is added (Fused). Included
+// inside the namespace of each instruction set.
 
-// How far ahead one stream is asked for, in bytes; hardware stops at the ends of pages. The streams of a fused pass are not
-// asked for: from memory that was no faster, and from the cache slower. Measured on Zen 4.
+// Distance in bytes at which a single stream is prefetched, because hardware prefetching stops at page ends. Prefetching the
+// streams of a fused pass was not faster from memory and slower from the cache. Measured on Zen 4.
 constexpr size_t PLAIN_AHEAD = 8192;
 
 template <class BitsT>
@@ -10,9 +10,9 @@ struct Plain {
     using Bits = BitsT;
     const Bits* x;
     Plain(const void* x_, void*, double = 1) : x(static_cast<const Bits*>(x_)) {}
-    Bits peek(size_t i) const { return x[i]; }        // the element's bits
-    Bits accumulate(size_t i) const { return x[i]; }  // the same, stored where it is to stay
-    Bits take(size_t i) const { return x[i]; }        // the same, when it leaves as an entry
+    Bits peek(size_t i) const { return x[i]; }        // returns the element's bits
+    Bits accumulate(size_t i) const { return x[i]; }  // also stores them in the residual, if there is one
+    Bits take(size_t i) const { return x[i]; }        // returns the bits of an entry; Held and Fused then store 0
     const Bits* stored(size_t i) const { return x + i; }
     void touch(size_t i) const { __builtin_prefetch(x + i); }
     void prefetch(size_t i) const {
@@ -21,7 +21,7 @@ struct Plain {
     }
 };
 
-// A vector whose entries leave it: zeros stay.
+// A vector in which entries that are taken become 0.
 template <class BitsT>
 struct Held : Plain<BitsT> {
     using Bits = BitsT;

@@ -1,11 +1,11 @@
-// Values as they travel in the packed format, 64 at a time; written so that compilers make vectors of all loops.
-// Included by loops_*.cpp like loops.inl, over two primitives, for F16 and BF16:
-//   void widen_block(Format, const uint16_t* bits, float* values)   64 of them
-//   void narrow_block(Format, const float* values, uint16_t* bits)  to nearest even; any NaN for a NaN
+// Values of bfloat16, float16 and int8 in the packed format, 64 at a time, in loops that compilers vectorize. Included by
+// loops_*.cpp like loops.inl. Uses two primitives for F16 and BF16:
+//   void widen_block(Format, const uint16_t* bits, float* values)   converts 64 values
+//   void narrow_block(Format, const float* values, uint16_t* bits)  converts 64 values, to nearest even; NaN to any NaN
 
 constexpr size_t BLOCK = 64;
 
-// Through bits, so that no branch is made of it.
+// Returns first ? a : b without a branch.
 inline uint32_t choose(bool first, uint32_t a, uint32_t b) {
     const uint32_t all = 0u - uint32_t(first);
     return (a & all) | (b & ~all);
@@ -13,7 +13,7 @@ inline uint32_t choose(bool first, uint32_t a, uint32_t b) {
 
 inline bool finite(float v) { return int32_t(magnitude(bit_cast<uint32_t>(v))) < int32_t(F32::infinity); }
 
-// A block of 64, as bfloat16 or float16: what is finite stays finite, NaN are the quiet one.
+// A block of 64 values as bfloat16 or float16: finite values remain finite, NaN become the quiet one.
 template <class Format>
 struct Half {
     using Sent = typename Format::Bits;
@@ -31,23 +31,23 @@ struct Half {
         }
     }
     static void widen(const Sent* sent, float* v) { widen_block(Format{}, sent, v); }
-    static void round(const float* v, float* rounded) {  // there and back
+    static void round(const float* v, float* rounded) {
         Sent sent[BLOCK];
         narrow(v, sent);
         widen(sent, rounded);
     }
 };
 
-// A block of 64, as q * 2^e: e is the smallest from -126 to 121 for which no finite value is above 126 * 2^e. The greatest
-// floats of all are, and become 126 * 2^121. What is not finite has numbers of its own, whatever e is.
+// A block of 64 values as q * 2^e, with the smallest e from -126 to 121 for which no finite value exceeds 126 * 2^e. Only the
+// largest floats exceed 126 * 2^121, and become it. Infinities and NaN have special values of q.
 struct Int8 {
     using Sent = int8_t;
     static constexpr size_t shared = 1;
-    static constexpr uint8_t MAX_EXPONENT = 247;  // as it is written; 0 is 2^-126
+    static constexpr uint8_t MAX_EXPONENT = 247;  // of `exponent`
     static constexpr Sent nan = -128;
-    static constexpr int32_t infinity = 127;      // and its negative
-    static constexpr float integers = 0x1.8p23f;  // around it floats are integers, and a sum is rounded to one
-    uint8_t exponent;                             // e + 126
+    static constexpr int32_t infinity = 127;      // -127 is the negative one
+    static constexpr float integers = 0x1.8p23f;  // adding it rounds to an integer, because floats near it are integers
+    uint8_t exponent;                             // e + 126, as in messages
 
     explicit Int8(uint8_t exponent_) : exponent(exponent_) {}
     explicit Int8(const float* v) {
@@ -57,13 +57,12 @@ struct Int8 {
             const int32_t finite = m < int32_t(F32::infinity) ? m : 0;
             max_bits = finite > max_bits ? finite : max_bits;
         }
-        const int32_t up = ((max_bits + 0x3ffff) >> 23) - 7;  // 126 is 2^6 and the mantissa 0x7c0000
+        const int32_t up = ((max_bits + 0x3ffff) >> 23) - 7;  // 126 is 2^6 with the mantissa 0x7c0000
         exponent = uint8_t(up < 0 ? 0 : up > MAX_EXPONENT ? MAX_EXPONENT : up);
     }
     float scale() const { return bit_cast<float>(uint32_t(exponent + 1) << 23); }
     float inverse() const { return bit_cast<float>(uint32_t(253 - exponent) << 23); }
 
-    // To nearest even.
     void narrow(const float* v, Sent* sent) const {
         const float from = inverse();
         for (size_t i = 0; i < BLOCK; i++) {
@@ -83,7 +82,7 @@ struct Int8 {
             v[i] = bit_cast<float>(choose(uint32_t(q + 126) <= 252, bit_cast<uint32_t>(float(q) * to), beyond));
         }
     }
-    void round(const float* v, float* rounded) const {  // there and back: an infinity is one all the way
+    void round(const float* v, float* rounded) const {  // like narrow, then widen, but infinities remain floats
         const float from = inverse(), to = scale();
         for (size_t i = 0; i < BLOCK; i++) {
             const float limit = bit_cast<float>(choose(finite(v[i]), bit_cast<uint32_t>(126.0f), F32::infinity));

@@ -1,21 +1,21 @@
-// The exact top-k by |v| of every chunk of a vector, in one pass: no search over the whole vector, so no threshold.
+// The exact top-k by |v| of every chunk of a vector, in one pass.
 //
-// Chunks begin at elements 0, chunk, 2 chunk, ...; the last one may be shorter. Order within a chunk: |v| descending,
-// index ascending; the k-th and later ties lose. NaN is above infinity. Zeros are never selected: of fewer than k other
-// entries all are. k above a chunk's elements selects as k = its elements. Entries come in order of index.
+// Chunks begin at elements 0, chunk, 2 chunk, ...; the last one may be shorter. The order within a chunk is (|v| descending,
+// index ascending), with NaN above infinity. Zeros are never selected: a chunk with fewer than k nonzero elements contributes
+// all of them. Entries are written in order of index.
 //
-// Grid: any number of blocks, which take tile after tile. A tile has as many whole chunks as its BY_CHUNK_THREADS *
-// BY_CHUNK_ITEMS elements of shared memory hold. A warp selects from a chunk where there are as many chunks as warps, else
-// the block does: from registers, if most of a tile is one chunk. A longer chunk is a tile of its own. What is selected from
-// stays in the residual (or x) then, and is read again for each digit of keys, most of it from the L2: right for any length,
-// fast for tiles.
+// Grid: any number of blocks, each of which takes one tile after another. A tile has BY_CHUNK_THREADS * BY_CHUNK_ITEMS
+// elements of shared memory and contains as many whole chunks as fit. The team that selects from a chunk is a warp if there
+// are at least as many chunks as warps, else the block, which works in registers if a tile is a single chunk. A chunk that
+// does not fit is a tile of its own. It is read from the residual (or x) for each digit of the keys, mostly from the L2,
+// which is slower but works for any length.
 //
 // Reads x and the residual once and writes the residual once (f32: 4n bytes, with a residual 12n), and writes the entries.
-// A team finds the k-th key by radix, from the top, in a histogram of 8 bins per thread. Once not more keys than threads
-// begin like it, which for most data is so after the first pass, each thread counts what comes before one of them.
-// Deterministic: atomics count in shared memory, and counts do not depend on order. The place of a tile's entries comes
-// from decoupled look-back. They wait for it in shared memory, unless they are too many, until the block has selected from
-// its next tile: then it is known, or nearly.
+// A team finds the k-th key by radix selection from the highest digit, in a histogram of 8 bins per thread. When at most as
+// many keys as threads share the digits of the k-th key, usually after the first pass, each thread ranks one of them.
+// Deterministic: atomics only count, in shared memory. Decoupled look-back finds the position of a tile's entries. Unless
+// they are too many, entries wait for it in shared memory until the block has selected from its next tile; by then it is
+// usually known.
 #include "load.cuh"
 #include "lookback.cuh"
 
@@ -26,12 +26,12 @@ namespace {
 using Key = decltype(AccBits() + 0u);  // 32 bits or 64
 
 constexpr u32 TILE = BY_CHUNK_THREADS * BY_CHUNK_ITEMS;  // elements
-constexpr u32 ROW = BY_CHUNK_THREADS * VECTOR;        // elements that the block loads together
+constexpr u32 ROW = BY_CHUNK_THREADS * VECTOR;        // elements that the block loads at once
 constexpr u32 WARPS = BY_CHUNK_THREADS / WARP;
 constexpr u32 ROWS = TILE / ROW;
-constexpr u32 WORDS = (ROWS + 3) / 4;  // in which counts of entries of all rows are added at once
-constexpr u32 ROOM = TILE / 32;  // entries of a tile that can wait for their place
-constexpr bool IN_REGISTERS = sizeof(AccBits) < 8;  // a tile may be there: those of 64 bits would be too many
+constexpr u32 WORDS = (ROWS + 3) / 4;  // words for the entry counts of all rows, 16 bits per row
+constexpr u32 ROOM = TILE / 32;  // entries of a tile that can wait for their position
+constexpr bool IN_REGISTERS = sizeof(AccBits) < 8;  // a tile of 64-bit elements would need too many registers
 constexpr u32 BINS_EACH = 8;  // per thread
 constexpr u32 BINS_OF_BLOCK = BY_CHUNK_THREADS * BINS_EACH;
 constexpr u32 KEY_BITS = sizeof(AccBits) * 8 - 1;
@@ -39,10 +39,10 @@ static_assert(TILE % ROW == 0, "whole rows");
 
 DEVICE constexpr u32 log2_of(u32 power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
 
-// What a team finds out, for all its threads.
+// Results that a team shares among its threads.
 struct Found {
     u32 bin, gathered;
-    u64 rank, count;  // within that bin; of its keys
+    u64 rank, count;  // of the k-th key within the bin; of keys in the bin
     Key kth;
     u64 ties_end;
 };
@@ -50,13 +50,13 @@ struct Found {
 // In shared memory.
 struct Tile {
     union {
-        alignas(16) AccBits bits[TILE];  // of all elements, as they are selected from
-        u64 counts_of_many[BINS_OF_BLOCK];        // of a chunk that has no room here
+        alignas(16) AccBits bits[TILE];     // of all elements
+        u64 counts_of_many[BINS_OF_BLOCK];  // of a chunk that does not fit into a tile
     };
-    alignas(16) u32 counts[BINS_OF_BLOCK];  // of keys, in the bins of each team
-    Found found[WARPS];    // by each team
+    alignas(16) u32 counts[BINS_OF_BLOCK];  // of keys in the bins of each team
+    Found found[WARPS];                     // of each team
     unsigned char wins[TILE];
-    u32 at[2][ROOM];  // of entries that wait, of one tile and the next: elements after the first of their tile
+    u32 at[2][ROOM];  // positions, within their tile, of the entries that wait, for two tiles in turn
     AccBits waiting[2][ROOM];
     u32 waiting_tile[2], waiting_count[2];
 };
@@ -88,7 +88,8 @@ DEVICE u64 team_scan(u64 v, u64* total) {
     }
 }
 
-// Keys that begin like the k-th, one for each thread of a team or fewer, and where they are; in place of counters.
+// At most one key per thread of a team, which share the digits of the k-th key, and their positions. Uses the counters'
+// memory.
 template <u32 TEAM, class Size, class Count>
 struct Few {
     Key* key;
@@ -104,7 +105,7 @@ struct Few {
         at[to] = i;
     }
 
-    // All threads of the team call it.
+    // Ranks the keys. All threads of the team call it.
     DEVICE Winners winners(Found* found, u64 k) const {
         team_sync<TEAM>();
         const u32 thread = threadIdx.x % TEAM, count = found->gathered;
@@ -123,7 +124,7 @@ struct Few {
     }
 };
 
-// Returns the entries to select. All threads of a team call it; what they wrote before is seen by `key_at`.
+// Returns the entries to select. All threads of a team call it; `key_at` sees their earlier writes.
 //
 //   size    [in]   elements of the chunk
 //   k       [in]   entries to select
@@ -135,9 +136,9 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
     constexpr u32 TEAM_BINS = TEAM * BINS_EACH, DIGIT = log2_of(TEAM_BINS);
     static_assert(TEAM_BINS == 1u << DIGIT, "a power of two");
     const u32 thread = threadIdx.x % TEAM, top = TEAM_BINS - 1 - thread * BINS_EACH;  // its bins: top, top - 1, ...
-    Key kth = 0;   // as far as it is known
-    u64 rank = k;  // of the k-th key among those that begin like it, from 1
-    for (u32 open = KEY_BITS; open > 0;) {  // bits that are not known yet
+    Key kth = 0;   // its known digits
+    u64 rank = k;  // of the k-th key among the keys with these digits, from 1
+    for (u32 open = KEY_BITS; open > 0;) {  // number of unknown bits
         const u32 digit = open < DIGIT ? open : DIGIT, shift = open - digit;
         for (u32 b = thread; b < TEAM_BINS; b += TEAM) counts[b] = 0;
         team_sync<TEAM>();
@@ -162,7 +163,7 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
         kth |= Key(found->bin) << shift;
         rank = found->rank;
         const u64 count = found->count;
-        if (rank == count) return {kth - 1, 0, k};  // the whole bin wins; it is not that of zero, or all would
+        if (rank == count) return {kth - 1, 0, k};  // the whole bin wins, and does not contain key 0
         if (count <= TEAM) {
             const Few<TEAM, Size, Count> few(counts);
             for (Size i = thread; i < size; i += TEAM) {
@@ -173,8 +174,8 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
         }
         open = shift;
     }
-    u64 seen = 0;  // keys equal to the k-th, which all bits are known of
-    for (Size row = 0; row < size && seen < rank; row += TEAM) {  // in order: the first ties win
+    u64 seen = 0;  // number of keys equal to the k-th, all of whose bits are now known
+    for (Size row = 0; row < size && seen < rank; row += TEAM) {  // in order, because the first ties win
         const Size i = row + thread;
         const bool equal = i < size && key_at(i) == kth;
         u64 all;
@@ -186,9 +187,8 @@ DEVICE Winners select(Size size, u64 k, KeyAt key_at, Count* counts, Found* foun
     return {kth, found->ties_end, k};
 }
 
-// The first pass of `select` over a chunk that is the whole tile, whose elements the threads hold in registers. Returns
-// false if more passes are needed; otherwise, whether each element of a thread is an entry, in a bit for each of a row. All
-// threads call it.
+// The first pass of `select` for a chunk that is a whole tile, with the elements in registers. Returns false if more passes
+// are needed. Otherwise sets bit e of taken[r] if element e of this thread's row r is an entry. All threads call it.
 DEVICE bool select_in_registers(const Group<AccBits> (&group)[ROWS], u64 k, Tile& tile, u32 (&taken)[ROWS]) {
     constexpr u32 SHIFT = KEY_BITS - log2_of(BINS_OF_BLOCK);
     static_assert(KEY_BITS > log2_of(BINS_OF_BLOCK), "the pass leaves some bits");
@@ -254,9 +254,9 @@ DEVICE bool select_in_registers(const Group<AccBits> (&group)[ROWS], u64 k, Tile
     return true;
 }
 
-// Selects from all chunks of a tile, which the teams take in turn, and marks what wins. All threads call it.
+// Selects from all chunks of a tile, distributed over the teams, and marks the winners. All threads call it.
 //
-//   tile   [in,out]  in: bits, zeros behind the last one. Out: wins
+//   tile   [in,out]  in: bits, followed by zeros. Out: wins
 //   size   [in]      elements in the tile
 //   chunk  [in]      elements of a chunk
 template <u32 TEAM>
@@ -269,8 +269,8 @@ DEVICE void select_from_tile(Tile& tile, u32 size, u32 chunk, u64 k) {
     }
 }
 
-// Selects from chunks in shared memory: any data, and any number of chunks in the tile. Returns what
-// `select_in_registers` does. All threads call it.
+// Selects from chunks in shared memory, for any data and any number of chunks in the tile. Sets `taken` as
+// `select_in_registers`. All threads call it.
 DEVICE void select_in_shared_memory(const Group<AccBits> (&group)[ROWS], u32 size, u32 chunk, u64 k, Tile& tile,
                                     u32 (&taken)[ROWS]) {
     UNROLL
@@ -288,7 +288,7 @@ DEVICE void select_in_shared_memory(const Group<AccBits> (&group)[ROWS], u32 siz
     }
 }
 
-// Selects from a chunk that has no room in shared memory, [begin, end), and writes its entries. All threads call it.
+// Selects from a chunk [begin, end) that does not fit into shared memory, and writes its entries. All threads call it.
 DEVICE void select_from_long_chunk(const XBits* x, AccBits* residual, u64 begin, u64 end, u64 k, Acc::Accumulator decay,
                                    bool vectors, Tile& tile, Index* indices, Acc::Accumulator* values, u64* count,
                                    LookBack* look_back, u32 ticket, u32 tiles) {
@@ -328,13 +328,13 @@ DEVICE void select_from_long_chunk(const XBits* x, AccBits* residual, u64 begin,
 }  // namespace
 
 //   x                [in]      n elements
-//   residual         [in,out]  r = decay r + x, and 0 at the entries. Not used unless RESIDUAL
-//   n, k, chunk      [in]      elements; entries to select from a chunk; elements of a chunk; all at least 1
-//   chunks_per_tile  [in]      chunks of a tile: TILE / chunk, at least 1
-//   decay            [in]      what the residual is multiplied by
-//   aligned          [in]      whether x and residual are at a multiple of 16 bytes
-//   indices, values  [out]     the entries, in order of index; room for min(k, its elements) of every chunk
-//   count            [out]     entries
+//   residual         [in,out]  r = decay r + x, with 0 at the entries. Not used unless RESIDUAL
+//   n, k, chunk      [in]      elements; entries to select per chunk; elements of a chunk; all at least 1
+//   chunks_per_tile  [in]      TILE / chunk, at least 1
+//   decay            [in]      factor of the residual
+//   aligned          [in]      whether the addresses of x and residual are multiples of 16
+//   indices, values  [out]     entries in order of index; room for min(k, elements) of every chunk
+//   count            [out]     number of entries
 //   look_back        [in,out]  see lookback.cuh
 KERNEL void __launch_bounds__(BY_CHUNK_THREADS, BY_CHUNK_BLOCKS)
 chunks(const XBits* x, AccBits* residual, u64 n, u64 k, u64 chunk, u64 chunks_per_tile, Acc::Accumulator decay, bool aligned,
@@ -343,7 +343,7 @@ chunks(const XBits* x, AccBits* residual, u64 n, u64 k, u64 chunk, u64 chunks_pe
     const u64 tile_size = chunks_per_tile * chunk;
     const u32 tiles = u32((n + tile_size - 1) / tile_size), thread = threadIdx.x * VECTOR;
     u32 turn = 0;
-    if (threadIdx.x < 2) tile.waiting_tile[threadIdx.x] = tiles;  // none
+    if (threadIdx.x < 2) tile.waiting_tile[threadIdx.x] = tiles;  // no tile
     while (true) {
         const u32 ticket = tile_ticket(look_back);
         const u64 begin = ticket * tile_size, end = n - begin < tile_size ? n : begin + tile_size;
@@ -361,7 +361,7 @@ chunks(const XBits* x, AccBits* residual, u64 n, u64 k, u64 chunk, u64 chunks_pe
             const auto row = [&](u32 r) {
                 return IN_REGISTERS ? group[r] : load_group(tile.bits, r * ROW + thread, TILE, true);
             };
-            u64 before[WORDS] = {}, total[WORDS];  // entries of four rows, 16 bits each
+            u64 before[WORDS] = {}, total[WORDS];  // entry counts of four rows per word
             UNROLL
             for (u32 r = 0; r < ROWS; r++) before[r / 4] += u64(__popc(taken[r])) << (r % 4 * 16);
             u32 all = 0;

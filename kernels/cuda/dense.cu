@@ -1,9 +1,9 @@
-// Between sparse and dense: densify, scatter_add, scatter_add_where; and dense sums, element by element.
+// Arithmetic between dense vectors and entries, and between dense vectors.
 //
-// Compiled for X, the format of the dense memory, and INDEX; entries are in X's accumulator, whose format is ACC. Numbers of
-// entries may stand in device memory: `device_count`, if it is not null, counts instead of `host_count`. Grids: one block
-// per DENSIFY_TILE elements for densify, any number for the others. Deterministic: no atomics on data, as the indices of a
-// vector are all different.
+// Compiled for X (FORMAT), the format of the dense memory, and INDEX; values of entries have X's accumulator type. In
+// `widen`, ACC is the residual's format. The number of entries may be in device memory: `device_count`, if not null,
+// overrides `host_count`. Grids: one block per DENSIFY_TILE elements for densify, any number of blocks for other kernels.
+// Deterministic: no atomics on data, because the indices of a vector are distinct.
 #include "scan.cuh"
 
 using namespace sparsecomm;
@@ -18,8 +18,8 @@ using Value = X::Accumulator;
 DEVICE u64 grid_thread() { return u64(blockIdx.x) * DENSE_THREADS + threadIdx.x; }
 DEVICE u64 grid_threads() { return u64(gridDim.x) * DENSE_THREADS; }
 
-// Returns the position of the first of `count` indices that is at least `from`. All lanes of a warp call it: 32 probes at a
-// time.
+// Returns the position of the first of `count` indices that is at least `from`. All lanes of a warp call it; each step
+// probes 32 positions.
 DEVICE u64 warp_lower_bound(const Index* indices, u64 count, u64 from) {
     const u32 lane = threadIdx.x % WARP;
     u64 low = 0, high = count;
@@ -35,7 +35,7 @@ DEVICE u64 warp_lower_bound(const Index* indices, u64 count, u64 from) {
     return low;
 }
 
-// The same by one thread.
+// As warp_lower_bound, by one thread.
 DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
     u64 low = 0, high = count;
     while (low < high) {
@@ -51,18 +51,18 @@ DEVICE u64 lower_bound(const Index* indices, u64 count, u64 from) {
 }  // namespace
 
 // out = 0, then out[index] = value, rounded to nearest even. Reads the entries once, after 2 searches per tile, and writes
-// every element once. Users may have written to the indices: what is out of order or not below n may be left out.
+// every element once. If users have changed the indices, entries that are out of order or not below n may be omitted.
 //
 //   out                       [out]  n elements
-//   n                         [in]   elements
-//   aligned                   [in]   whether out is at a multiple of 16 bytes
-//   indices, values           [in]   entries, in order of index
-//   host_count, device_count  [in]   entries
+//   n                         [in]   number of elements
+//   aligned                   [in]   whether the address of out is a multiple of 16
+//   indices, values           [in]   entries in order of index
+//   host_count, device_count  [in]   number of entries
 KERNEL void __launch_bounds__(DENSE_THREADS)
 densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
     struct Tile {
         alignas(16) Bits element[DENSIFY_TILE];
-        u64 begin, end;  // of its entries
+        u64 begin, end;  // positions of its entries
     };
     SHARED(Tile, tile);
     const u64 count = device_count ? *device_count : host_count, first = u64(blockIdx.x) * DENSIFY_TILE;
@@ -89,11 +89,11 @@ densify(Bits* out, u64 n, bool aligned, const Index* indices, const Value* value
     }
 }
 
-// dense[index] += value, in the accumulator, rounded once. Reads and writes the elements at the indices.
+// dense[index] += value, in the accumulator type, rounded once.
 //
 //   dense                     [in,out]  elements, more than the last index
 //   indices, values           [in]      entries
-//   host_count, device_count  [in]      entries
+//   host_count, device_count  [in]      number of entries
 KERNEL void __launch_bounds__(DENSE_THREADS)
 scatter_add(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count) {
     const u64 count = device_count ? *device_count : host_count;
@@ -103,16 +103,16 @@ scatter_add(Bits* dense, const Index* indices, const Value* values, u64 host_cou
     }
 }
 
-// As scatter_add, of the entries alone whose index is among the others (`present`), or is not. A block takes DENSE_THREADS
-// entries at a time, finds the range of the others that lies between the first and the last of them, and each thread looks
-// there for its own. Reads the entries once, and of the others what 2 searches per block and one per entry look at.
+// scatter_add for the entries whose index is among the others (if `present`), or is not among them. A block takes
+// DENSE_THREADS entries at a time, finds the range of others between the first and the last of them, and each thread
+// searches that range for its index. Reads the entries once.
 //
 //   dense                                [in,out]  elements, more than the last index
-//   indices, values                      [in]      entries, in order of index
-//   host_count, device_count             [in]      entries
-//   others                               [in]      indices, in order
-//   other_host_count, other_device_count [in]      others
-//   present                              [in]      whether an entry that is added is among the others
+//   indices, values                      [in]      entries in order of index
+//   host_count, device_count             [in]      number of entries
+//   others                               [in]      indices in ascending order
+//   other_host_count, other_device_count [in]      number of others
+//   present                              [in]      add the entries among the others, or the entries not among them
 KERNEL void __launch_bounds__(DENSE_THREADS)
 scatter_add_where(Bits* dense, const Index* indices, const Value* values, u64 host_count, const u64* device_count,
                   const Index* others, u64 other_host_count, const u64* other_device_count, bool present) {
@@ -124,7 +124,7 @@ scatter_add_where(Bits* dense, const Index* indices, const Value* values, u64 ho
     const u64 other_count = other_device_count ? *other_device_count : other_host_count;
     for (u64 first = u64(blockIdx.x) * DENSE_THREADS; first < count; first += grid_threads()) {
         const u64 last = (first + DENSE_THREADS < count ? first + DENSE_THREADS : count) - 1;
-        __syncthreads();  // until all have looked at the range before
+        __syncthreads();  // all threads have used the previous range
         if (threadIdx.x < 2 * WARP) {
             const u32 warp = threadIdx.x / WARP;
             const u64 found = warp_lower_bound(others, other_count, warp == 0 ? u64(indices[first]) : u64(indices[last]) + 1);
@@ -140,7 +140,7 @@ scatter_add_where(Bits* dense, const Index* indices, const Value* values, u64 ho
     }
 }
 
-// sum = x, or residual + x as it would be stored; in the accumulator. ACC: the residual's format.
+// sum = x, or residual + x rounded to the residual's format (ACC), in the accumulator type.
 //
 //   x, residual  [in]   n elements each; residual may be null
 //   sum          [out]  n elements
@@ -164,10 +164,10 @@ KERNEL void __launch_bounds__(DENSE_THREADS) narrow(const Value* values, u64 n, 
 
 // to = values / by, or values / counts.
 //
-//   values                    [in]   entries' values
-//   host_count, device_count  [in]   entries
-//   by                        [in]   the divisor, unless each value has its own:
-//   counts                    [in]   divisors; or null
+//   values                    [in]   values of entries
+//   host_count, device_count  [in]   number of entries
+//   by                        [in]   divisor if `counts` is null
+//   counts                    [in]   one divisor per value; or null
 //   to                        [out]  quotients, one per entry
 KERNEL void __launch_bounds__(DENSE_THREADS)
 divide(const Value* values, u64 host_count, const u64* device_count, Value by, const Value* counts, Value* to) {
@@ -178,9 +178,9 @@ divide(const Value* values, u64 host_count, const u64* device_count, Value by, c
 // Checks that indices increase strictly within [begin, end), and that no value is zero.
 //
 //   indices, values  [in]      entries
-//   count            [in]      entries
+//   count            [in]      number of entries
 //   begin, end       [in]      from 0 to the number of elements
-//   faults           [in,out]  what a thread that finds a fault adds 1 to
+//   faults           [in,out]  every thread that finds a fault adds 1
 KERNEL void __launch_bounds__(DENSE_THREADS)
 well_formed(const Index* indices, const Value* values, u64 count, u64 begin, u64 end, u32* faults) {
     bool good = true;

@@ -1,8 +1,8 @@
 // From candidates to the top-k: `refine` finds the k-th key, `emit` writes the winners in order.
 //
 // Compiled for ACC, the format of the candidates, and INDEX. Any number of blocks. Both kernels do nothing if `retry` is
-// set. Deterministic: `refine` gathers keys in any order, of which it takes the r-th largest; `emit` keeps the order of
-// indices.
+// set. Deterministic: the r-th largest of the keys that `refine` gathers does not depend on their order, and `emit` keeps
+// the order of indices.
 #pragma once
 
 #include "select.cuh"
@@ -12,11 +12,10 @@ using namespace sparsecomm;
 using Key = ACC::Bits;
 constexpr u32 EMIT_TILE = EMIT_THREADS * EMIT_ITEMS;
 
-// Finds the k-th key among the candidates. Any number of blocks. Reads the candidates' bits once, and the keys of one bin
-// a few times.
+// Finds the k-th key among the candidates. Reads the candidates' bits once, and the keys of one bin a few times.
 //
-//   bits       [in]      of the candidates: selection->count elements
-//   survivors  [out]     scratch, with room for as many keys: those of the k-th key's bin
+//   bits       [in]      bits of the selection->count candidates
+//   survivors  [out]     scratch, with room for as many keys: the keys in the k-th key's bin
 //   selection  [in,out]  in: threshold, count, bin, rank, shift, retry. Out: kth, ties
 KERNEL void __launch_bounds__(REFINE_THREADS)
 refine(const Key* bits, Key* survivors, Selection* selection) {
@@ -39,7 +38,7 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
     if (!is_last_block(&selection->blocks_done)) return;
     u64 kth = 0, ties = 0;
     if (wanted != NO_BIN && count > 0) {
-        const bool open = wanted == 0 || wanted == BINS - 1;  // the first bin has no lower end, the last no upper one
+        const bool open = wanted == 0 || wanted == BINS - 1;  // the first bin is unbounded below, the last above
         const u64 first = wanted == 0 ? 0 : threshold + (wanted << shift);
         find_kth<REFINE_THREADS>(survivors, selection->survivors, first, open ? KEY_BITS<Key> : shift, selection->rank, &kth, &ties);
     }
@@ -51,14 +50,14 @@ refine(const Key* bits, Key* survivors, Selection* selection) {
     }
 }
 
-// Writes the winners, and what becomes of the others. Any number of blocks; each takes EMIT_TILE candidates at a time.
-// Reads the candidates once and writes each once. Greater keys and ties are counted together, in two halves of one word.
+// Writes the winners, and the losers if wanted. Each block takes EMIT_TILE candidates at a time. Reads the candidates once
+// and writes each once. Greater keys and ties are counted in the two halves of one word.
 //
-//   indices, bits              [in]      of the candidates, in order of index: selection->count elements
-//   kept_indices, kept_values  [out]     the winners, in order of index; room for k
-//   lost_indices, lost_values  [out]     the others, in order of index; or null
-//   residual                   [in,out]  the others' bits are stored at their indices; or null
-//   kept_count, lost_count     [out]     entries of each; lost_count may be null
+//   indices, bits              [in]      selection->count candidates in order of index
+//   kept_indices, kept_values  [out]     winners in order of index; room for k
+//   lost_indices, lost_values  [out]     losers in order of index; or null
+//   residual                   [in,out]  receives the bits of losers at their indices; or null
+//   kept_count, lost_count     [out]     number of each; lost_count may be null
 //   look_back                  [in,out]  see lookback.cuh
 //   selection                  [in]      count, kth, ties, retry
 KERNEL void __launch_bounds__(EMIT_THREADS)
@@ -85,7 +84,7 @@ emit(const INDEX* indices, const Key* bits, INDEX* kept_indices, ACC::Accumulato
         for (u32 i = 0; i < EMIT_ITEMS; i++) {
             if (begin + i >= count) break;
             const u64 key = sparsecomm::key_of(found[i], ACC::infinity);
-            const u64 won = greater + (equal < ties ? equal : ties);  // so far
+            const u64 won = greater + (equal < ties ? equal : ties);  // winners before this one
             const bool wins = key > kth || (key == kth && equal < ties);
             const INDEX index = indices[begin + i];
             if (wins) {

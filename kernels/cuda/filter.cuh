@@ -1,9 +1,9 @@
 // One pass over the data: r = r + x, and every entry whose key is at least `threshold`, in order of index.
 //
-// A block takes tile after tile. A warp reads its part of a tile in rounds, without waiting for other warps, and keeps the
-// entries in shared memory: there is room for one of ROOM_PER elements. Where they go is known once the tiles before have
-// been read. So they wait there while the block reads its next tile; then that is known, or nearly. What found no room is
-// read again.
+// A block takes one tile after another. A warp reads its part of a tile in rounds, without waiting for other warps, and
+// keeps the entries in shared memory, with room for one of ROOM_PER elements. Their position is known when all earlier tiles
+// have been read. So they wait while the block reads its next tile; by then the position is usually known. Entries beyond
+// the room are read again.
 #pragma once
 
 #include "load.cuh"
@@ -14,20 +14,20 @@ namespace sparsecomm {
 constexpr u64 NOT_LAST_TILE = ~0ull;
 constexpr u32 FILTER_WARPS = FILTER_THREADS / WARP;
 constexpr u32 FILTER_ROW = WARP * VECTOR;                                 // elements that a warp loads at once
-constexpr u32 FILTER_PART = FILTER_ROUNDS * FILTER_VECTORS * FILTER_ROW;  // of a warp in a tile
+constexpr u32 FILTER_PART = FILTER_ROUNDS * FILTER_VECTORS * FILTER_ROW;  // elements of a warp in a tile
 constexpr u64 FILTER_TILE = u64(FILTER_WARPS) * FILTER_PART;
 constexpr u32 ROOM_PER = 16, ROOM = FILTER_PART / ROOM_PER;
 
-// Blocks per multiprocessor: as many as leave registers for what a thread holds. Sums with 16-bit floats need the most.
+// Blocks per multiprocessor, limited by registers per thread. Sums with 16-bit floats need the most.
 constexpr u32 FILTER_BLOCKS = RESIDUAL && sizeof(XBits) == 2 ? 2 : sizeof(Group<AccBits>) > sizeof(Vector) ? 3 : 4;
 
 // Entries of each warp's part of a tile, in shared memory.
 struct Waiting {
-    u32 at[FILTER_WARPS][ROOM];  // elements after the first of the tile
+    u32 at[FILTER_WARPS][ROOM];  // positions within the tile
     AccBits bits[FILTER_WARPS][ROOM];
 };
 
-// Bit e of what it returns: element e is an entry, of magnitude `min_magnitude` or more.
+// Returns a mask: bit e is set if the magnitude of element e is at least `min_magnitude`.
 DEVICE u32 entries_of(const Group<AccBits>& group, AccBits min_magnitude) {
     u32 taken = 0;
     UNROLL
@@ -35,8 +35,8 @@ DEVICE u32 entries_of(const Group<AccBits>& group, AccBits min_magnitude) {
     return taken;
 }
 
-// Reads a warp's part of a tile, adds x to the residual, and puts entries into `at` and `bits`, as long as there is room;
-// those have 0 in the residual then. Returns how many there are in all. All lanes call it.
+// Reads a warp's part of a tile, adds x to the residual, and stores entries in `at` and `bits` while there is room, setting
+// them to 0 in the residual. Returns the number of all entries. All lanes call it.
 DEVICE u32 read_part(const XBits* x, AccBits* residual, u64 n, bool aligned, AccBits min_magnitude, u64 tile_begin, u32 begin,
                      u32* at, AccBits* bits) {
     const u32 lane = threadIdx.x % WARP;
@@ -74,13 +74,13 @@ DEVICE u32 read_part(const XBits* x, AccBits* residual, u64 n, bool aligned, Acc
     return count;
 }
 
-// Calls take(position, index, bits) for the entries of a warp's part of a tile, of which the first goes to `base`: those
-// that wait, and those that found no room. All lanes call it.
+// Calls take(position, index, bits) for the entries of a warp's part of a tile, with positions from `base`: the waiting
+// entries, and those beyond the room. All lanes call it.
 template <class Take>
 DEVICE void write_part(const XBits* x, AccBits* residual, u64 n, bool aligned, AccBits min_magnitude, u64 tile_begin, u32 begin,
                        const u32* at, const AccBits* bits, u32 count, u64 base, u64 capacity, Take take) {
     const u32 lane = threadIdx.x % WARP;
-    if (count > ROOM && base + ROOM < capacity) {  // before others go back to the residual, and look like these
+    if (count > ROOM && base + ROOM < capacity) {  // before waiting entries beyond `capacity` return to the residual
 #if RESIDUAL
         const AccBits* data = residual;
         u64 to = base + ROOM;
@@ -117,14 +117,14 @@ DEVICE void write_part(const XBits* x, AccBits* residual, u64 n, bool aligned, A
 
 DEVICE u32 filter_tile_count(u64 n) { return u32((n + FILTER_TILE - 1) / FILTER_TILE); }
 
-// Filters all tiles, and calls take(position, index, bits) for their entries: those whose key is at least `threshold`.
-// Returns the number of entries of the whole vector in the block that had the last tile, NOT_LAST_TILE in others. All
-// threads of all blocks call it, once; `reset_after_last_block` must follow.
+// Filters all tiles, and calls take(position, index, bits) for every entry whose key is at least `threshold`. Returns the
+// number of entries of the whole vector in the block that had the last tile, and NOT_LAST_TILE in other blocks. All threads
+// of all blocks call it once; `reset_after_last_block` must follow.
 //
-//   x          [in]      n elements; may be null beside a residual
-//   residual   [in,out]  n elements, r = r + x; 0 at the entries taken. Not used unless RESIDUAL
-//   aligned    [in]      whether both are at a multiple of 16 bytes
-//   capacity   [in]      entries; those from this position on are not taken, and stay in the residual
+//   x          [in]      n elements; with RESIDUAL may be null, to filter the residual unchanged
+//   residual   [in,out]  n elements, r = r + x, with 0 at the entries taken. Not used unless RESIDUAL
+//   aligned    [in]      whether the addresses of both are multiples of 16
+//   capacity   [in]      maximum entries taken; later ones remain in the residual
 //   look_back  [in,out]  see lookback.cuh
 template <class Take>
 DEVICE u64 filter_tiles(const XBits* x, AccBits* residual, u64 n, bool aligned, u64 threshold, u64 capacity, LookBack* look_back,
@@ -136,7 +136,7 @@ DEVICE u64 filter_tiles(const XBits* x, AccBits* residual, u64 n, bool aligned, 
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, begin = warp * FILTER_PART, tiles = filter_tile_count(n);
     const AccBits none = magnitude_mask<AccBits> + 1, min_magnitude = threshold < none ? AccBits(threshold) : none;
     u64 total = NOT_LAST_TILE;
-    u32 turn = 0, last_tile = tiles, last_count = 0, last_before = 0, last_all = 0;  // of the tile whose entries wait
+    u32 turn = 0, last_tile = tiles, last_count = 0, last_before = 0, last_all = 0;  // of the tile with waiting entries
     while (true) {
         const u32 tile = tile_ticket(look_back);
         Waiting& here = waiting.of[turn];

@@ -1,7 +1,7 @@
-// Elements of a gradient and of its residual, sixteen bytes at a time.
+// Loads and stores elements of a gradient and of its residual, sixteen bytes at a time.
 //
-// Compiled for one pair of formats: X is the gradient's; ACC that of what is selected from, which is the residual's if
-// there is one (RESIDUAL) and X's if not. INDEX is i32 or i64.
+// Compiled for one pair of formats: FORMAT is the gradient's (X). ACC is the format of the elements selected from: the
+// residual's if RESIDUAL, else X. INDEX is int or long long.
 #pragma once
 
 #include "scan.cuh"
@@ -14,10 +14,10 @@ using Index = INDEX;
 using XBits = X::Bits;
 using AccBits = Acc::Bits;
 
-// Elements that move together: sixteen bytes of the gradient.
+// Number of elements loaded at once: sixteen bytes of the gradient.
 constexpr u32 VECTOR = sizeof(Vector) / sizeof(XBits);
 
-// VECTOR elements, packed as in memory, so that those of 16 bits need half the registers.
+// VECTOR elements, packed as in memory, so that 16-bit elements need half the registers.
 template <class Bits>
 struct Group {
     static constexpr u32 VECTORS = VECTOR * sizeof(Bits) / sizeof(Vector);
@@ -43,7 +43,7 @@ struct Group {
     DEVICE u32& word(u32 w) { return vector[w / 4].word[w % 4]; }
 };
 
-// Returns elements [i, i + VECTOR) of n; those beyond n are zero. `aligned`: data is at a multiple of 16 bytes.
+// Returns elements [i, i + VECTOR) of n; elements beyond n are zero. `aligned`: the address of data is a multiple of 16.
 template <class Bits>
 DEVICE Group<Bits> load_group(const Bits* data, u64 i, u64 n, bool aligned) {
     Group<Bits> g;
@@ -73,14 +73,14 @@ DEVICE void store_group(Bits* data, u64 i, u64 n, bool aligned, const Group<Bits
     }
 }
 
-// Returns decay * residual + x as it is stored; product and sum are rounded each.
+// Returns decay * residual + x as stored; the product and the sum are each rounded.
 DEVICE Group<AccBits> sum_of(Group<AccBits> residual, const Group<XBits>& x, Acc::Accumulator decay) {
     UNROLL
     for (u32 e = 0; e < VECTOR; e++) residual.set(e, Acc::narrow(decay * Acc::widen(residual.get(e)) + X::widen(x.get(e))));
     return residual;
 }
 
-// Returns what is selected from: x, or decay * residual + x. x may be null: then the residual alone.
+// Returns the elements to select from: x, or decay * residual + x; only the residual if x is null.
 DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned, Acc::Accumulator decay = 1) {
 #if RESIDUAL
     const Group<AccBits> acc = load_group(residual, i, n, aligned);
@@ -90,8 +90,8 @@ DEVICE Group<AccBits> accumulated(const XBits* x, const AccBits* residual, u64 i
 #endif
 }
 
-// The same for COUNT groups, APART elements from each other. Where `whole` says that all is there and at multiples of 16
-// bytes, all loads are under way before the first is looked at.
+// Loads COUNT groups like `accumulated`, APART elements from each other. If `whole` (all elements exist and are aligned),
+// starts all loads before using the first.
 template <u32 COUNT, u32 APART>
 DEVICE void accumulate(Group<AccBits> (&acc)[COUNT], const XBits* x, const AccBits* residual, u64 i, u64 n, bool aligned,
                        bool whole, Acc::Accumulator decay = 1) {
@@ -120,7 +120,7 @@ DEVICE void accumulate(Group<AccBits> (&acc)[COUNT], const XBits* x, const AccBi
 
 DEVICE AccBits key_of(AccBits bits) { return sparsecomm::key_of(bits, Acc::infinity); }
 
-// Returns the value of an entry: in the accumulator, every NaN the same.
+// Returns the value of an entry in the accumulator type; every NaN becomes the same.
 DEVICE Acc::Accumulator value_of(AccBits bits) { return Acc::widen(canonical<Acc>(bits)); }
 
 }  // namespace sparsecomm

@@ -1,10 +1,10 @@
-// Compaction that keeps the order, in one pass: decoupled look-back (Merrill & Garland, 2016).
+// Stable compaction in one pass: decoupled look-back (Merrill & Garland, 2016).
 //
-// Blocks take tiles by ticket, so a tile's predecessors are always running or done. Each publishes first the aggregate of
-// its own tile, then the inclusive prefix. A tile's exclusive prefix comes from looking back over these words. A word is
-// written whole, with its flag, and nothing else is published by it: relaxed loads and stores are enough.
+// Blocks take tiles by ticket, so a tile's predecessors are always running or done. A block publishes first the aggregate of
+// its tile, then the inclusive prefix. Looking back over these words gives a tile's exclusive prefix. Each word contains its
+// flag and publishes nothing but itself, so relaxed loads and stores suffice.
 //
-// Between kernels the state is all zeros: the last block resets it. Deterministic: sums of integers.
+// The last block resets the state to zeros for the next kernel. Deterministic: sums of integers.
 #pragma once
 
 #include "scan.cuh"
@@ -14,15 +14,15 @@ namespace sparsecomm {
 // In device memory: one status per tile.
 struct LookBack {
     u32 ticket;                // tiles taken
-    OWN_LINE u32 blocks_done;  // blocks that have reached their end
-    OWN_LINE u64 status[1];    // of each tile: 0, or AGGREGATE and its count, or INCLUSIVE and the inclusive prefix
+    OWN_LINE u32 blocks_done;  // finished blocks
+    OWN_LINE u64 status[1];    // of each tile: 0, AGGREGATE + its count, or INCLUSIVE + the inclusive prefix
 };
 static_assert(sizeof(LookBack) == LOOK_BACK_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
 #ifndef LOOK_BACK_WINDOWS
 #define LOOK_BACK_WINDOWS 4
 #endif
-constexpr u32 WINDOWS = LOOK_BACK_WINDOWS;  // of a tile per lane, that are loaded together
+constexpr u32 WINDOWS = LOOK_BACK_WINDOWS;  // loaded at once; a window is one tile per lane
 constexpr u64 AGGREGATE = 1ull << 62, INCLUSIVE = 2ull << 62, SUM = AGGREGATE - 1;  // flags, and 62 bits of a sum
 
 // Returns the tile of this block. All threads call it.
@@ -33,12 +33,12 @@ DEVICE u32 tile_ticket(LookBack* state) {
     return tile;
 }
 
-// Tells later tiles the aggregate of this one, before anything waits for it. One thread calls it.
+// Publishes the aggregate of a tile. Call it before waiting for anything. One thread calls it.
 DEVICE void publish(LookBack* state, u32 tile, u64 own) {
     store_relaxed(&state->status[tile], (tile == 0 ? INCLUSIVE : AGGREGATE) | own);
 }
 
-// Returns the exclusive prefix over the tiles, once it has been told by `publish`. All threads call it.
+// Returns the exclusive prefix of a tile, after `publish`. All threads call it.
 //
 //   state  [in,out]  all zeros before the first tile
 //   tile   [in]      from `tile_ticket`
@@ -47,7 +47,7 @@ DEVICE u64 prefix_before(LookBack* state, u32 tile, u64 own) {
     SHARED(u64, base);
     if (threadIdx.x < WARP) {
         const u32 lane = threadIdx.x;
-        u64 before = 0;  // the sum of these over the lanes
+        u64 before = 0;  // this lane's part of the prefix
         bool ended = false;
         for (i64 end = tile; end > 0 && !ended; end -= WINDOWS * WARP) {  // lane 0 has the nearest tile of each window
             u64 word[WINDOWS];
@@ -79,16 +79,16 @@ DEVICE u64 prefix_before(LookBack* state, u32 tile, u64 own) {
     return base;
 }
 
-// Both, one after the other. All threads call it.
+// Calls `publish`, then `prefix_before`. All threads call it.
 DEVICE u64 exclusive_prefix(LookBack* state, u32 tile, u64 own) {
     if (threadIdx.x == 0) publish(state, tile, own);
     return prefix_before(state, tile, own);
 }
 
-// Returns whether this block is the last one of the grid to come here; it then sees what all others wrote before they
-// came. All threads call it.
+// Returns whether this block is the last of the grid to call this; it then sees all writes that other blocks made before
+// their call. All threads call it.
 //
-//   blocks_done  [in,out]  0 before the first block comes, and after the last one
+//   blocks_done  [in,out]  0 before the first call and after the last
 DEVICE bool is_last_block(u32* blocks_done) {
     SHARED(bool, last);
     __threadfence();
@@ -102,7 +102,7 @@ DEVICE bool is_last_block(u32* blocks_done) {
     return last;
 }
 
-// Ends a kernel that took `tiles` tiles: the last block sets the state to zeros, and gets true. All threads call it.
+// Ends a kernel with `tiles` tiles: in the last block, sets the state to zeros and returns true. All threads call it.
 DEVICE bool reset_after_last_block(LookBack* state, u32 tiles) {
     if (!is_last_block(&state->blocks_done)) return false;
     for (u32 t = threadIdx.x; t < tiles; t += blockDim.x) state->status[t] = 0;

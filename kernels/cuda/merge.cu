@@ -1,15 +1,15 @@
-// Merge and reselect: the sum of two index-sorted vectors, its top-k, and what was rejected. Three launches.
+// Merge and reselect: the sum of two vectors sorted by index, split into its top-k and the rest. Three launches.
 //
-//   merge    the union, in order, equal indices added; its keys counted    reads both, writes the union
-//   refine   the k-th key of it (emit.cuh)                                 reads the union's values
-//   emit     the k winners and the others, both in order (emit.cuh)        reads and writes the union
+//   merge    writes the sum in order, and counts its keys                reads both vectors, writes the sum
+//   refine   finds the k-th key (emit.cuh)                               reads the values of the sum
+//   emit     writes the k winners and the rest, in order (emit.cuh)      reads and writes the sum
 //
 // Balanced merge path (Green, McColl & Bader, 2012): every block takes MERGE_TILE positions of the merged order, in which
-// of equal indices a's comes first. a's entry takes b's value with it (a + b, in that order), and b's is passed over, also
-// where a block or a thread ends between the two: each looks one entry ahead in b and one back in a. Sums that are zero are
-// dropped. Users may have written to indices: of those out of order the union means nothing, and nothing else is touched.
-// Winners are those of topk.cu; k above the number of sums keeps all. 56 bytes per k with 8-byte entries, many of
-// them in the L2. Deterministic.
+// a's entry comes before b's entry with the same index. a's entry adds b's value (a + b, in that order), and b's entry is
+// skipped, even if they are in different blocks or threads: each looks one entry ahead in b and one back in a. Zero sums are
+// omitted. If users have changed indices, so that they are out of order, the sum is meaningless, but no other memory is
+// accessed. Winners are those of topk.cu; k above the number of sums keeps all. Moves 56 bytes per k with 8-byte entries,
+// partly in the L2. Deterministic.
 #include "emit.cuh"
 
 using namespace sparsecomm;
@@ -19,11 +19,11 @@ namespace {
 using Index = INDEX;
 using Value = ACC::Accumulator;
 constexpr u32 MERGE_TILE = MERGE_THREADS * MERGE_ITEMS;
-constexpr u32 SHIFT = sizeof(Key) == 8 ? 44 : 15;  // bins of 1/256 octave: values of few octaves spread over many
+constexpr u32 SHIFT = sizeof(Key) == 8 ? 44 : 15;  // bins of 1/256 octave, because values often span few octaves
 constexpr u64 OCTAVE = 1ull << (SHIFT + 8);
 
-// Returns the key from which bins begin: all of them end an octave above the greatest of 64 finite values. All lanes of a
-// warp call it.
+// Returns the key at which bins begin, so that the last bin ends an octave above the greatest of 64 sampled finite values.
+// All lanes of a warp call it.
 DEVICE u64 first_bin(const Value* a, u64 a_count, const Value* b, u64 b_count) {
     const u32 lane = threadIdx.x % WARP;
     u64 greatest = 0;
@@ -41,12 +41,12 @@ DEVICE u64 first_bin(const Value* a, u64 a_count, const Value* b, u64 b_count) {
     return end > all ? end - all : 0;
 }
 
-// Returns how many of a's entries are among the first `position` of the merged order. All lanes of a warp call it, for one
-// position: 32 probes at a time.
+// Returns how many of a's entries are among the first `position` of the merged order. All lanes of a warp call it for one
+// position; each step probes 32 candidates.
 DEVICE u64 merge_path(const Index* a, u64 a_count, const Index* b, u64 b_count, u64 position) {
     const u32 lane = threadIdx.x % WARP;
     u64 low = position > b_count ? position - b_count : 0, high = position < a_count ? position : a_count;
-    while (low < high) {  // the smallest i with a[i] > b[position - 1 - i]: the first of a's that is not among them
+    while (low < high) {  // find the smallest i with a[i] > b[position - 1 - i]
         const u64 step = (high - low + WARP - 1) / WARP, i = low + lane * step;
         const bool among = i < high && a[i] <= b[position - 1 - i];
         const u32 count = u32(__popc(__ballot_sync(ALL_LANES, among)));
@@ -60,34 +60,34 @@ DEVICE u64 merge_path(const Index* a, u64 a_count, const Index* b, u64 b_count, 
 
 }  // namespace
 
-// Writes the union. One block per MERGE_TILE entries that both may have.
+// Writes the sum. One block per MERGE_TILE of the maximum entries of both together.
 //
-//   a_indices, a_values, b_indices, b_values  [in]      entries, in order of index
-//   a_host_count, b_host_count                [in]      entries of each, unless the device knows:
-//   a_device_count, b_device_count            [in]      entries of each, in device memory, where the last call left them; or null
+//   a_indices, a_values, b_indices, b_values  [in]      entries in order of index
+//   a_host_count, b_host_count                [in]      number of entries, unless overridden:
+//   a_device_count, b_device_count            [in]      number of entries in device memory; or null
 //   k                                         [in]      entries to keep
-//   indices, bits                             [out]     the union, in order of index; room for all entries of both
+//   indices, bits                             [out]     the sum in order of index; room for all entries of both
 //   look_back                                 [in,out]  see lookback.cuh
 //   selection                                 [out]     threshold, count, bin, rank, shift, retry = 0
 KERNEL void __launch_bounds__(MERGE_THREADS)
 merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64* a_device_count, const Index* b_indices,
       const Value* b_values, u64 b_host_count, const u64* b_device_count, u64 k, Index* indices, Key* bits, LookBack* look_back,
       Selection* selection) {
-    struct Tile {  // one more of b ahead, one more of a back
+    struct Tile {  // with the next entry of b and the previous entry of a
         Index a[MERGE_TILE + 1], b[MERGE_TILE + 1];
         u64 a_begin, a_end;
-        u64 threshold;  // here, and not in registers, of which there are too few
-        u32 keys[BINS];  // of this block, since very many keys of all blocks may be in one bin
+        u64 threshold;   // not in registers, which are scarce
+        u32 keys[BINS];  // counted per block first, because most keys of all blocks may be in one bin
     };
     SHARED(Tile, tile);
     const u64 a_count = a_device_count ? *a_device_count : a_host_count, b_count = b_device_count ? *b_device_count : b_host_count;
     const u64 total = a_count + b_count;
     const u32 warp = threadIdx.x / WARP;
-    if (warp == 1) {  // while the first one waits for its ticket
+    if (warp == 1) {  // while warp 0 waits for the ticket
         const u64 first = first_bin(a_values, a_count, b_values, b_count);
         if (threadIdx.x == WARP) tile.threshold = first;
     }
-    const u32 ticket = tile_ticket(look_back);  // after which all threads see the threshold
+    const u32 ticket = tile_ticket(look_back);  // its barrier shows all threads the threshold
     const u64 begin = u64(ticket) * MERGE_TILE;
     if (begin < total) {
         for (u32 b = threadIdx.x; b < BINS; b += MERGE_THREADS) tile.keys[b] = 0;
@@ -100,13 +100,13 @@ merge(const Index* a_indices, const Value* a_values, u64 a_host_count, const u64
         const u64 a_begin = tile.a_begin, a_end = tile.a_end < a_begin ? a_begin : tile.a_end;
         const u64 a_size = a_end - a_begin < end - begin ? a_end - a_begin : end - begin;
         const u64 b_begin = begin - a_begin, b_size = end - begin - a_size;
-        for (u64 i = threadIdx.x; i < a_size + 1; i += MERGE_THREADS)  // a[0] is the one before
+        for (u64 i = threadIdx.x; i < a_size + 1; i += MERGE_THREADS)  // a[0] is the previous entry
             tile.a[i] = a_begin + i > 0 ? a_indices[a_begin + i - 1] : Index(-1);
-        for (u64 i = threadIdx.x; i < b_size + 1; i += MERGE_THREADS)  // b[b_size] is the next one
+        for (u64 i = threadIdx.x; i < b_size + 1; i += MERGE_THREADS)  // b[b_size] is the next entry
             tile.b[i] = b_begin + i < b_count ? b_indices[b_begin + i] : Index(-1);
         __syncthreads();
 
-        // This thread's positions within the tile, and where a and b stand there.
+        // Find this thread's first position within the tile, and the entries i of a and j of b there.
         const u64 size = a_size + b_size;
         const u64 position = u64(threadIdx.x) * MERGE_ITEMS < size ? u64(threadIdx.x) * MERGE_ITEMS : size;
         u64 low = position > b_size ? position - b_size : 0, high = position < a_size ? position : a_size;

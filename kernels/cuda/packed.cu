@@ -1,30 +1,22 @@
-// The packed format of entries: to bytes, back, and the rounding of values before. One launch each.
+// The packed format of entries, which sparsecomm/wire/formats.py describes. One launch each.
 //
-//   pack             the bytes                                      reads entries twice, writes the bytes
-//   unpack           the entries, and whether the bytes are of any  reads the bytes, writes entries
-//   quantize_values  values as they arrive, what that takes away    reads values, writes them twice
-//                    from each, and how many become zero
-//   find_not_finite  whether a value is not finite: then those of   reads values
-//                    planes travel exact
+//   pack             encodes entries                                  reads entries twice, writes bytes
+//   unpack           decodes entries, and checks the bytes            reads bytes, writes entries
+//   quantize_values  rounds values to a kind; returns rounded         reads values once, writes them twice
+//                    values, errors, and the number of zeros
+//   find_not_finite  finds whether a value is not finite: kinds with  reads values
+//                    bit planes then send exact values
 //
-// Compiled for CODEC, how values travel (VALUE_BYTES or VALUE_PLANES, VALUE_BLOCK, SHARED_BYTES:
-// sparsecomm/tensors/kinds.py), ACC, the format of values, and INDEX. Words are of 64 bits; l is floor(log2((span + 1) /
-// count)). A message is
+// Compiled for CODEC, the encoding of values (with VALUE_BYTES or VALUE_PLANES, VALUE_BLOCK and SHARED_BYTES of
+// sparsecomm/tensors/kinds.py), ACC, the format of values, and INDEX. Words have 64 bits; l is the number of low bits of an
+// index, floor(log2((span + 1) / count)).
 //
-//   first, span    the first index, and the last one less the first; bit 63: values of planes travel exact
-//   low            the l low bits of (index - first), one entry after another; whole words
-//   high           bit ((index - first) >> l) + i is set for entry i; whole words (Elias, 1974; Fano, 1971)
-//   values         as they travel: bytes, or PLANES words for each block
-//   shared         of int8: e + 126, a byte each. Of planes: the lowest of every block, 2 bytes, then the steps, a byte each
-//   zero bytes     to a multiple of 8
-//
-// Grids: any number of blocks, but for unpack one per PACKED_THREADS words of high. A thread makes a word of low or
-// high whole, from the entries that a binary search finds; nothing is shared, nothing is added up. Unpack counts the
-// bits before each word by decoupled look-back. It believes nothing but the host's first, span and l, from which, with
-// the count, the length follows that the host has checked: it never reads or writes anything else, and adds to `faults`
-// if the bits are not `count`, a bit is set where none can be, or a block has an exponent that is too large, or magnitudes
-// that are none. Deterministic.
-#define LOOK_BACK_WINDOWS 1  // for want of registers
+// Grids: any number of blocks, but one per PACKED_THREADS words of high for unpack. In pack, a thread writes whole words of
+// low and high, from the entries that it finds by calculation or binary search. Unpack counts the bits before each word by
+// decoupled look-back. It trusts only first, span, l and count, which the host has checked against the length of the
+// message, and accesses no other memory, whatever the bytes are. It adds to `faults` if there are not `count` bits, an unused
+// bit is set, an exponent is too large, or the magnitudes of a block are invalid. Deterministic.
+#define LOOK_BACK_WINDOWS 1  // saves registers
 #include "codecs.cuh"
 #include "lookback.cuh"
 
@@ -46,10 +38,10 @@ using Codec = CODEC;
 constexpr u64 SHARING = Codec::SHARING;
 static_assert(Codec::BYTES == VALUE_BYTES && Codec::PLANES == VALUE_PLANES, "as in sparsecomm/tensors/kinds.py");
 static_assert(SHARING == VALUE_BLOCK && Codec::SHARED == SHARED_BYTES, "as in sparsecomm/tensors/kinds.py");
-constexpr u64 SHARERS = SHARING ? SHARING : 1;  // to divide by
+constexpr u64 SHARERS = SHARING ? SHARING : 1;  // a divisor that is not zero
 
-// Calls each(block, i, a, b) for the blocks of 64 values, one for each warp: of every lane i, and values i and i + WARP; 0
-// behind the last. All lanes call it.
+// Calls each(block, i, a, b) for all blocks of 64 values, one warp per block: a is value i and b value i + WARP of a lane,
+// or 0 after the last value. All lanes call it.
 template <class Each>
 DEVICE void for_blocks(const Value* values, u64 count, Each each) {
     const u64 lane = threadIdx.x % WARP;
@@ -59,7 +51,7 @@ DEVICE void for_blocks(const Value* values, u64 count, Each each) {
     }
 }
 
-// Calls each(i, v, e) for all entries; where values share an exponent, a warp takes a block of them. All lanes call it.
+// Calls each(i, v, e) for all values, where e is the exponent of the value's block. All lanes call it.
 template <class Codec, class Each>
 DEVICE void for_values(const Value* values, u64 count, Each each) {
     if constexpr (Codec::SHARING == 0) {
@@ -75,20 +67,20 @@ DEVICE void for_values(const Value* values, u64 count, Each each) {
 
 DEVICE float magnitude_of(float v) { return v < 0 ? -v : v; }
 
-// Returns bit i of the first 32: whether it is set in lane i; and so for the others.
+// Returns a word whose bit i is a of lane i, and whose bit i + WARP is b of lane i.
 DEVICE u64 plane_of(bool a, bool b) { return u64(__ballot_sync(ALL_LANES, a)) | u64(__ballot_sync(ALL_LANES, b)) << WARP; }
 
-// Returns how many values of a block there are.
+// Returns the number of values in a block, which is smaller in the last block.
 DEVICE u32 values_in(u64 block, u64 count) { return u32(count - block * SHARERS < SHARERS ? count - block * SHARERS : SHARERS); }
 
 // -- messages --------------------------------------------------------------------------------------------------------
 
-// The areas of a message. `Message` is u64, const or not.
+// The areas of a message. `Message` is u64 or const u64.
 template <class Message>
 struct Areas {
     u64 low_bits, low_words, high_bits, high_words;
     Message *low, *high;
-    u64 values, shared, steps, padding, end;  // bytes from the beginning; steps: of planes
+    u64 values, shared, steps, padding, end;  // offsets in bytes; steps: only with planes
     DEVICE Areas(Message* message, u64 count, u64 span, u32 l) {
         low_bits = count * l, low_words = (low_bits + WORD - 1) / WORD;
         high_bits = (span >> l) + count, high_words = (high_bits + WORD - 1) / WORD;
@@ -102,7 +94,7 @@ struct Areas {
     }
 };
 
-// Writes the values and what blocks have in common. All lanes call it.
+// Writes the values and the shared bytes of blocks. All lanes call it.
 template <class Codec>
 DEVICE void pack_values(const Value* values, u64 count, const Areas<u64>& areas, Byte* bytes) {
     if constexpr (Codec::PLANES > 0) {
@@ -130,7 +122,7 @@ DEVICE void pack_values(const Value* values, u64 count, const Areas<u64>& areas,
     }
 }
 
-// Returns whether values can be so.
+// Reads values and returns whether they are valid.
 template <class Codec>
 DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 count, Value* values) {
     bool good = true;
@@ -146,7 +138,7 @@ DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 
             values[i] = block.value_of(level, plane[0] >> bit & 1);
             good &= block.valid();
             if (i == count - 1)
-                for (u32 p = 0; p < Codec::PLANES; p++) good &= plane[p] >> bit < 2;  // none behind the last
+                for (u32 p = 0; p < Codec::PLANES; p++) good &= plane[p] >> bit < 2;  // no bits after the last value
         }
     } else {
         const auto* sent = reinterpret_cast<const typename Codec::Sent*>(bytes + areas.values);
@@ -159,7 +151,7 @@ DEVICE bool unpack_values(const Byte* bytes, const Areas<const u64>& areas, u64 
     return good;
 }
 
-// Calls write(i, v, rounded) for all values. All lanes call it.
+// Calls write(i, value, rounded value) for all values. All lanes call it.
 template <class Codec, class Write>
 DEVICE void round_values(const Value* values, u64 count, const u32* not_finite, Write write) {
     if constexpr (Codec::PLANES > 0) {
@@ -187,7 +179,7 @@ DEVICE u64 low_of(const u64* low, u64 i, u32 l) {
     return (shift + l > WORD ? here | low[bit / WORD + 1] << (WORD - shift) : here) & mask;
 }
 
-// Returns whether no bit of the last of `words` is set beyond `bits`.
+// Returns whether the unused bits of an area's last word are zero.
 DEVICE bool clean(const u64* area, u64 bits, u64 words) {
     return bits % WORD == 0 || area[words - 1] >> bits % WORD == 0;
 }
@@ -196,12 +188,12 @@ DEVICE bool clean(const u64* area, u64 bits, u64 words) {
 
 // Writes a message.
 //
-//   indices, values  [in]   entries, in order of index; values rounded by `quantize_values`
-//   count            [in]   entries, at least 1
-//   first, span      [in]   the first index; the last one less the first
-//   l                [in]   low bits of an index
-//   flags            [in]   what stands in the word of span beside it
-//   message          [out]  all its words
+//   indices, values  [in]   entries in order of index; values rounded by `quantize_values`
+//   count            [in]   number of entries, at least 1
+//   first, span      [in]   the first index; the last index minus the first
+//   l                [in]   number of low bits of an index
+//   flags            [in]   flag bits of the word of span
+//   message          [out]  all words
 KERNEL void __launch_bounds__(PACKED_THREADS)
 pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, u32 l, u64 flags, u64* message) {
     const Areas<u64> areas(message, count, span, l);
@@ -219,7 +211,7 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
     for (u64 w = grid_thread(); w < areas.high_words; w += grid_threads()) {
         const u64 begin = w * WORD, max_high = span >> l;  // the bit of entry i is in [i, i + max_high]
         u64 i = begin > max_high ? begin - max_high : 0, end = begin < count ? begin : count;
-        while (i < end) {  // the first entry whose bit is in this word or after it
+        while (i < end) {  // find the first entry whose bit is in or after this word
             const u64 middle = i + (end - i) / 2;
             if (((u64(indices[middle]) - first) >> l) + middle < begin)
                 i = middle + 1;
@@ -240,12 +232,12 @@ pack(const Index* indices, const Value* values, u64 count, u64 first, u64 span, 
 
 // Reads a message.
 //
-//   message          [in]      as many bytes as follow from count, first, span and l; any
-//   count            [in]      entries, at least 1
-//   first, span, l   [in]      as in `pack`, from the host, which has checked them
+//   message          [in]      arbitrary bytes, of the length that follows from count, span and l
+//   count            [in]      number of entries, at least 1
+//   first, span, l   [in]      as in `pack`, checked by the host
 //   indices, values  [out]     entries; room for `count`
 //   look_back        [in,out]  see lookback.cuh
-//   faults           [in,out]  what a thread that finds a fault adds 1 to
+//   faults           [in,out]  every thread that finds a fault adds 1
 KERNEL void __launch_bounds__(PACKED_THREADS)
 unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices, Value* values, LookBack* look_back,
        u32* faults) {
@@ -257,7 +249,7 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     u32 all;
     const u32 within = block_scan<PACKED_THREADS>(u32(__popcll(word)), &all);
     const u64 tiles_before = exclusive_prefix(look_back, ticket, all), before = tiles_before + within;
-    for (u32 l_of = 0; l_of < WARP; l_of++) {  // the lanes write the entries of one word after another, side by side
+    for (u32 l_of = 0; l_of < WARP; l_of++) {  // all lanes write the entries of each word in turn, which coalesces writes
         const u64 bits = __shfl_sync(ALL_LANES, word, l_of), bits_before = __shfl_sync(ALL_LANES, before, l_of);
         const u64 begin = (mine - lane + l_of) * WORD;
         UNROLL
@@ -277,10 +269,10 @@ unpack(const u64* message, u64 count, u64 first, u64 span, u32 l, Index* indices
     reset_after_last_block(look_back, gridDim.x);
 }
 
-// Looks for values that are not finite.
+// Finds values that are not finite.
 //
-//   values  [in]   `count` values
-//   found   [out]  1 if there is one; 0 before
+//   values  [in]      `count` values
+//   found   [in,out]  0; becomes 1 if there is one
 KERNEL void __launch_bounds__(PACKED_THREADS)
 find_not_finite(const Value* values, u64 count, u32* found) {
     bool all = true;
@@ -288,13 +280,13 @@ find_not_finite(const Value* values, u64 count, u32* found) {
     if (!all) *found = 1;
 }
 
-// Rounds values as their kind travels: to nearest even, or to the nearest level.
+// Rounds values to a kind: to nearest even, or to the nearest level of a block.
 //
 //   values      [in]      `count` values
-//   rounded     [out]     `count` values, +0 for zeros
-//   errors      [out]     `count` values: values - rounded, 0 beside what is not finite
-//   not_finite  [in]      of kinds of planes: from `find_not_finite`; then nothing is rounded. Else null
-//   zeros       [in,out]  what the number of zeros among `rounded` is added to
+//   rounded     [out]     `count` values; zeros are +0
+//   errors      [out]     `count` values: values - rounded; 0 if not finite
+//   not_finite  [in]      for kinds with planes: result of `find_not_finite`; if set, nothing is rounded. Else null
+//   zeros       [in,out]  the number of zeros in `rounded` is added
 KERNEL void __launch_bounds__(PACKED_THREADS)
 quantize_values(const Value* values, u64 count, Value* rounded, Value* errors, const u32* not_finite, u64* zeros) {
     u64 found = 0;

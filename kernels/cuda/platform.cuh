@@ -1,10 +1,10 @@
-// What the kernels ask of the machine, and nothing else does: memory order, shared memory, 16 bytes at a time.
+// The machine-dependent part of the kernels: memory order, shared memory, 16-byte accesses.
 //
 // Names in capitals that no source declares are macros that sparsecomm/backends/cuda/modules.py defines: types (FORMAT, ACC,
-// INDEX, CODEC ...), sizes (FILTER_THREADS, BINS ...), and the bytes of structures in device memory (SELECTION_BYTES ...).
+// INDEX, CODEC ...), sizes (FILTER_THREADS, BINS ...), and the sizes of structures in device memory (SELECTION_BYTES ...).
 //
-// The tests run these sources on the CPU, with one fiber per CUDA thread: SPARSECOMM_EMULATED then names a header that
-// stands in for the compiler's built-ins.
+// The tests run these sources on the CPU, with one fiber per CUDA thread: SPARSECOMM_EMULATED is then the name of a header
+// that replaces the compiler's built-ins.
 #pragma once
 
 #ifdef SPARSECOMM_EMULATED
@@ -15,8 +15,8 @@
 
 #define KERNEL extern "C" __global__
 #define DEVICE __device__ __forceinline__
-#define UNROLL _Pragma("unroll")  // arrays that are to be registers need constant indices
-#define OWN_LINE alignas(128)     // counters that many blocks add to, apart from each other in the L2
+#define UNROLL _Pragma("unroll")  // keeps arrays in registers, which need constant indices
+#define OWN_LINE alignas(128)     // keeps contended counters in separate lines of the L2
 
 namespace sparsecomm {
 
@@ -28,10 +28,10 @@ using i64 = long long;
 
 #ifndef SPARSECOMM_EMULATED
 
-// Declares shared memory, not initialised.
+// Declares uninitialized shared memory.
 #define SHARED(T, name) __shared__ T name
 
-// A word that other blocks wait for, at relaxed order: no other memory is published by it.
+// Accesses a word that other blocks wait for, with relaxed order: it publishes no other memory.
 DEVICE u64 load_relaxed(const u64* p) {
     u64 v;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -39,14 +39,14 @@ DEVICE u64 load_relaxed(const u64* p) {
 }
 DEVICE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
-// A counter, at acquire order: who sees it sees what was written before it was released.
+// Loads a counter with acquire order: writes before its release are then visible.
 DEVICE u32 load_acquire(const u32* p) {
     u32 v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 
-// Waits a little, between two loads of a word that another block will write.
+// Waits briefly between two loads of a word that another block will write.
 DEVICE void pause() { __nanosleep(32); }
 
 #endif

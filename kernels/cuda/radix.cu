@@ -1,13 +1,13 @@
-// The exact top-k by radix selection, in one launch: whatever the data are, with no sample.
+// The exact top-k by radix selection, in one launch and without a sample, for any data.
 //
-// It runs for short vectors; when `filter` found too few candidates or too many (`retry`); and as the oracle of the
-// other way. Order, ties, NaN and zeros are those of topk.cu. The data are in contiguous parts, one per block. Reads them
-// once per RADIX_BITS bits of a key and twice more (f32: 5 times), writes k entries; with a residual reads and writes that
-// too. Deterministic: parts and threads are in order of index.
+// Used for short vectors; if `filter` found too few or too many candidates (`retry`); and in tests, to check topk.cu, whose
+// order, ties, NaN and zeros it shares. The data are split into contiguous parts, one per block. Reads them once per
+// RADIX_BITS bits of a key and twice more (f32: 5 times), and writes k entries; with a residual also adds x to it.
+// Deterministic: parts and threads are in order of index.
 //
-// The work is in steps, each of which needs all of the one before. Blocks take the parts of a step by ticket, and wait for
-// the step before it, all of whose parts have been taken by then, by blocks that run. So any number of blocks gets to the
-// end, also one that runs alone: the launch is no cooperative one, which could not begin before the whole device is free.
+// The work consists of steps, each of which needs the complete previous one. Blocks take the parts of a step by ticket, and
+// wait for the previous step; running blocks have then taken all of its parts. So the kernel finishes with any number of
+// running blocks, even one, and needs no cooperative launch, which would wait until the whole device is free.
 #include "load.cuh"
 #include "select.cuh"
 
@@ -16,31 +16,31 @@ using namespace sparsecomm;
 namespace {
 
 constexpr u32 RADIX_BINS = 1u << RADIX_BITS;
-constexpr u32 RADIX_BLOCKS = sizeof(Index) == 8 ? 1 : 0;  // per multiprocessor, at least: as few as need no spilling
+constexpr u32 RADIX_BLOCKS = sizeof(Index) == 8 ? 1 : 0;  // minimum per multiprocessor; 1 avoids spilling
 
 enum Stage : u32 {
 #if RESIDUAL
-    ADD,  // x to the residual, or what `filter` took out of it
+    ADD,  // add x to the residual, or put back the candidates that `filter` took
 #endif
-    PASS,   // count the keys that begin like the k-th by their next RADIX_BITS bits
-    COUNT,  // the winners of each part, which tells where they go
-    WRITE,  // the winners
+    PASS,   // count keys with the known bits of the k-th, by their next RADIX_BITS bits
+    COUNT,  // count the winners of each part
+    WRITE,  // write the winners
     END
 };
 
-// In device memory; zeros between calls, but for `sums`.
+// In device memory. Zeros between calls, except `sums`.
 struct Radix {
-    u32 ticket;        // parts of steps that have been taken
-    OWN_LINE u64 kth;  // the k-th key, as far as it is known; 0 if all keys win. This line changes between two steps only
-    u64 above;         // keys that are greater, as far as that is known
-    u64 ties;          // after the last pass: how many keys equal to the k-th win
-    u32 decided;       // bits of the k-th key that are known, from the top
-    u32 stage;         // of the step under way
-    u32 over;          // steps that are over
-    OWN_LINE u32 parts_done;  // of the step under way
-    OWN_LINE u32 blocks_done;  // that have come to the end
+    u32 ticket;        // parts taken, in all steps
+    OWN_LINE u64 kth;  // known bits of the k-th key; 0 if all keys win. This line changes only between steps
+    u64 above;         // number of keys known to be greater
+    u64 ties;          // after the last pass: number of winners equal to the k-th key
+    u32 decided;       // number of known bits of the k-th key, from the highest
+    u32 stage;         // of the current step
+    u32 over;          // completed steps
+    OWN_LINE u32 parts_done;   // in the current step
+    OWN_LINE u32 blocks_done;  // finished blocks
     OWN_LINE u32 histogram[RADIX_BINS];
-    OWN_LINE u64 sums[2];  // of each part: keys above the k-th, and equal to it
+    OWN_LINE u64 sums[2];  // of each part: number of keys above the k-th, and equal to it
 };
 static_assert(sizeof(Radix) == RADIX_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
@@ -48,10 +48,10 @@ struct Counts {
     u32 of[RADIX_BINS];
 };
 
-// Takes the next part, and waits until the step before it is over; returns false if that was the last one. All threads
-// call it. What blocks wrote in the step before is seen after.
+// Takes the next part, waits for the previous step and sees its writes. Returns false after the last step. All threads
+// call it.
 DEVICE bool take_part(Radix* state, u32* part) {
-    SHARED(u32, ticket);  // no thread still looks at the one before: every step ends with a barrier
+    SHARED(u32, ticket);  // no thread still reads the previous ticket, because every step ends with a barrier
     if (threadIdx.x == 0) {
         ticket = atomicAdd(&state->ticket, 1u);
         while (load_acquire(&state->over) < ticket / gridDim.x) pause();
@@ -62,7 +62,7 @@ DEVICE bool take_part(Radix* state, u32* part) {
     return state->stage != END;
 }
 
-// Ends the step, so that blocks go on with `stage`. All threads of its last block call it.
+// Ends the step and starts `stage`. All threads of the last block of the step call it.
 DEVICE void next_step(Radix* state, Stage stage) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -74,16 +74,16 @@ DEVICE void next_step(Radix* state, Stage stage) {
 
 }  // namespace
 
-//   x                          [in]      n elements; not read unless `from_start`, or without RESIDUAL
-//   residual                   [in,out]  r = r + x, and 0 at the winners. Not used unless RESIDUAL
+//   x                          [in]      n elements; with RESIDUAL only read if `from_start`
+//   residual                   [in,out]  r = r + x, with 0 at the winners. Not used unless RESIDUAL
 //   n, k                       [in]      elements; entries to select
-//   aligned                    [in]      whether x and residual are at a multiple of 16 bytes
+//   aligned                    [in]      whether the addresses of x and residual are multiples of 16
 //   from_start                 [in]      false: select only if selection->retry is set, after `filter` has added x to r
-//   capacity, indices, bits    [in]      the candidates that `filter` took out of r, which go back first; unless from_start
-//   kept_indices, kept_values  [out]     the winners, in order of index; room for min(k, n)
-//   kept_count                 [out]     winners
+//   capacity, indices, bits    [in]      unless from_start: candidates that `filter` took from r, to be put back
+//   kept_indices, kept_values  [out]     winners in order of index; room for min(k, n)
+//   kept_count                 [out]     number of winners
 //   state                      [in,out]  zeros, with `sums` for each part
-//   selection                  [in]      retry, count; unless from_start
+//   selection                  [in]      unless from_start: retry, count
 KERNEL void __launch_bounds__(RADIX_THREADS, RADIX_BLOCKS)
 radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_start, u64 capacity, const Index* indices,
       const AccBits* bits, Index* kept_indices, Acc::Accumulator* kept_values, u64* kept_count, Radix* state,
@@ -107,7 +107,7 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
             if (from_start) {
                 for (u64 i = begin + thread; i < end; i += ROW)
                     store_group(residual, i, n, aligned, accumulated(x, residual, i, n, aligned));
-            } else {  // what `filter` took
+            } else {  // put back the candidates
                 const u64 stored = selection->count < capacity ? selection->count : capacity;
                 for (u64 i = u64(part) * RADIX_THREADS + threadIdx.x; i < stored; i += u64(gridDim.x) * RADIX_THREADS)
                     residual[indices[i]] = bits[i];
@@ -179,9 +179,9 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
             u64 greater_before, equal_before;
             block_scan<RADIX_THREADS>(greater, &greater_before);
             block_scan<RADIX_THREADS>(equal, &equal_before);
-            for (u64 row = begin; row < end; row += ROW) {  // in order
+            for (u64 row = begin; row < end; row += ROW) {
                 const Group<AccBits> g = load_group(data, row + thread, n, aligned);
-                u64 mine = 0, all;  // keys above in the lower half, ties in the upper one
+                u64 mine = 0, all;  // greater keys in the lower half, ties in the upper
                 UNROLL
                 for (u32 e = 0; e < VECTOR; e++) {
                     const u64 key = key_of(g.get(e));

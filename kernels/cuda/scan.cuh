@@ -1,4 +1,4 @@
-// Prefix sums over the lanes of a warp and the threads of a block.
+// Sums, maxima and prefix sums over the lanes of a warp, and prefix sums over the threads of a block.
 #pragma once
 
 #include "platform.cuh"
@@ -19,14 +19,14 @@ DEVICE T warp_scan(T v) {
     return v;
 }
 
-// Returns the sum over all lanes, to each. All lanes call it.
+// Returns the sum over all lanes. All lanes call it.
 template <class T>
 DEVICE T warp_sum(T v) {
     for (u32 d = WARP / 2; d > 0; d /= 2) v += __shfl_xor_sync(ALL_LANES, v, d);
     return v;
 }
 
-// Returns the largest of all lanes' numbers, to each. All lanes call it.
+// Returns the largest value of all lanes. All lanes call it.
 template <class T>
 DEVICE T warp_max(T v) {
     for (u32 d = WARP / 2; d > 0; d /= 2) {
@@ -39,7 +39,7 @@ DEVICE T warp_max(T v) {
 // Returns the exclusive prefix sum over the threads of a block. All BLOCK threads call it.
 //
 //   v      [in]   this thread's addend
-//   total  [out]  the sum over all threads, the same in each
+//   total  [out]  the sum over all threads
 template <u32 BLOCK, class T>
 DEVICE T block_scan(T v, T* total) {
     constexpr u32 WARPS = BLOCK / WARP;
@@ -50,10 +50,10 @@ DEVICE T block_scan(T v, T* total) {
     SHARED(Sums, sums);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const T inclusive = warp_scan(v);
-    __syncthreads();  // the last call's sums have been read
+    __syncthreads();  // all threads have read the previous call's sums
     if (lane == WARP - 1) sums.warp[warp] = inclusive;
     __syncthreads();
-    const T mine = lane < WARPS ? sums.warp[lane] : T(0), through = warp_scan(mine);  // each warp for itself
+    const T mine = lane < WARPS ? sums.warp[lane] : T(0), through = warp_scan(mine);  // in every warp
     *total = __shfl_sync(ALL_LANES, through, WARP - 1);
     return __shfl_sync(ALL_LANES, T(through - mine), int(warp)) + inclusive - v;
 }

@@ -1,26 +1,26 @@
-// The k-th largest key among candidates that several kernels share, and what they leave for each other.
+// Finds the k-th largest key among candidates, in several kernels that share a `Selection`.
 //
-// `count_key` puts each candidate into one of BINS equal ranges of keys from `threshold` on. The last block to finish finds
-// the bin in which the k-th key is (`pick_bin`). `refine` gathers that bin's keys, and its last block finds the key
-// itself (`find_kth`). With a bin of less than a thousandth of the range, that is little work.
+// `count_key` counts each candidate in one of BINS equal ranges of keys, which begin at `threshold`. The last block to finish
+// finds the bin of the k-th key (`pick_bin`). `refine` gathers the keys of this bin, usually few, and its last block finds
+// the k-th key (`find_kth`).
 #pragma once
 
 #include "lookback.cuh"
 
 namespace sparsecomm {
 
-// In device memory, one per stream of calls. Counters are zero between calls.
+// In device memory, one per stream. Counters are zero between calls.
 struct Selection {
-    u64 threshold;  // where bins begin; keys below are in the first
+    u64 threshold;  // where bins begin; smaller keys are in the first bin
     u64 count;      // candidates found
-    u64 kth;        // the k-th largest key: keys above it win, ...
-    u64 ties;       // ... and the first so many that are equal to it
+    u64 kth;        // the k-th largest key; greater keys win, ...
+    u64 ties;       // ... and this many keys equal to it, the first ones
     u64 rank;       // of the k-th key within its bin, from 1
-    u64 bin;        // that of the k-th key; NO_BIN if all candidates win
+    u64 bin;        // of the k-th key; NO_BIN if all candidates win
     u32 shift;      // the width of a bin is 2^shift
-    u32 retry;      // 1: too few candidates, or more than there was room for; `radix` selects again
-    OWN_LINE u64 survivors;    // keys of that bin gathered so far
-    OWN_LINE u32 blocks_done;  // blocks that have reached their end, of kernels without tiles
+    u32 retry;      // 1: too few candidates, or more than `capacity`; `radix` selects again
+    OWN_LINE u64 survivors;    // keys of the bin gathered so far
+    OWN_LINE u32 blocks_done;  // finished blocks of kernels without tiles
     OWN_LINE u32 histogram[BINS];
 };
 static_assert(sizeof(Selection) == SELECTION_BYTES, "as in sparsecomm/backends/cuda/modules.py");
@@ -35,8 +35,8 @@ DEVICE u64 bin_of(u64 key, u64 threshold, u32 shift) {
     return bin < BINS - 1 ? bin : BINS - 1;
 }
 
-// Where bin b of N stands in device memory: neighbours in other sectors of 32 bytes, since many blocks at once add to bins
-// that are near each other.
+// Returns the position of bin b of N in device memory. Neighbouring bins are in different sectors of 32 bytes, because many
+// blocks add to neighbouring bins at the same time. `bin_at` is the inverse.
 template <u32 N>
 DEVICE u32 slot_of(u32 b) { return b % (N / 8) * 8 + b / (N / 8); }
 template <u32 N>
@@ -52,7 +52,7 @@ DEVICE void count_key(Selection* selection, u64 key, u64 threshold, u32 shift) {
 //
 //   count_at  [in]   count_at(b) is the number of keys in bin b
 //   r         [in]   from 1 to the number of keys
-//   bin       [out]  that of the r-th key
+//   bin       [out]  bin of the r-th key
 //   rank      [out]  its rank within that bin, from 1
 template <u32 THREADS, u32 N, class CountAt>
 DEVICE void find_rank(CountAt count_at, u64 r, u32* bin, u64* rank) {
@@ -106,13 +106,13 @@ DEVICE void pick_bin(Selection* selection, u64 count, u64 k) {
     for (u32 b = threadIdx.x; b < BINS; b += THREADS) selection->histogram[b] = 0;
 }
 
-// Finds the key of rank `rank` from the top among some keys: of few, each thread looks at one, and counts what is above it;
-// else in passes over 11 bits. One block calls it.
+// Finds the key of rank `rank` from the top. For at most THREADS keys, each thread ranks one; for more, in radix passes of
+// 11 bits. One block calls it.
 //
 //   keys   [in]   `count` keys, in any order, each in [first, first + 2^bits)
 //   rank   [in]   from 1 to `count`
 //   kth    [out]  the key
-//   ties   [out]  how many keys equal to it are up to that rank
+//   ties   [out]  number of keys equal to it among the `rank` largest
 template <u32 THREADS, class Key>
 DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, u64* kth, u64* ties) {
     constexpr u32 DIGIT = 11;
@@ -146,12 +146,12 @@ DEVICE void find_kth(const Key* keys, u64 count, u64 first, u32 bits, u64 rank, 
         *ties = found.ties;
         return;
     }
-    u64 prefix = 0;  // of key - first, decided so far
+    u64 prefix = 0;  // known bits of kth - first
     while (bits > 0) {
         const u32 digit = bits < DIGIT ? bits : DIGIT, shift = bits - digit;
         for (u32 b = threadIdx.x; b < 1u << DIGIT; b += THREADS) counts.of[b] = 0;
         __syncthreads();
-        constexpr u32 AT_ONCE = 8;  // loads that are under way before the first is looked at
+        constexpr u32 AT_ONCE = 8;  // loads started before the first is used
         for (u64 i = threadIdx.x; i < count; i += THREADS * AT_ONCE) {
             Key some[AT_ONCE];
             UNROLL

@@ -1,17 +1,17 @@
-// Every entry from a key on, in order of index, up to a capacity; and how many there are in all. One launch.
+// Writes every entry whose key is at least a threshold, in order of index, up to a capacity, and counts them. One launch.
 //
-// Any number of blocks. Reads the data once and writes the entries. NaN has the largest key, zeros the smallest,
-// which is no threshold. Deterministic.
+// Any number of blocks. Reads the data once and writes the entries. NaN has the largest key. Zeros have key 0 and are never
+// selected. Deterministic.
 //
-//   x          [in]      n elements; may be null beside a residual, which is then filtered as it is
-//   residual   [in,out]  r = r + x, and 0 at the entries written. Not used unless RESIDUAL
-//   n          [in]      elements
-//   aligned    [in]      whether x and residual are at a multiple of 16 bytes
+//   x          [in]      n elements; with RESIDUAL may be null, to filter the residual unchanged
+//   residual   [in,out]  r = r + x, with 0 at the entries written. Not used unless RESIDUAL
+//   n          [in]      number of elements
+//   aligned    [in]      whether the addresses of x and residual are multiples of 16
 //   threshold  [in]      the smallest key of an entry, at least 1
-//   capacity   [in]      entries for which there is room; later ones stay in the residual
-//   indices    [out]     of the entries
-//   values     [out]     of the entries, in the accumulator
-//   count      [out]     entries that reach the threshold: may be above `capacity`. Not written for n = 0
+//   capacity   [in]      maximum entries written; later ones remain in the residual
+//   indices    [out]     indices of the entries
+//   values     [out]     values of the entries, in the accumulator type
+//   count      [out]     number of entries that reach the threshold; may exceed `capacity`. Not written for n = 0
 //   look_back  [in,out]  see lookback.cuh
 #include "filter.cuh"
 

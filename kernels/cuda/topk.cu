@@ -1,16 +1,15 @@
 // The exact top-k by |v|, in one pass over the data and a few over the candidates.
 //
-//   sample   a lower bound on the k-th key, from a sample           reads up to 1 MB
-//   filter   r = r + x; every entry from that bound on, in order    reads 4n (f32), with a residual 8n, and writes 4n
-//   refine   the k-th key among these                               reads them
-//   emit     the winners, in order; the others back to the residual reads them, writes 8k
-//   radix    all over again, if the sample was wrong (radix.cu)     reads one flag
+//   sample   finds a likely lower bound of the k-th key                  reads up to 1 MB
+//   filter   r = r + x; takes the candidates: keys that reach the bound  reads 4n (f32), with a residual 8n, and writes 4n
+//   refine   finds the k-th key among the candidates                     reads the candidates
+//   emit     writes the winners; losers return to the residual           reads the candidates, writes 8k
+//   radix    selects again if the sample was wrong (radix.cu)            usually reads one flag
 //
-// Grids: sample SAMPLE_SECTORS / SAMPLE_THREADS blocks or fewer; the others as many as run at once, or fewer for short
-// vectors.
-// Order: |v| descending, index ascending; the k-th and later ties lose. NaN is above infinity. Zeros are never selected:
-// of fewer than k other entries all are. k > n selects as k = n. Deterministic: the sample's positions are fixed, and it
-// decides how fast the result comes, never what it is. Atomics count, and counts do not depend on order.
+// Grids: at most SAMPLE_SECTORS / SAMPLE_THREADS blocks for sample; for others at most as many as run at once.
+// The order is (|v| descending, index ascending), with NaN above infinity, so the first ties win. Zeros are never selected:
+// if fewer than k elements are nonzero, all of them are. k > n selects as k = n. Deterministic: the positions of the sample
+// are fixed, and the sample affects only the time. Atomics only count.
 #include "emit.cuh"
 #include "filter.cuh"
 
@@ -25,11 +24,11 @@ struct Sample {
 };
 static_assert(sizeof(Sample) == SAMPLE_BYTES, "as in sparsecomm/backends/cuda/modules.py");
 
-constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements read together by the sample
+constexpr u32 SECTOR = 32 / sizeof(XBits);  // elements that the sample reads at once
 constexpr u32 SAMPLE_SHIFT = KEY_BITS<AccBits> - 13;
 static_assert(SAMPLE_BINS == 1u << 13, "bins by the 13 highest bits of keys");
 
-// All bins together cover two octaves: the k-th key is seldom further above the threshold.
+// All bins together cover two octaves, because the k-th key is rarely farther above the threshold.
 constexpr u32 BIN_SHIFT = sizeof(AccBits) == 8 ? 42 : sizeof(AccBits) == 4 ? 12 : 0;
 
 DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
@@ -41,20 +40,20 @@ DEVICE u64 scattered(u64 i) {  // splitmix64: Steele, Lea & Flood, 2014
 
 }  // namespace
 
-// Finds a threshold that a few more than k entries are expected to reach. Any number of blocks; a thread reads a sector of
-// 32 bytes: a random one of each of `sectors` equal strata.
+// Finds a threshold that a few more than k entries are expected to reach. Any number of blocks. Reads a pseudo-random sector
+// of 32 bytes in each of `sectors` equal strata, one per thread at a time.
 //
 //   x, residual  [in]      n elements each; the residual is not used unless RESIDUAL
-//   n            [in]      elements, at least SECTOR * sectors
-//   aligned      [in]      whether x and residual are at a multiple of 16 bytes
-//   sectors      [in]      to look at
-//   wanted       [in]      how many elements of the sample are to be candidates; of fewer non-zeros all are
+//   n            [in]      number of elements, at least SECTOR * sectors
+//   aligned      [in]      whether the addresses of x and residual are multiples of 16
+//   sectors      [in]      number of sectors
+//   wanted       [in]      number of sampled elements that should reach the threshold; with fewer nonzero ones, all do
 //   state        [in,out]  zeros
 //   selection    [out]     threshold, shift
 KERNEL void __launch_bounds__(SAMPLE_THREADS, 1)
 sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors, u64 wanted, Sample* state, Selection* selection) {
     struct Counts {
-        u32 of[SAMPLE_BINS + SAMPLE_BINS / WARP];  // bin b at b + b / WARP: EACH of `find_rank` apart are other banks
+        u32 of[SAMPLE_BINS + SAMPLE_BINS / WARP];  // bin b is at b + b / WARP, to avoid bank conflicts in `find_rank`
     };
     SHARED(Counts, counts);
     const auto place = [](u32 b) { return b + b / WARP; };
@@ -108,12 +107,12 @@ sample(const XBits* x, const AccBits* residual, u64 n, bool aligned, u64 sectors
 // Writes the candidates in order of index, and finds the k-th key's bin. Any number of blocks.
 //
 //   x          [in]      n elements
-//   residual   [in,out]  r = r + x, and 0 at the candidates written. Not used unless RESIDUAL
+//   residual   [in,out]  r = r + x, with 0 at the candidates written. Not used unless RESIDUAL
 //   n, k       [in]      elements; entries to select
-//   aligned    [in]      whether x and residual are at a multiple of 16 bytes
-//   capacity   [in]      candidates for which there is room
-//   indices    [out]     of the candidates
-//   bits       [out]     of the candidates, as the residual would have them
+//   aligned    [in]      whether the addresses of x and residual are multiples of 16
+//   capacity   [in]      maximum candidates written
+//   indices    [out]     indices of the candidates
+//   bits       [out]     bits of the candidates, in the format ACC
 //   look_back  [in,out]  see lookback.cuh
 //   selection  [in,out]  in: threshold, shift. Out: count, bin, rank, retry
 KERNEL void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)

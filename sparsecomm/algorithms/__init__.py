@@ -1,6 +1,6 @@
 """The registry of algorithms.
 
-To add one, add a file to this folder that defines ``ALGORITHM = Algorithm(...)``, and its name to `_Module`.
+To add an algorithm, add a file to this folder that defines ``ALGORITHM = Algorithm(...)``, and its name to `_Module`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Module: TypeAlias = Literal[
     "ssar_recursive_doubling",
     "ssar_split_allgather",
 ]
-_Derived: TypeAlias = Literal[  # the usual names of those that `find` makes from others
+_Derived: TypeAlias = Literal[  # common names of algorithms that `find` derives from others
     "hierarchical",
     "hierarchical:butterfly",
     "hierarchical:tree",
@@ -57,21 +57,20 @@ _CHOOSING = ("auto", "fastest")
 _OUTER = "hierarchical"
 RATIO = re.compile("[2-9]|[1-9][0-9]{1,3}")  # R in "split:R"
 _WEIGHT = re.compile(r"[1-9][0-9]{0,3}(\.[0-9]{1,4})?")  # W in "X*W|Y"
-ALGORITHMS: dict[str, Algorithm] = {}  # by name; never shrinks
+ALGORITHMS: dict[str, Algorithm] = {}  # by name; nothing is ever removed
 
 for _module in get_args(_Module):
     _algorithm: Algorithm = import_module(f"sparsecomm.algorithms.{_module}").ALGORITHM
     ALGORITHMS[_algorithm.name] = _algorithm
 ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 
-
-_with_larger_result = cache(with_larger_result)  # every name always returns the same object
+_with_larger_result = cache(with_larger_result)  # so that a name always stands for the same object
 
 
 class Algorithms(dict[str, Algorithm]):
     """The registered algorithms by name. Printing it shows a table.
 
-    It also finds derived algorithms such as ``["split:17"]`` and ``["hierarchical:tree"]``, which it does not list.
+    Lookup also supports derived algorithms, which are not listed: ``["split:17"]``, ``["hierarchical:tree"]``.
     """
 
     def __missing__(self, name: str) -> Algorithm:
@@ -80,7 +79,7 @@ class Algorithms(dict[str, Algorithm]):
         except InvalidInputError as error:
             raise KeyError(str(error)) from None
         if found is None:
-            raise KeyError(f"{name} chooses among several algorithms: see sparsecomm.explain")
+            raise KeyError(f"{name} stands for several algorithms; expected the name of one; see sparsecomm.explain")
         return found
 
     def __repr__(self) -> str:
@@ -90,9 +89,9 @@ class Algorithms(dict[str, Algorithm]):
 
 
 def register_algorithm(algorithm: Algorithm) -> None:
-    """Register an algorithm, so that ``algorithm=`` accepts its name. Call it on all ranks before they use it.
+    """Register an algorithm, so that ``algorithm=`` accepts its name. Register it on all ranks before any rank uses it.
 
-    If `Algorithm.automatic` is set, "auto" may choose it; if `Algorithm.between_nodes` is set, "hierarchical:NAME" is
+    If `Algorithm.automatic` is set, "auto" may choose it. If `Algorithm.between_nodes` is set, "hierarchical:NAME" is
     also available.
 
     Raises:
@@ -113,12 +112,12 @@ def register_algorithm(algorithm: Algorithm) -> None:
 
 
 def inner_algorithms() -> dict[str, Algorithm]:
-    """Return the algorithms X of "hierarchical:X", which may run between nodes, by name."""
+    """Return, by name, the algorithms that may be X in "hierarchical:X"."""
     return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.between_nodes}
 
 
 def find(name: str) -> Algorithm | None:
-    """Return the algorithm with a name, or raise; None if the name stands for several: see `alternatives`."""
+    """Return the algorithm with a name; None if the name stands for several (see `alternatives`). Raises if unknown."""
     if isinstance(name, str):
         if name in _CHOOSING:
             return None
@@ -136,8 +135,8 @@ def find(name: str) -> Algorithm | None:
     near = did_you_mean(name, [*known, *(f"{_OUTER}:{x}" for x in inner_algorithms())])
     raise InvalidInputError(
         f"algorithm={quote(name)}: expected one of {', '.join(known)}; or {_OUTER}:X, where X is one of "
-        f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999; or several of these separated by |, of "
-        f"which the fastest is chosen (X*1.5 counts 1.5 times its cost){near}"
+        f"{', '.join(inner_algorithms())}; or split:R with R from 2 to 9999; or several of these separated by |, to "
+        f"choose the fastest (X*1.5 multiplies the cost of X by 1.5){near}"
     )
 
 
@@ -156,22 +155,22 @@ def find_all(name: str) -> list[tuple[Algorithm | None, float]]:
 
 
 def name_of(algorithm: AlgorithmName | Algorithm) -> AlgorithmName:
-    """Return the name of an algorithm, which may be passed by name or as an object that is registered."""
+    """Return the name of an algorithm, which is given by its name or as a registered object."""
     if not isinstance(algorithm, Algorithm):
         return algorithm
     if find(algorithm.name) is not algorithm:
         raise InvalidInputError(
-            f"algorithm: got an algorithm with the name {algorithm.name!r} that is not registered; call "
+            f"algorithm: got an algorithm with the name {algorithm.name!r}, which is not registered; call "
             "sparsecomm.register_algorithm on all ranks first"
         )
     return cast("AlgorithmName", algorithm.name)
 
 
 def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, float]]:
-    """Return the algorithms for which a name stands, with the factors of their costs. The first cheapest is chosen.
+    """Return the algorithms for which a name stands, with the weights of their costs. The first cheapest is chosen.
 
-    "fastest" stands for all algorithms of the global top-k; "auto" for these and a dense sum; "X|Y" for X and Y; any
-    other name for one algorithm.
+    "fastest" stands for all algorithms of the global top-k, "auto" for these and the dense sum, "X|Y" for X and Y, and
+    any other name for one algorithm.
     """
     found: list[tuple[Algorithm, float]] = []
     for text, (named, weight) in zip(name.split("|"), find_all(name), strict=True):

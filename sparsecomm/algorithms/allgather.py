@@ -2,8 +2,8 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as in Bruck et al., IEEE TPDS 1997.
 
-`sparsecomm.primitives.gather` has a drawing. All ranks add in the same order. Dropped: rounding errors of a rank's
-entries, by this rank. Nothing is rejected.
+`sparsecomm.primitives.gather` has a drawing. All ranks add in the same order. Each rank records its own rounding errors
+as dropped. Nothing is rejected.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["Algorithm"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to sum sparse gradients over all ranks. `sparsecomm.register_algorithm` takes it.
+    """One way to sum sparse gradients over all ranks. Pass it to `sparsecomm.register_algorithm`.
 
     Attributes:
         name: the value of ``algorithm=`` in `sparse_allreduce`.
@@ -29,14 +29,13 @@ class Algorithm:
         predicted_time: ``predicted_time(problem, costs)`` returns the seconds of a call, including selection, merging
             and packing.
         reselects: whether the result has at most k entries.
-        rejects: whether the result may lack entries that ranks selected. These ranks then take them back. Otherwise the
-            result is the sum of all selections, up to dropped entries.
+        rejects: whether the result may lack indices that ranks selected. The library then returns these entries to the
+            ranks' residuals. Otherwise the result is the sum of all selections, minus dropped entries.
         by_chunk: whether ranks may select by chunk.
         automatic: whether "auto" may choose it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
         unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.
-        contributors_unknown: why it does not support ``op="mean_of_contributors"``; "" if it does: see
-            `Communicator.sums`.
+        contributors_unknown: why it does not support ``op="mean_of_contributors"``, or "" (see `Communicator.sums`).
     """
 
     name: str

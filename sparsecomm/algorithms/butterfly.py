@@ -1,8 +1,8 @@
 """Global top-k by recursive doubling: every rank merges in every step, so no broadcast follows.
 
-Source: the merge is that of gTop-k (Shi et al., ICDCS 2019, Section III); the pattern is recursive doubling (Thakur,
-Rabenseifner, Gropp, IJHPCA 2005, Section 4.3), after a fold if P is not a power of two: P = 2^steps + rem, and the
-first 2 rem ranks form pairs of neighbours, of which the odd rank takes part for both.
+Source: ranks merge as in gTop-k (Shi et al., ICDCS 2019, Section III), in the pattern of recursive doubling (Thakur,
+Rabenseifner, Gropp, IJHPCA 2005, Section 4.3). If P is not a power of two, a fold comes first: with P = 2^steps + rem,
+the first 2 rem ranks form pairs of neighbours, and the odd rank of each pair takes part for both.
 
 Cost: floor(log2 P) steps of (alpha + k b beta) per rank; two more if P is not a power of two.
 
@@ -13,11 +13,10 @@ Cost: floor(log2 P) steps of (alpha + k b beta) per rank; two more if P is not a
                            0..6 <-----------------> 0..6
     unfold   0..6 <- 1   0..6 <- 3   0..6 <- 5
 
-Result: k entries, approximate. The same on all ranks: all ranks of a group add in the same order (lower ranks first)
-and reject the same entries. If P is a power of two, it equals the tree's, bit for bit.
+Result: k entries, approximate. It is equal on all ranks, because all ranks of a group add in the same order (lower
+ranks first) and reject the same entries. If P is a power of two, it equals the tree's result, bit for bit.
 Dropped: in step j, groups of 2^(j+1) ranks compute the same merge. Each rank records an equal shard of the rejected
-entries, in the order of indices, and of the rounding errors before the next step. In the fold, the rank that merges
-records all.
+entries, and of the rounding errors before the next step. In the fold, the rank that merges records all.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A rank's part in the fold: the names are MPICH's.
+    """A rank's role in the fold and in recursive doubling. The names are MPICH's.
 
     Attributes:
         steps: number of steps of recursive doubling, floor(log2 P).
         rem: number of pairs.
-        newrank: this rank's number among the 2^steps that take part; -1 for the even rank of a pair.
+        newrank: this rank's number among the 2^steps ranks that take part; -1 for the even rank of a pair.
         hands_over: whether this rank is the even one of a pair, which sends to ``partner`` and receives the result.
         partner: the other rank of this rank's pair; -1 if it has none.
-        peers: for each step, the rank to exchange with, whose new rank differs in the bit of this step.
+        peers: for each step, the rank to exchange with. Its new rank differs in the bit of this step.
     """
 
     steps: int
@@ -75,7 +74,7 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        if 2 * num_shards <= comm.size:  # entries rejected by the last merge have no index of the result
+        if 2 * num_shards <= comm.size:  # not in the last step: the result lacks these indices
             gradient.drop(rejected.shard(shard, num_shards))
         return kept
 
@@ -88,7 +87,7 @@ def recursive_doubling(
     """Return the combined vectors of all ranks, with at most ``max_entries`` entries.
 
     ``combine(lower, upper, shard, num_shards)`` combines two vectors. ``num_shards`` ranks compute the same
-    combination; this rank is number ``shard`` of them.
+    combination, and this rank is number ``shard`` among them.
     """
     fold = Fold.of(comm.rank, comm.size)
     unfold = fold.steps + 1
@@ -99,7 +98,7 @@ def recursive_doubling(
         own = combine(comm.receive(fold.partner, 0), own, 0, 1)
 
     for step, peer in enumerate(fold.peers):
-        mask = 1 << step  # and the number of ranks that hold the same entries
+        mask = 1 << step  # also the number of ranks with the same entries
         own = comm.quantized(own, gradient, fold.newrank % mask, mask)
         theirs = comm.exchange(own, peer, peer, step + 1)
         lower, upper = (theirs, own) if fold.newrank & mask else (own, theirs)
@@ -115,7 +114,7 @@ def recursive_doubling(
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the predicted seconds of a call."""
     P, k = problem.P, problem.k
-    distances = [1 << j for j in range(log2_ceil(P))] + ([1] if P & (P - 1) else [])  # ceil counts one of the two
+    distances = [1 << j for j in range(log2_ceil(P))] + ([1] if P & (P - 1) else [])  # log2_ceil counts the other
     links = [problem.link(costs, distance) for distance in distances]
     work = k * (2 * costs.merge + problem.codec(costs))
     return costs.select * problem.n + sum(link.alpha + k * problem.entry_bytes * link.beta + work for link in links)

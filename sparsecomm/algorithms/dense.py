@@ -6,24 +6,23 @@ workstations", JPDC 2009).
 
 Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per element; along the ring 2 (P - 1) alpha.
 
-    The gradient is cut into P segments, one per rank. Every rank sends each other rank the segment of that rank, adds
-    up its own segment, and sends the sum to all.
+    The gradient is split into P segments, one per rank. Every rank sends each other rank that rank's segment, adds up
+    its own segment, and sends the sum to all.
 
     rank          0         1         2         3         4         5         6
     sends      s1 ... s6  s2 ... s0  s3 ... s1   ...                              one to each
     adds up      s0        s1        s2        s3        s4        s5        s6
 
     Along the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank adds its own. The sums
-    travel on in P - 1 more steps. Each byte leaves a node once.
-
-    If every rank has its own node, and sending whole gradients takes less time than a trip, every rank sends its whole
-    gradient to all others. All add up all segments in the same order: alpha + (P - 2) gap + (P - 1) e n beta.
+    take P - 1 more steps to reach all ranks. Each byte leaves a node once.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
-k is not used. Each segment is added up in the order of the ring, whichever way it travels. Nothing is dropped; the
-residual becomes zero.
+    If every rank has its own node, and the bytes of all gradients take less time than the latency, every rank sends its
+    whole gradient to all others. All add up all segments: alpha + (P - 2) gap + (P - 1) e n beta.
+
+k is not used. All three ways add up a segment in the order of the ring. Nothing is dropped; the residual becomes zero.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["ALGORITHM"]
 
-_MAX_SENT = 1 << 16  # maximum elements that a rank sends in the single trip, even if the cost of bytes is unknown
+_MAX_SENT = 1 << 16  # maximum elements that a rank sends in a single trip, in case the cost of bytes is unknown
 
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
@@ -51,7 +50,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
     if _shares_links(size, num_nodes):
         _along_ring(comm, segments)
-    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_less_than_a_trip(sent):
+    elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
         _in_one_trip(comm, total, segments)
     elif size > 1:
         _at_once(comm, segments)
@@ -96,7 +95,7 @@ def _along_ring(comm: Communicator, segments: list[Array]) -> None:
 
 
 def _shares_links(P: int, num_nodes: int) -> bool:
-    """Return whether ranks share the link of a node, which would carry several copies of each message to all."""
+    """Return whether ranks share the link of their node. It would carry several copies of a message to all ranks."""
     return 1 < num_nodes < P
 
 
@@ -106,7 +105,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
-    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.are_less_than_a_trip(sent):
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.is_latency_bound(sent):
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)

@@ -9,12 +9,11 @@ Each line below is one trip:
                  each owner adds them to all of its own elements in its range
     gather       each owner sends its largest sums to all, and keeps the others
 
-Ranges have equal lengths and are the same in every call. Each has its share of k, both in a rank's selection and in the
-result.
+Ranges have equal lengths and are the same in every call. A rank selects, and the result contains, a share of k in each
+range.
 
-One rank adds up each range. Dropped: rounding errors, by the rank that sends. Sums that do not win stay in the residual
-of their owner, which adds to them in the next call. So small entries of all ranks reach the result although no rank
-alone would select them.
+The rank that sends records rounding errors as dropped. Sums that do not win stay in their owner's residual, which adds
+to them in the next call. So small entries of all ranks reach the result although no rank alone would select them.
 """
 
 from __future__ import annotations

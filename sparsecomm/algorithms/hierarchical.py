@@ -1,15 +1,15 @@
 """A sum inside each node, then another algorithm between one leader per node, then a broadcast inside each node.
 
-Source: the scheme is old (Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed
-training of deep learning on public cloud clusters", MLSys 2021, for Top-k). Between nodes any other algorithm runs.
+Source: Karonis et al., IPDPS 2000, for collectives; Shi et al., "Towards scalable distributed training of deep learning
+on public cloud clusters", MLSys 2021, for Top-k. Any other algorithm can run between nodes.
 
     node            A: 0 1 2          B: 3 4          C: 5 6
     inside       0 <- 1, 0 <- 2      3 <- 4          5 <- 6         along a tree
     leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
-Messages inside a node have the plain format. Leaders forward the result unchanged. Dropped: as by the inner algorithm;
-if that reselects, also entries rejected by merges inside a node, by the rank that merges.
+Messages inside a node have the plain format. Leaders forward the result unchanged. Dropped: like the inner algorithm;
+if it reselects, the rank that merges inside a node also records rejected entries.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
 
     def run(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         same_node = [rank for rank in range(comm.size) if comm.node_of_rank[rank] == comm.node_of_rank[comm.rank]]
-        first = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
-        leaders = sorted(first.values())
+        first_rank = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
+        leaders = sorted(first_rank.values())
         node = comm.subgroup(same_node, 1, plain=True)
         combine = reselecting(node, gradient, k) if inner.reselects else node.backend.merge
         entries = reduce(node, gradient, gradient.topk(k), combine)
@@ -44,9 +44,9 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link
-        once = node.alpha + k * (4 + problem.element_bytes) * node.beta
+        message = node.alpha + k * (4 + problem.element_bytes) * node.beta
         between = replace(problem, P=problem.num_nodes or problem.P, num_nodes=None)
-        return steps * (2 * once + 2 * k * costs.merge) + inner.predicted_time(between, costs)
+        return steps * (2 * message + 2 * k * costs.merge) + inner.predicted_time(between, costs)
 
     return Algorithm(
         name=name,

@@ -1,31 +1,31 @@
 """The exact global top-k: every rank adds up one range of indices and sends the sums that may win to all ranks.
 
-Source: the pattern is that of Ok-Topk (Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning",
-PPoPP 2022, Section 3), which also keeps its ranges and its estimate of the k-th value from call to call. Here sums are
-exact, and so is the k-th: a wrong estimate costs two trips.
+Source: the pattern of Ok-Topk (Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP
+2022, Section 3), which also keeps its ranges and its estimate of the k-th value from call to call. Here the sums and
+the k-th value are exact: a wrong estimate costs two more trips.
 
-Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, both ways, with some percent more entries than k. Each
-line below is one trip. The one in brackets is needed in the first call of a plan, and if the cached bounds do not fit.
+Cost: 2 (alpha + (P - 2) gap) + 2 (P - 1)/P k b beta per rank, with a few percent more entries than k. Each line below
+is one trip. The trip in brackets is needed in the first call of a plan, and if the cached bounds do not fit.
 
     scatter      each rank sends each other rank its entries in that rank's range (`sparsecomm.primitives.ranges`)
                  each rank adds up its range
-    [quantiles   each rank sends keys of some of its sums to all, which show a key that hardly more than k sums reach]
-    gather       each rank sends its sums that may win to all: those that are sure to win, and those near the k-th
-                 every rank takes the sure ones and the first of the others, k in all
+    [quantiles   each rank sends keys of some of its sums to all, which determine bounds around the k-th key]
+    gather       each rank sends its sums that may win to all: those above the bounds, which are sure to win, and those
+                 between the bounds; every rank takes the sure ones and the largest of the others, k in all
 
-If sending all sums takes less time than a trip and no value is rounded, the first call gathers all sums, without
-quantiles. Keys near the k-th largest of this call are the bounds for the next one, scaled by the growth of one entry of
-each rank, whose key the scatter carries. Every message contains a mark of the bounds, as for ranges. If the marks of
-ranks differ, all ranks notice in the same trip and start again without bounds.
+If the bytes of all sums take less time than the latency and no value is rounded, the first call gathers all sums,
+without quantiles. The bounds for the next call are keys near the k-th key of this call. They are scaled by the growth
+of one entry of each rank, whose key is part of the scatter. Every message contains a mark of the bounds, as for ranges.
+If marks differ, all ranks notice in the same trip and start again without bounds.
 
-The result is that of `allgather` cut to k entries. Dropped: rounding errors, by the rank that sends; the order is that
-of the exact sums. A value that rounds to zero is left out, and the next one wins in its place. A sum that does not win
+The result equals the k largest entries of `allgather`. The rank that sends records rounding errors as dropped; exact
+sums determine the order. A value that rounds to zero is omitted, and the next one wins instead. A sum that does not win
 is not recorded: the result lacks its index, so the ranks that selected it take it back.
 
-With op="mean_of_contributors", owners send means, and the sums decide which win. Means and rounded values do not show
-which sums are the largest, so the keys of sums near the k-th are sent beside them.
+With op="mean_of_contributors", owners send means, but the sums decide which win. Means and rounded values do not show
+which sums are the largest, so messages also contain the keys of the sums between the bounds.
 
-"split:R" keeps R k entries of the sum, R = 2, 3, ...: less remains in residuals, for (P - 1)/P (R + 1) k b beta.
+"split:R" keeps R k entries of the sum, R = 2, 3, ...: residuals keep less, at a cost of (P - 1)/P (R + 1) k b beta.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import NamedTuple
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.backends.keys import keys_of, largest_keys, max_key, scaled_key
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel, Range
+from sparsecomm.primitives.communicator import Communicator, Parcel
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.primitives.ranges import (
@@ -62,7 +62,7 @@ from sparsecomm.tensors.sparse import SparseVector
 __all__ = ["ALGORITHM", "with_larger_result"]
 
 _MAX_DOUBT = 8.0
-_NEAR = 0.3  # fraction of a result whose keys are sent, if any are, measured in local steps of 4 and 8 ranks
+_NEAR = 0.3  # keys sent per entry of a result, if any are sent, measured in local steps of 4 and 8 ranks
 _GATHER = 8  # first round number of the gather
 
 
@@ -70,11 +70,11 @@ class Bounds(NamedTuple):
     """Keys between which the k-th key is expected: see `sparsecomm.backends.keys`.
 
     Attributes:
-        low: all sums that reach it are sent; at least k are expected to.
-        high: sums that reach it are sure to win; at most k are expected to.
+        low: sums with at least this key are sent; at least k sums are expected to be.
+        high: sums with at least this key are sure to win; at most k sums are expected to.
         made: number of the call that made the bounds.
-        levels: keys of entries that ranks had selected in that call. Bounds are scaled by their growth.
-        doubt: factor by which the bounds are further apart than chance requires, because others were wrong.
+        levels: the key of one selected entry of each rank in that call. Bounds are scaled by their growth.
+        doubt: factor that widens the bounds, because earlier bounds were wrong.
     """
 
     low: int
@@ -92,10 +92,10 @@ class Winners(NamedTuple):
     """The first k sums.
 
     Attributes:
-        sums: as received.
-        keys: distance in rank order above the k-th -> key, for the k-th, one above it and one below it; empty if
-            unknown.
-        everything: there were no more than k sums.
+        sums: the winning sums, as received.
+        keys: keys by number of places above the k-th: of the k-th (0), of one above it, and of one below it (negative).
+            Empty if unknown.
+        everything: whether there were at most k sums.
     """
 
     sums: SparseVector
@@ -105,22 +105,11 @@ class Winners(NamedTuple):
 
 def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) -> SparseVector:
     """Return the exact top-(ratio * k) of the sum of all ranks' top-k."""
-    own, kept = gradient.topk(k), ratio * k
+    entries, kept = gradient.topk(k), ratio * k
     if comm.size == 1:
-        return own
-    pieces, levels = scatter(comm, gradient, own, k, max(1, own.nnz // 2))
-    return _top_sums(comm, gradient, pieces, levels, kept, ranges_of(comm, k))
-
-
-def _top_sums(
-    comm: Communicator,
-    gradient: Contribution,
-    pieces: list[SparseVector],
-    levels: list[int],
-    kept: int,
-    ranges: list[Range],
-) -> SparseVector:
-    """Return the first ``kept`` sums of all owners' pieces: in one trip, or in two if there are no valid bounds."""
+        return entries
+    pieces, levels = scatter(comm, gradient, entries, k, max(1, entries.nnz // 2))
+    ranges = ranges_of(comm, k)
     owners = len(ranges)
     sums, counts = comm.sums(pieces)
     load = sum(piece.nnz for piece in pieces)
@@ -128,7 +117,8 @@ def _top_sums(
     if bounds is not None:
         low, high = (scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
-    elif comm.shows_sums and comm.is_less_than_a_trip((comm.size - 1) * kept):  # links must not decide on rounding
+    elif comm.shows_sums and comm.is_latency_bound((comm.size - 1) * kept):
+        # Not with rounded values, because the costs of links would then decide which values are rounded.
         bounds = Bounds(0, max_key(sums) + 1, comm.number, levels)
     doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
     for round_no in count(_GATHER):
@@ -156,7 +146,7 @@ def _top_sums(
                 for entries in dropped:
                     gradient.drop(entries)
                 rebalance(comm, [words[1] for _, words in parcels])
-                if bounds is not None:  # otherwise other ranks have bounds, and this rank owns no range
+                if bounds is not None:  # None: this rank owns no range, and lacks the bounds of the owners
                     comm.cache["bounds"] = _next_bounds(winners, spare, bounds, comm.number, levels)
                 return winners.sums
             doubt = min(2 * bounds.doubt, _MAX_DOUBT) if bounds is not None else 1.0
@@ -173,10 +163,10 @@ def _candidates(
     own_mark: int,
     load: int,
 ) -> Parcel:
-    """Return this rank's sums that may win, with the mark, its load, and whether it has other sums.
+    """Return this rank's sums that may win, and words: the mark, its load, and whether it has other sums.
 
-    If the values in messages do not show which sums are the largest, the sure ones are a vector of their own. How many
-    sums of each vector rounding has made zero, and the keys of the others, follow.
+    If messages do not show which sums are the largest, the sure sums and those between the bounds are two vectors. Then
+    more words follow: for each vector the number of sums that rounded to zero, and the keys of the second vector.
     """
     sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
     words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
@@ -190,10 +180,11 @@ def _candidates(
 def _winners(
     comm: Communicator, parcels: Sequence[Parcel], kept: int, low: int, spare: int, *, from_quantiles: bool
 ) -> Winners | None:
-    """Return the first ``kept`` of all candidates; None if sums that were not sent may win, or too many are sure.
+    """Return the first ``kept`` of all candidates; None if the bounds were wrong: a sum that was not sent may win, or
+    more sums than ``kept`` are sure.
 
-    Keys in ``parcels``, the `_candidates` of each owner, are relative to ``low``. Those of `Winners` are ``spare``
-    above and below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
+    ``parcels`` are the `_candidates` of each owner; their keys are relative to ``low``. `Winners.keys` are ``spare``
+    places above and below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
     """
     backend, fixed = comm.backend, 3 if comm.shows_sums else 5
     for owner, (vectors, words) in enumerate(parcels):
@@ -231,7 +222,7 @@ def _winners(
 
 
 def _next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, levels: list[int]) -> Bounds | None:
-    """Return the bounds for the next call: ``spare`` sums lie between the k-th and each bound; extrapolate."""
+    """Return the bounds for the next call, extrapolated so that ``spare`` sums are between the k-th and each bound."""
     if not winners.keys:
         return None
     kth = winners.keys[0]
@@ -244,14 +235,14 @@ def _next_bounds(winners: Winners, spare: int, bounds: Bounds, number: int, leve
 
 
 def _margin(kept: int) -> int:
-    """Return by how much the number of sums that reach a key may change from call to call."""
+    """Return the expected change, from call to call, of the number of sums above a key."""
     return kept // 64 + 3 * isqrt(kept)
 
 
 def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
-    """Return the positions, from 1, of the sums whose keys an owner of ``nnz`` sums sends.
+    """Return the numbers n, from 1, of the n-th largest sums whose keys an owner of ``nnz`` sums sends.
 
-    They grow by a ratio so small that the sums sent in excess take no more bytes than these keys.
+    Numbers grow by a ratio that balances the bytes of these keys and of the sums that are sent beyond ``kept``.
     """
     if not nnz:
         return []
@@ -264,11 +255,11 @@ def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
 
 
 def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], kept: int) -> tuple[int, int]:
-    """Return a key that at least ``kept`` sums reach, or all sums, and a key that fewer sums reach.
+    """Return `Bounds.low` and `Bounds.high`: keys that at least ``kept`` sums (or all), and fewer sums, reach.
 
-    The ``parcels`` of owners hold 0, the number of sums, and the keys at their `_quantile_numbers`.
+    The ``parcels`` of owners contain 0, the number of sums, and the keys of their `_quantile_numbers`.
     """
-    steps, total = [], 0  # key, how many more sums reach it at least, and how many more may reach it
+    steps, total = [], 0  # key, additional sums that certainly reach it, and additional sums that may reach it
     for owner, (_, (_, *quantiles)) in enumerate(parcels):
         nnz, *keys = quantiles or (comm.num_elements + 1,)
         numbers = _quantile_numbers(min(nnz, comm.num_elements), kept, comm.size)
@@ -293,7 +284,7 @@ def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], 
 
 
 def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
-    """Return the predicted seconds of a call whose cached ranges and bounds are valid."""
+    """Return the predicted seconds of a call with valid ranges and bounds in the cache."""
     P, k = problem.P, problem.k
     kept = min(ratio, P) * k
     if P == 1:

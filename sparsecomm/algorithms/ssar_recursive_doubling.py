@@ -1,10 +1,10 @@
 """The exact sum of all ranks' top-k by recursive doubling, with nothing rejected.
 
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
-(SSAR_Recursive_double). The pattern, and the drawing, are those of `sparsecomm.algorithms.butterfly`.
+(SSAR_Recursive_double). The pattern is that of `sparsecomm.algorithms.butterfly`, which has a drawing.
 
-Fewer bytes are sent if ranks select the same indices. Lower ranks are added first. Dropped: rounding errors; every rank
-of a group with the same entries records an equal share of them. Nothing is rejected.
+Fewer bytes are sent if ranks select the same indices. Lower ranks are added first. Each rank of a group with
+the same entries records an equal shard of the rounding errors as dropped. Nothing is rejected.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     P, k = problem.P, problem.k
     folds = 1 if P & (P - 1) else 0
     links = [(problem.link(costs, 1 << j + folds), min(1 << j + folds, P)) for j in range(P.bit_length() - 1)]
-    links += [(problem.link(costs, 1), held) for held in (1, P)[: 2 * folds]]
+    links += [(problem.link(costs, 1), summed) for summed in (1, P)[: 2 * folds]]
     work = 2 * costs.merge + problem.codec(costs)
-    moved = sum(x.alpha + held * k * (problem.entry_bytes * x.beta + work) for x, held in links)
+    moved = sum(x.alpha + summed * k * (problem.entry_bytes * x.beta + work) for x, summed in links)
     return costs.select * problem.n + moved
 
 

@@ -1,10 +1,11 @@
-"""The exact sum of all ranks' top-k: added up by ranges of indices, then gathered.
+"""The exact sum of all ranks' top-k: each range of indices is added up by one rank, then all ranges are gathered.
 
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
-(SSAR_Split_allgather). From the second call on, ranges hold equally many entries (`sparsecomm.primitives.ranges`).
+(SSAR_Split_allgather). After the first call, ranges hold about equal numbers of entries: see
+`sparsecomm.primitives.ranges`.
 
-The cost of bytes is least if all ranks select the same indices; it takes one trip more if the ranks' ranges differ. One
-rank adds up each range. Dropped: rounding errors, by the rank that sends. Nothing is rejected.
+The fewest bytes are sent if all ranks select the same indices. One more trip is needed if the ranks' ranges differ.
+The rank that sends records rounding errors as dropped. Nothing is rejected.
 """
 
 from __future__ import annotations

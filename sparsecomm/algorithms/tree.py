@@ -1,8 +1,8 @@
 """gTopKAllReduce along a tree.
 
 Source: Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses
-entries; this one supports any P.
+networks", ICDCS 2019 (arXiv 1901.04359), Algorithm 3. The original requires P = 2^j and loses rejected entries; this
+version supports any P and records them.
 
     rank       0     1     2     3     4     5     6
     step 0    0+1 <- 1    2+3 <- 3    4+5 <- 5     6
@@ -10,8 +10,8 @@ entries; this one supports any P.
     step 2   0..6 <------------------ 4+5+6
     Then the result travels back along the same edges.
 
-The result is approximate, because rejected entries do not reach later merges. Rank 0 computes it. Dropped: rejected
-entries, by the rank that merges; rounding errors, by the rank that sends.
+The result is approximate, because rejected entries do not reach later merges. Rank 0 computes it. The rank that merges
+records rejected entries as dropped; the rank that sends, rounding errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def reselecting(comm: Communicator, gradient: Contribution, k: int) -> Combine:
 
 
 def reduce(comm: Communicator, gradient: Contribution, own: SparseVector, combine: Combine) -> SparseVector:
-    """Return the combined vectors of all ranks on rank 0; on other ranks, the vector sent to the parent."""
+    """Combine the vectors of all ranks: return the result on rank 0, and on other ranks the vector that they sent."""
     for step in range(_height(comm)):
         child = comm.rank + (1 << step)
         if child < comm.size:
@@ -59,7 +59,7 @@ def reduce(comm: Communicator, gradient: Contribution, own: SparseVector, combin
 
 
 def broadcast(comm: Communicator, own: SparseVector | None, max_entries: int | None = None) -> SparseVector:
-    """Return the vector of rank 0, of at most ``max_entries``, on every rank; vectors of other ranks are ignored."""
+    """Return rank 0's vector, with at most ``max_entries`` entries, on every rank. Ignores vectors of other ranks."""
     steps, height = log2_ceil(comm.size), _height(comm)
     if comm.rank > 0:
         own = comm.receive(_parent(comm), steps + height, max_entries)
@@ -72,7 +72,7 @@ def broadcast(comm: Communicator, own: SparseVector | None, max_entries: int | N
 
 
 def _height(comm: Communicator) -> int:
-    """Return the number of steps in which this rank may have a child: those below its lowest set bit."""
+    """Return the number of steps in which this rank may have a child: the number of its trailing zero bits."""
     return ((comm.rank & -comm.rank).bit_length() - 1) if comm.rank else log2_ceil(comm.size)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of devices: one `Backend` per device and owner."""
+"""The arithmetic of devices: one `Backend` per device and owner, such as a call queue or a thread."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Backends:
     def of(self, device: Device) -> Backend:
         """Return the owner's backend of ``device``. Raises `InvalidInputError` if the device cannot be used."""
         if device.kind == "cpu":
-            return CpuBackend(scratch=self._scratch)  # a new one, because settings may have changed
+            return CpuBackend(scratch=self._scratch)  # a new one, because environment variables may have changed
         if device.index not in self._cuda:
-            from sparsecomm.backends import cuda  # imported here, because most programs do not need it
+            from sparsecomm.backends import cuda  # most programs do not need it
 
             self._cuda.setdefault(device.index, cuda.of(device.index))
         return self._cuda[device.index]
@@ -40,5 +40,5 @@ _of_thread = _OfThread()
 
 
 def of(device: Device) -> Backend:
-    """Return the calling thread's own backend of ``device``, for work outside of calls: see `Backends.of`."""
+    """Return the calling thread's backend of ``device``, for work outside of calls. See `Backends.of`."""
     return _of_thread.backends.of(device)

@@ -12,7 +12,7 @@ class Scratch:
 AT_ONCE: AbstractContextManager[None]
 
 class CpuBackend(Backend):
-    """`sparsecomm.backends.base.Backend` on the CPU, on ``threads`` threads; ``scratch``: of its own if None."""
+    """`sparsecomm.backends.base.Backend` for host memory, with ``threads`` threads and memory from ``scratch``."""
 
     threads: int
     def __init__(self, threads: int | None = None, scratch: Scratch | None = None) -> None: ...

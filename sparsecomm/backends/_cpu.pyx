@@ -25,7 +25,7 @@ cnp.import_array()
 
 
 cdef enum:
-    POOLED = 1 << 16  # bytes from which allocating pages takes longer than writing to them
+    MIN_POOLED = 1 << 16  # bytes from which new pages cost more than writing to reused ones
 
 
 cdef inline cbool of_int64(size_t size) noexcept nogil:
@@ -73,7 +73,7 @@ cdef class Scratch:
 
 @cython.no_gc
 cdef class Block:
-    """Owns the scratch memory of an array, and returns it to the pool when the array is deleted."""
+    """The owner of an array's scratch memory, which is returned to ``scratch`` when the array is deleted."""
 
     cdef Scratch scratch
     cdef void* memory
@@ -90,7 +90,7 @@ cdef cnp.ndarray empty(Scratch scratch, size_t count, int type_number):
     cdef size_t nbytes = count * <size_t> cnp.PyArray_DescrFromType(type_number).itemsize
     cdef Block block
     cdef cnp.ndarray array
-    if nbytes < POOLED:
+    if nbytes < MIN_POOLED:
         return cnp.PyArray_EMPTY(1, &length, type_number, 0)
     block = Block()
     block.scratch = scratch
@@ -105,7 +105,7 @@ cdef inline cbool is_flat(cnp.ndarray array, size_t itemsize) noexcept:
 
 
 cdef void* checked(cnp.ndarray array, size_t itemsize, str name, Py_ssize_t size=-1) except? NULL:
-    """Return the elements of a flat contiguous array of ``size`` elements of ``itemsize`` bytes, as kernels require."""
+    """Return the address of an array, which must be flat and contiguous with ``size`` elements of ``itemsize`` bytes."""
     if not is_flat(array, itemsize) or size >= 0 and cnp.PyArray_DIM(array, 0) != size:
         raise ValueError(
             f"{name}: got {array.dtype} of shape {(<object> array).shape}; expected a flat contiguous array of "
@@ -115,14 +115,14 @@ cdef void* checked(cnp.ndarray array, size_t itemsize, str name, Py_ssize_t size
 
 
 cdef void* checked_residual(Tensor residual, Tensor x) except? NULL:
-    """Return the elements of a residual in the accumulator dtype of ``x``."""
+    """Return the address of a residual, which must have the size and the accumulator dtype of ``x``."""
     if residual.size != x.size or residual.code != <int> (Type.f64 if is_float64(x) else Type.f32):
-        raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size}, in the accumulator")
+        raise ValueError(f"residual: got {residual.size} elements of {residual.dtype}; expected {x.size} of the accumulator dtype")
     return <void*> residual.pointer
 
 
 cdef class Entries:
-    """The arrays of a sparse vector. They are checked, because users may have replaced them, and kept alive."""
+    """The arrays of a sparse vector, kept alive, and checked because users may have replaced them."""
 
     cdef cnp.ndarray indices, values
     cdef Sparse data
@@ -160,15 +160,15 @@ cdef class Entries:
         return room(scratch, count, self.size, shape, self.float64_values)
 
 
-cdef inline Entries of(entries, cbool float64_values):
-    """Return the checked arrays of a vector whose values must be float64, or float32."""
+cdef inline Entries checked_entries(entries, cbool float64_values):
+    """Return the arrays of a vector whose values must be float64 (``float64_values``) or float32."""
     cdef Entries found = Entries.__new__(Entries, entries)
     found.expect(float64_values)
     return found
 
 
 cdef class Room:
-    """New arrays for up to ``count`` entries that a kernel finds in a vector of ``size`` elements."""
+    """New arrays for up to ``count`` entries of a vector of ``size`` elements, which a kernel fills."""
 
     cdef cnp.ndarray indices, values
     cdef SparseOut out
@@ -176,7 +176,7 @@ cdef class Room:
     cdef object shape
 
     cdef object vector(self, size_t found, cbool copy=False):
-        """Return the first ``found`` entries; ``copy``: copy them instead of keeping all of the memory alive."""
+        """Return the first ``found`` entries. ``copy``: if not all room is used, copy them to free it."""
         if found < self.count:
             self.indices, self.values = self.indices[:found], self.values[:found]
             if copy:
@@ -217,9 +217,9 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
 
 
 def default_float_mode(function):
-    """Decorate a function to run in the default float mode, whatever the mode of the calling thread.
+    """Decorate a function to run in the default float mode: round to nearest even, with denormals.
 
-    In this mode, NumPy's arithmetic rounds to nearest even and supports denormals.
+    Programs change the mode of the calling thread, which NumPy would use.
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):
@@ -228,7 +228,7 @@ def default_float_mode(function):
 
 
 class AtOnce:
-    """A context, and a `sparsecomm.backends.base.Timeline`, for work that is complete when a method returns."""
+    """The context and `sparsecomm.backends.base.Timeline` of a backend whose methods return when their work is done."""
 
     def on_stream(self, x):
         return self
@@ -276,7 +276,7 @@ class CpuBackend(Backend):
     def zeros(self, count, dtype):
         return np.zeros(count, dtype)
 
-    # -- dense tensors ------------------------------------------------------------------------------------------------
+    # -- selection ----------------------------------------------------------------------------------------------------
 
     def topk(self, Tensor x not None, size_t k, Tensor residual):
         cdef Scratch scratch = self.scratch
@@ -323,6 +323,8 @@ class CpuBackend(Backend):
         threshold_write(collected, of_int64(x.size), entries.out.indices, entries.out.values)
         return entries.vector(found)
 
+    # -- dense tensors ------------------------------------------------------------------------------------------------
+
     def add_into(self, Tensor x not None, Tensor residual not None):
         if residual.dtype.itemsize == 2:
             return self.cast_into(self.accumulate(x, residual), residual)
@@ -349,18 +351,21 @@ class CpuBackend(Backend):
         if isinstance(entries, DenseSum):
             means.indices, means.values, means.count = NULL, checked(entries.dense, itemsize, "entries", weights.size), to.size
         else:
-            sparse = of(entries, is_float64(weights))
+            sparse = checked_entries(entries, is_float64(weights))
             means, int64_indices, size = sparse.data, sparse.int64_indices, sparse.size
         cdef Moments state
         state.mean = checked(moments.mean, itemsize, "mean", weights.size)
         state.squares = checked(moments.squares, itemsize, "squares", weights.size)
         state.last = <int*> checked(moments.last, 4, "last", weights.size)
-        cdef void* waiting = checked(residual, itemsize, "residual", weights.size)
-        cdef const void* first = checked(rows, itemsize, "table")
+        cdef void* units = checked(residual, itemsize, "residual", weights.size)
+        cdef const void* coefficients = checked(rows, itemsize, "table")
         cdef size_t count = cnp.PyArray_SIZE(rows) // 6
         if size != to.size or 6 * count != <size_t> cnp.PyArray_SIZE(rows) or not count:
-            raise ValueError(f"table of {cnp.PyArray_SIZE(rows)} numbers, entries of {size} elements; expected rows of 6, and {to.size}")
-        c_adamw(to, state, waiting, means, int64_indices, first, count, unit_eps, eps, step, self.threads)
+            raise ValueError(
+                f"got a table of {cnp.PyArray_SIZE(rows)} numbers and entries of {size} elements; expected rows of 6 numbers "
+                f"and {to.size} elements"
+            )
+        c_adamw(to, state, units, means, int64_indices, coefficients, count, unit_eps, eps, step, self.threads)
 
     def largest(self, Tensor x not None):
         return c_largest(dense(x), self.threads)
@@ -376,11 +381,11 @@ class CpuBackend(Backend):
         c_narrow(checked(array, width(out), "values", out.size), to, self.threads)
 
     def scatter_add(self, Tensor dense_tensor not None, entries):
-        cdef Entries added = of(entries, is_float64(dense_tensor))
+        cdef Entries added = checked_entries(entries, is_float64(dense_tensor))
         c_scatter_add(dense(dense_tensor), added.data, added.int64_indices)
 
     def scatter_add_where(self, Tensor dense_tensor not None, entries, others, cbool present):
-        cdef Entries added = of(entries, is_float64(dense_tensor))
+        cdef Entries added = checked_entries(entries, is_float64(dense_tensor))
         cdef size_t count
         cdef const void* among = added.other_indices(others, &count)
         c_scatter_add_where(dense(dense_tensor), added.data, among, count, added.int64_indices, present)
@@ -388,13 +393,11 @@ class CpuBackend(Backend):
     def densify(self, Tensor out not None, entries):
         if isinstance(entries, DenseSum):
             return self.cast_into(entries.dense, out)
-        cdef Entries added = of(entries, is_float64(out))
+        cdef Entries added = checked_entries(entries, is_float64(out))
         if not c_densify(dense(out), added.data, added.int64_indices, self.threads):
             raise InvalidInputError(
                 f"SparseVector: an index is not in [0, {out.size}), because its array was modified; make a new vector instead"
             )
-
-    # -- dense sums ---------------------------------------------------------------------------------------------------
 
     def accumulate(self, Tensor x not None, Tensor residual):
         cdef Dense r
@@ -424,7 +427,7 @@ class CpuBackend(Backend):
 
     def merge(self, a, b):
         cdef Entries left = Entries.__new__(Entries, a)
-        cdef Entries right = of(b, left.float64_values)
+        cdef Entries right = checked_entries(b, left.float64_values)
         cdef Room total = left.room(self.scratch, left.data.count + right.data.count, a.shape)
         c_merge(left.data, right.data, left.int64_indices, left.float64_values, &total.out)
         return total.vector(total.out.count)
@@ -456,7 +459,7 @@ class CpuBackend(Backend):
 
     def merge_topk(self, a, b, size_t k):
         cdef Entries left = Entries.__new__(Entries, a)
-        cdef Entries right = of(b, left.float64_values)
+        cdef Entries right = checked_entries(b, left.float64_values)
         cdef size_t both = left.data.count + right.data.count
         cdef Scratch scratch = self.scratch
         cdef Room kept = left.room(scratch, min(k, both), a.shape), rejected = left.room(scratch, both - k if both > k else 0, a.shape)
@@ -529,7 +532,7 @@ class CpuBackend(Backend):
 
 
 def simd():
-    """Return the instruction set of the kernels: "avx512", "avx2" or "portable"."""
+    """Return the instruction set that kernels use: "avx512", "avx2" or "portable"."""
     return c_simd_name().decode()
 
 

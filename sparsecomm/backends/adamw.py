@@ -28,8 +28,8 @@ class Moments(NamedTuple):
 def unit(xp: Any, squares: Array, eps: Any) -> Array:
     """Return the units in which AdamW exchanges gradients: sqrt(squares) + eps, rounded down to powers of two.
 
-    Dividing a gradient by its unit and multiplying a sum by it therefore does not round. ``squares`` are float32 or
-    float64, and ``eps`` is a normal number of that dtype.
+    Powers of two make dividing a gradient and multiplying a sum exact. ``squares`` are float32 or float64, and ``eps``
+    is a normal number of that dtype.
     """
     root = xp.sqrt(squares) + eps
     word, exponent = (np.int64, 0x7FF << 52) if root.dtype.itemsize == 8 else (np.int32, 0x7F8 << 20)
@@ -48,23 +48,23 @@ def adamw_step(
     unit_eps: Any,
     eps: Any,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the changes of AdamW steps, element by element, for the array library ``xp``.
+    """Return AdamW's updates, element by element, with the array library ``xp``.
 
     With the coefficients c0 to c5 of `sparsecomm.optimizers.rule.coefficients`:
 
         g       = quotient * unit(squares)
         mean    = c0 * mean + c1 * g
-        squares = c2 * squares + c3 * g^2               with squares = 0 on the right if ``first``
+        squares = c2 * squares + c3 * g^2               squares on the right are 0 if ``first``
         weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
 
-    Arrays have one shape and dtype. ``first`` marks elements without an earlier update, whose ``squares`` only set the
-    unit. Returns the change of the weight, the new mean and squares, and the factor by which a residual in units
-    changes.
+    All arrays have the same shape and dtype, except the mask ``first`` of elements without an earlier update, whose
+    ``squares`` only set the unit. Returns the change of the weight, the new mean and squares, and the factor that
+    converts a residual to the new units.
     """
-    kept_mean, new_mean, kept_squares, new_squares, rate, decay = coefficients
-    before = unit(xp, squares, unit_eps)
-    g = quotient * before
-    m = kept_mean * mean + new_mean * g
-    v = kept_squares * xp.where(first, xp.zeros_like(squares), squares) + new_squares * (g * g)
-    root = xp.sqrt(v)
-    return (decay * weight - rate * (m / (root + eps))) - weight, m, v, before / unit(xp, v, unit_eps)
+    c0, c1, c2, c3, c4, c5 = coefficients
+    old_unit = unit(xp, squares, unit_eps)
+    g = quotient * old_unit
+    m = c0 * mean + c1 * g
+    v = c2 * xp.where(first, xp.zeros_like(squares), squares) + c3 * (g * g)
+    change = (c5 * weight - c4 * (m / (xp.sqrt(v) + eps))) - weight
+    return change, m, v, old_unit / unit(xp, v, unit_eps)

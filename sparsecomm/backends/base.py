@@ -1,8 +1,8 @@
 """`Backend`: the arithmetic of one device, which algorithms and calls use.
 
-A method that changes a dense tensor either raises and has changed nothing, or returns and has changed it. The caller
-records the change in its next statement; no signal handler runs between the two (`sparsecomm.signals`). So a backend
-changes the tensor last: operations that may fail, such as allocating memory or compiling a kernel, come before.
+A method that changes a dense tensor either returns, or raises and has changed nothing. So it changes the tensor last,
+after operations that may fail, such as allocating memory or compiling a kernel. The caller records the change in its
+next statement; no signal handler runs in between (`sparsecomm.signals`).
 """
 
 # mypy: disable-error-code="empty-body, no-any-return"
@@ -29,13 +29,13 @@ __all__ = ["Backend", "Timeline"]
 
 
 class Timeline(Protocol):
-    """The order of all work on some device memory that several streams use, from one thread at a time."""
+    """Orders all work on memory that several streams use. Use it from one thread at a time."""
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
-        """Return a context like `Backend.on_stream`. Work started in it follows all work of earlier contexts."""
+        """Return a context like `Backend.on_stream`, whose work runs after the work of all earlier contexts."""
 
     def wait(self) -> None:
-        """Wait for the end of all work, so that the memory may be freed."""
+        """Wait until all work is complete, so that the memory may be freed."""
 
 
 class Backend:
@@ -47,10 +47,10 @@ class Backend:
     The order of selection is (|v| descending, index ascending), with NaN above infinity. Zeros are never selected.
 
     ``Tensor`` arguments are contiguous, on this device, and of any of the four dtypes. Arrays are flat NumPy arrays, or
-    CuPy arrays on a CUDA device. Results are new arrays, unless a method says that they share memory. Sums and values
+    CuPy arrays on a CUDA device. Results are new arrays, unless the method says that they share memory. Sums and values
     have the accumulator dtype: float64 for float64 gradients, else float32. A ``residual`` has the size of x, and its
-    dtype or, for a 16-bit x, also float32; it is updated in place. Two vectors of one call have the same size and value
-    dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's) if memory runs out.
+    dtype or, for a 16-bit x, also float32. It is updated in place. Vectors passed to one method have the same size and
+    value dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's) if memory runs out.
 
     A backend has one owner and serves one thread at a time: see `sparsecomm.backends.Backends`.
     """
@@ -58,13 +58,13 @@ class Backend:
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context for work on this device, on the stream of ``x`` if given.
 
-        All other methods must be called in such a context. It can be entered repeatedly, but not nested.
+        Call all other methods in such a context. It can be entered repeatedly, but not nested.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Return a context like `on_stream` for work on a stream of the backend's own.
+        """Return a context like `on_stream` for work on a separate stream of the backend.
 
-        This work follows the work submitted so far to the current stream. Leaving the context waits for all of it. Any
+        Its work runs after the work submitted so far to the current stream. Leaving the context waits for its work. Any
         thread may request the context; the thread that the backend then serves must enter it.
         """
 
@@ -72,7 +72,7 @@ class Backend:
         """Return a new, empty timeline."""
 
     def memory(self, direct: bool) -> MessageMemory:
-        """Return memory for the messages of one call; ``direct``: the transport accepts memory of the device.
+        """Return memory for the messages of one call. ``direct``: the transport accepts device memory.
 
         Raises:
             InvalidInputError: the current stream is being captured into a CUDA graph.
@@ -82,7 +82,7 @@ class Backend:
         """Return an array of ``count`` zeros."""
 
     def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        """Return a flat array of float32 or float64 as a writable tensor of a shape. Shares memory."""
+        """Return a flat float32 or float64 array as a writable tensor of ``shape``. Shares memory."""
 
     def memory_of(self, tensor: Tensor) -> Array:
         """Return the elements of a tensor of this device as a flat array, bfloat16 as uint16. Shares memory."""
@@ -92,11 +92,12 @@ class Backend:
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         """Return the first k entries of x, or of residual + x, in the order of selection; fewer if there are fewer.
 
-        Sets residual = residual + x, rounded to its dtype, with 0 at those entries; not if memory runs out.
+        Sets residual = residual + x, rounded to its dtype, with 0 at those entries. If memory runs out, the residual is
+        unchanged.
         """
 
     def take_topk(self, x: Tensor, k: int) -> SparseVector:
-        """Return the first k entries of x, as `topk`, and set x to 0 there; not if memory runs out."""
+        """Return the first k entries of x, as `topk`, and set x to 0 there. If memory runs out, x is unchanged."""
         entries = self.topk(x, k, None)
         self.clear(x, entries)
         return entries
@@ -105,13 +106,13 @@ class Backend:
         """Return the first k entries of every chunk of x, or of decay * residual + x, in the order of selection.
 
         Chunks are ``chunk`` consecutive elements of the flat x; the last may be shorter. A chunk with fewer than k
-        nonzero elements contributes all of these; k is at most ``chunk``. Sets residual = decay * residual + x, with 0
-        at the entries: the product and the sum are rounded to the accumulator dtype, then to the residual's dtype.
-        If memory runs out, the residual is unchanged.
+        nonzero elements contributes all of them; k is at most ``chunk``. Sets residual = decay * residual + x, with 0
+        at the entries. Rounds the product and the sum to the accumulator dtype, then to the residual's dtype. If memory
+        runs out, the residual is unchanged.
         """
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
-        """Return every entry of x, or of residual + x, with |v| >= tau, and NaN. Sets the residual as `topk`."""
+        """Return every entry of x, or of residual + x, with |v| >= tau or NaN. Sets the residual as `topk`."""
 
     # -- dense tensors ------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,7 @@ class Backend:
         """Set residual = residual + x, rounded as in `topk`."""
 
     def add_difference(self, minuend: Array, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
-        """Set residual = decay * residual + (minuend - x) and return whether it was set. Rounds each operation.
+        """Set residual = decay * residual + (minuend - x); return whether it was set. Rounds each operation.
 
         ``minuend`` and the residual have the accumulator dtype. ``if_finite``: change nothing if a difference is NaN or
         infinite.
@@ -145,9 +146,10 @@ class Backend:
     def add_quotient(
         self, x: Tensor, squares: Array, eps: float, scale: float, residual: Tensor, if_finite: bool
     ) -> bool:
-        """Set residual = residual + scale * x / `unit` and return whether it was set. Rounds each operation.
+        """Set residual = residual + scale * x / unit(squares, eps); return whether it was set. Rounds each operation.
 
-        ``squares`` and the residual have the accumulator dtype, to which ``eps`` and ``scale`` are rounded.
+        For `unit` see `sparsecomm.backends.adamw`. ``squares`` and the residual have the accumulator dtype, to which
+        ``eps`` and ``scale`` are rounded.
         ``if_finite``: change nothing if a quotient, or the square of scale * x, is NaN or infinite.
         """
         quotient = self.accumulate(x, None)
@@ -178,13 +180,13 @@ class Backend:
         """Set dense[indices] += values, rounded once to the dtype of ``dense``."""
 
     def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
-        """Call `scatter_add` for the entries whose index is (``present``) or is not among the indices of ``others``."""
+        """Call `scatter_add` with the entries whose indices ``others`` has (if ``present``), or does not have."""
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its dtype."""
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
-        """Set dense[indices] = 0, without searching the entries of a `DenseSum`."""
+        """Set dense[indices] = 0, without finding the entries of a `DenseSum`."""
         self.memory_of(dense)[self.not_zero(entries.dense) if isinstance(entries, DenseSum) else entries.indices] = 0
 
     def accumulate(self, x: Tensor, residual: Tensor | None) -> Array:
@@ -205,7 +207,7 @@ class Backend:
         """Set total += addend; both have the same length and the accumulator dtype."""
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        """Return the nonzero entries of ``dense``. Shares its memory, which must not change any more."""
+        """Return the nonzero entries of ``dense``. Shares its memory, which must not change afterwards."""
 
     # -- AdamW --------------------------------------------------------------------------------------------------------
 
@@ -220,7 +222,7 @@ class Backend:
         eps: float,
         step: int,
     ) -> None:
-        """Apply all AdamW steps for which weights have waited, with `adamw_step`. Rounds each operation.
+        """Apply to each weight all AdamW steps since its last update, with `adamw_step`. Rounds each operation.
 
         A residual that would become infinite in its new unit becomes the largest finite number.
 
@@ -230,8 +232,8 @@ class Backend:
             residual: shape ``(size,)``, changed in place.
             entries: the quotients. Weights without an entry do not change; a `DenseSum` has one for every weight.
             table: shape ``(rows, 6)``, in host memory and the accumulator dtype: row i contains the coefficients for a
-                weight last updated i steps ago. The last row also stands for all longer waits.
-            unit_eps, eps: rounded to that dtype.
+                weight last updated i steps ago. The last row is also used for all earlier updates.
+            unit_eps, eps: rounded to the accumulator dtype.
             step: number of this step, at least 1.
         """
         xp, (mean, squares, last) = library_of(moments.mean), moments
@@ -245,9 +247,9 @@ class Backend:
         mean[index], squares[index], last[index], residual[index] = m, v, step, scaled
 
     def adamw_overflows(self, weights: Tensor, moments: Moments, entries: SparseVector, *numbers: Any) -> Array:
-        """Return the indices of weights that `adamw` would make infinite or NaN, or whose moments. Changes nothing.
+        """Return the indices of weights that would overflow, or whose moments would, in `adamw`. Changes nothing.
 
-        A weight that is not finite now is included only if its moments would not be finite. The arguments are those of
+        A weight that is not finite now is included only if its moments would overflow. The arguments are those of
         `adamw`, without the residual.
         """
         xp = library_of(moments.mean)
@@ -263,11 +265,9 @@ class Backend:
     ) -> tuple[Any, Array, tuple[Array, Array, Array, Array]]:
         """Return the entries' indices, all weights in the accumulator dtype, and the result of `adamw_step`."""
         xp, (mean, squares, last) = library_of(moments.mean), moments
-        real, index, quotient = mean.dtype.type, slice(None), None  # type: Any, Any, Any
-        if isinstance(entries, DenseSum):
-            quotient = entries.dense
-        else:
-            index, quotient = entries.indices, entries.values
+        real: Any = mean.dtype.type
+        index: Any = slice(None) if isinstance(entries, DenseSum) else entries.indices
+        quotient = entries.dense if isinstance(entries, DenseSum) else entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
         w, m, v, first = before[index], mean[index], squares[index], last[index] == 0
@@ -275,13 +275,13 @@ class Backend:
         changes = adamw_step(xp, w, quotient, m, v, first, coefficients, real(unit_eps), real(eps))
         return index, before, changes
 
-    # -- sparse vectors: positions, indices and counts are on the host ------------------------------------------------
+    # -- sparse vectors: lists of positions, indices and counts are on the host ---------------------------------------
 
     def merge(self, a: SparseVector, b: SparseVector) -> SparseVector:
         """Return a + b without zeros. Values at equal indices are added as a's + b's."""
 
     def sum_in_pairs(self, vectors: list[SparseVector]) -> SparseVector:
-        """Return the sum of vectors, added in pairs of neighbours. The fixed order makes rounding reproducible."""
+        """Return the sum of vectors, added in pairs of neighbours, in an order that fixes the rounding."""
         while len(vectors) > 1:
             pairs = [self.merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=False)]
             vectors = pairs + vectors[len(vectors) // 2 * 2 :]
@@ -309,7 +309,7 @@ class Backend:
         """
 
     def with_values(self, entries: SparseVector, values: Array) -> SparseVector:
-        """Return the same indices with other values, shape ``(nnz,)``, without zeros."""
+        """Return the same indices with other values, shape ``(nnz,)``. Omits values that are zero."""
         xp = library_of(values)
         found = xp.where(xp.isnan(values), values.dtype.type(np.nan), values)
         return SparseVector.trusted(entries.indices, found, entries.size, entries.shape).at(self.not_zero(found))
@@ -320,11 +320,11 @@ class Backend:
         return mask
 
     def means(self, entries: SparseVector, counts: Array) -> SparseVector:
-        """Return the entries divided by ``counts``, shape ``(nnz,)``, without zeros."""
+        """Return the entries divided by ``counts``, shape ``(nnz,)``. Omits quotients that are zero."""
         return self.with_values(entries, entries.values / counts)
 
     def values_at(self, entries: SparseVector, others: SparseVector) -> Array:
-        """Return the values of ``entries`` at the indices of ``others``; 0 where it has none."""
+        """Return the values of ``entries`` at the indices of ``others``; 0 where there is no entry."""
         xp, indices, values = library_of(entries.values), entries.indices, entries.values
         if not entries.nnz:
             return xp.zeros(others.nnz, values.dtype)
@@ -332,16 +332,16 @@ class Backend:
         return xp.where(indices[positions] == others.indices, values[positions], values.dtype.type(0))
 
     def remainder(self, entries: SparseVector, counts: Array, quotients: SparseVector) -> SparseVector:
-        """Return entries - counts * quotients, without zeros and values that are not finite.
+        """Return entries - counts * quotients. Omits values that are zero or not finite.
 
-        ``counts`` has the shape ``(nnz,)``. ``quotients`` may lack indices of ``entries``, where they are zero.
+        ``counts`` has the shape ``(nnz,)``. An index that ``quotients`` lacks counts as zero.
         """
         xp = library_of(entries.values)
         values = entries.values - counts * self.values_at(quotients, entries)
         return self.with_values(entries, xp.where(xp.isfinite(values), values, values.dtype.type(0)))
 
     def concatenate_entries(self, vectors: list[SparseVector]) -> SparseVector:
-        """Concatenate vectors of one size, each of which ends before the next begins. A single one is returned."""
+        """Concatenate vectors of one size, in the order of their indices. A single vector is returned unchanged."""
         xp, first = library_of(vectors[0].values), vectors[0]
         if len(vectors) == 1:
             return first
@@ -387,7 +387,7 @@ class Backend:
         narrow = SparseVector.trusted(entries.indices, rounded, entries.size, entries.shape)
         lost = SparseVector.trusted(entries.indices, errors, entries.size, entries.shape)
         positions = None  # of the remaining entries
-        while zeros:  # without them, the blocks that share exponents consist of other values
+        while zeros:  # round again: without the zeros, blocks contain other values
             nonzero = library_of(rounded).flatnonzero(self.not_zero(narrow.values))
             positions = nonzero if positions is None else positions[nonzero]
             narrow = narrow.at(nonzero)

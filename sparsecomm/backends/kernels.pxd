@@ -1,4 +1,4 @@
-"""Declarations of the C++ kernels in kernels/cpu. Those that compute run in the default float mode: see float_mode.hpp."""
+"""Declarations of the C++ kernels in kernels/cpu. Kernels that compute run in the default float mode: see float_mode.hpp."""
 
 from libcpp cimport bool as cbool
 

@@ -1,6 +1,6 @@
-"""Keys: magnitudes as integers that order like selection does. Keys, counts and positions here are on the host.
+"""Keys: magnitudes as integers, in the order of selection. Keys, counts and positions are on the host.
 
-The key of a value is its bits without the sign. All NaN have one key, that of infinity plus 1.
+The key of a value is its bits without the sign. All NaN have the same key, that of infinity plus 1.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def nth_keys(entries: SparseVector, numbers: list[int]) -> list[int]:
 
 
 def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int]) -> int:
-    """Return the key of a magnitude that has grown in proportion to the sum of other magnitudes.
+    """Return the key of the magnitude of ``key``, scaled by sum(magnitudes now) / sum(magnitudes before).
 
-    Their keys are ``before`` and ``now``. The key is returned unchanged if it is above all keys, or if a sum is zero or
-    not finite. ``entries`` have the dtype of the magnitudes.
+    ``before`` and ``now`` are keys of these magnitudes, which have the dtype of ``entries``. The key is returned
+    unchanged if it is at least `max_key`, or if a sum is zero or not finite.
     """
     values = np.dtype(f"f{entries.values.itemsize}")
     if key >= max_key(entries):
@@ -57,7 +57,7 @@ def scaled_key(entries: SparseVector, key: int, before: list[int], now: list[int
 def largest_keys(keys: list[int], count: int, numbers: list[int]) -> tuple[Array, list[int]]:
     """Return the ascending positions of the ``count`` largest keys, and the n-th largest keys for n in ``numbers``.
 
-    Of equal keys the first ones count as larger.
+    Among equal keys, earlier ones count as larger.
     """
     inverted = ~np.array(keys, np.uint64)
     ordered = np.partition(inverted, [number - 1 for number in (count, *numbers)])
@@ -68,7 +68,7 @@ def largest_keys(keys: list[int], count: int, numbers: list[int]) -> tuple[Array
 
 
 def split_by_key(entries: SparseVector, low: int, high: int | None) -> tuple[SparseVector, SparseVector]:
-    """Return the entries with keys of at least ``high`` (``None``: above all), and others of at least ``low``."""
+    """Return the entries with keys of at least ``high`` (``None``: no entries), and those from ``low`` to below it."""
     keys = _keys(entries.values)
     largest = int(np.iinfo(keys.dtype).max)
     reach = keys >= keys.dtype.type(min(low, largest))

@@ -1,1 +1,1 @@
-"""Building blocks of algorithms: the communicator, ranges, gathers, folds and the cost model."""
+"""Building blocks of algorithms: the communicator, ranges, gathers and the cost model."""

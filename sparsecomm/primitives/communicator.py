@@ -19,7 +19,7 @@ Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers (
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
 _LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
-_ROUND_BITS = 20  # of the round number in a header, below the number of the stage
+_ROUND_BITS = 20  # low bits of the round field of a header; the stage is in the bits above
 
 
 class Drops(Protocol):
@@ -30,21 +30,21 @@ class Drops(Protocol):
 
 
 class Communicator:
-    """``size`` ranks that make calls of one signature; this is rank ``rank`` of them.
+    """The ranks that make calls of one signature, seen from rank ``rank`` of ``size``.
 
-    Methods that send return when their arguments may be changed; methods that receive return when the message has
-    arrived. Their results belong to the caller; arrays may be views of the message, which they keep alive. Both sides
-    of a message pass the same ``round_no``, from 0 to 2^20 - 1. Errors use the transport's numbers of ranks.
+    A method that sends returns when its arguments may be changed; a method that receives returns when the message has
+    arrived. Received arrays belong to the caller; they may be views of the message, which they keep alive. Sender and
+    receiver of a message pass the same ``round_no``, from 0 to 2^20 - 1. Errors contain the transport's rank numbers.
 
     Like `Transport.receive`, all methods raise `TimeoutError`, `RankFailedError` or `TransportError` if a rank does not
-    answer, and `CollectiveMismatchError` if it makes another call or its message is not the expected one.
+    answer, and `CollectiveMismatchError` if it makes another call or sends an unexpected message.
 
     Attributes:
         rank, size: as in MPI.
         node_of_rank: node number of each rank.
         backend: of the device of this rank's gradient.
-        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that only some
-            of them left, so algorithms compare it in the next call.
+        cache: data that the algorithm keeps from call to call. It may differ between ranks after a call that failed on
+            some of them, so algorithms compare it in the next call.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Communicator:
     ) -> None:
         """Prepare calls on all ranks of ``transport``.
 
-        ``wire`` is the format of entries. ``costs`` must be equal on all ranks; ``None``: a network with long delays.
+        ``costs`` must be equal on all ranks; ``None``: a network with long delays.
         """
         self._costs = costs or _LONG_DELAYS
         self.cache: dict[str, Any] = {}
@@ -65,10 +65,10 @@ class Communicator:
 
         Args:
             label: a checksum that must be equal on all ranks.
-            incomplete: this rank's contribution lacks a part. The property `incomplete` then reports this on all ranks.
+            incomplete: this rank's contribution lacks a part. The property `incomplete` then becomes true on all ranks.
 
         Raises:
-            InvalidInputError: the call cannot be made; none has begun.
+            InvalidInputError: the call cannot be made; it has not begun.
             TransportError: another rank has already left this call.
         """
         messages, transport = self._messages, self._transport
@@ -81,15 +81,15 @@ class Communicator:
         self._transport.end()
 
     def abort(self, error: BaseException) -> None:
-        """Leave the call with ``error`` on all ranks, as `Transport.abort`. Clears the cache, which may be wrong."""
+        """End the call with ``error`` on all ranks, as `Transport.abort`. Clears the cache, which may be wrong."""
         self.cache.clear()
         self._transport.abort(error)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
-        """Return a communicator of ``ranks``, which include this one, for a stage of the algorithm. Sends no message.
+        """Return a communicator of some ranks for a stage of the algorithm. Sends no message.
 
         Args:
-            ranks: their numbers here, in the order of their numbers in the subgroup.
+            ranks: rank numbers of this communicator, this rank among them; their order numbers them in the subgroup.
             stage: larger than the stage of this communicator, and different for each subgroup of a rank.
             plain: send entries in the plain format, whatever the format of the call is.
         """
@@ -102,7 +102,7 @@ class Communicator:
         return group
 
     def _set_ranks(self, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], wire: Wire, stage: int) -> None:
-        """Set the members: ``ranks`` are their numbers in the transport, ``rank`` is this one's number here."""
+        """Set the members: ``ranks`` are numbers in the transport, ``rank`` is this rank's number here."""
         self._ranks, self.rank, self.size, self.node_of_rank = ranks, rank, len(ranks), node_of_rank
         self._wire, self._stage = wire, stage << _ROUND_BITS
         self._max_bytes = self._messages.max_bytes(self._messages.call.k, wire)
@@ -135,27 +135,26 @@ class Communicator:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a rank's contribution lacks a part: the same on all ranks when the algorithm has returned."""
+        """Whether a rank's contribution lacks a part. Equal on all ranks when the algorithm has returned."""
         return self._messages.incomplete
 
     @property
     def reaches_all_at_once(self) -> bool:
-        """Whether small messages go to all ranks at once rather than from rank to rank: see `Costs.at_once`."""
+        """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.at_once`."""
         return self._costs.at_once(self.size, len(set(self.node_of_rank)))
 
-    def is_less_than_a_trip(self, entries: int) -> bool:
-        """Return whether sending ``entries`` entries per rank takes less time than a trip."""
-        return self._costs.are_less_than_a_trip(entries)
+    def is_latency_bound(self, entries: int) -> bool:
+        """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
+        return self._costs.is_latency_bound(entries)
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
     def quantized(self, entries: SparseVector, gradient: Drops, shard: int = 0, num_shards: int = 1) -> SparseVector:
-        """Return the entries as other ranks receive them, with values rounded to the wire format's kind.
+        """Return the entries with values rounded to the wire format's kind, as other ranks receive them.
 
-        All entries must be quantized before they are sent. Doing so twice changes nothing. If the format is exact, the
-        same entries are returned.
-
-        ``gradient`` records the rounding errors; if ``num_shards`` ranks quantize the same entries, only this shard.
+        Quantize all entries before sending them; quantizing twice changes nothing. If the format is exact, the same
+        entries are returned. ``gradient`` records the rounding errors; if ``num_shards`` ranks quantize the same
+        entries, it records only shard number ``shard``.
         """
         if self._wire.kind is EXACT:
             return entries
@@ -164,17 +163,17 @@ class Communicator:
         return narrow
 
     def sums(self, vectors: list[SparseVector]) -> tuple[SparseVector, SparseVector | None]:
-        """Return the sum of ``vectors``, each of one rank; and if the call asks for means, their number at each index.
+        """Return the sum of ``vectors``, one per rank; with ``op="mean_of_contributors"``, also their number per index.
 
-        With ``op="mean_of_contributors"``, an entry is divided by the number of ranks that sent one at its index. They
-        can be counted only while the entries of all ranks are separate, because messages contain no counts.
+        `averaged` divides the sums by these counts. Only separate vectors of ranks can be counted, because messages
+        contain no counts.
         """
         return self.backend.sum_and_count(vectors) if self._averages else (self.backend.sum_in_pairs(vectors), None)
 
     def averaged(self, sums: SparseVector, counts: SparseVector | None, gradient: Drops) -> SparseVector:
-        """Return some of the `sums`, divided by their counts if there are any, as other ranks receive them.
+        """Return some of the `sums`, divided by their counts if there are any, and quantized.
 
-        ``gradient`` records the errors of rounding: with the rounded means times the counts, they add up to the sums.
+        ``gradient`` records the rounding errors: sums - counts * rounded means.
         """
         if counts is None:
             return self.quantized(sums, gradient)
@@ -192,10 +191,7 @@ class Communicator:
         self._transport.isend(message, self._ranks[to], self._memory).wait()
 
     def receive(self, source: int, round_no: int, max_entries: int | None = None) -> SparseVector:
-        """Return the entries that rank ``source`` sends: well formed, with the gradient's size and shape.
-
-        ``max_entries``: their maximum number; ``None``: any number.
-        """
+        """Return the entries that rank ``source`` sends: well formed, at most ``max_entries`` if given."""
         message = self._transport.receive(self._ranks[source], self._memory, self._max_bytes)
         entries = self._read(message, source, round_no)
         if max_entries is not None and entries.nnz > max_entries:
@@ -203,7 +199,7 @@ class Communicator:
         return entries
 
     def exchange(self, entries: SparseVector, to: int, source: int, round_no: int) -> SparseVector:
-        """Send quantized entries to rank ``to`` while receiving those of rank ``source``; return the latter."""
+        """Send quantized entries to rank ``to`` while receiving from rank ``source``; return the received entries."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
         received = self._transport.exchange(
             message, self._ranks[to], self._ranks[source], self._memory, self._max_bytes
@@ -223,15 +219,15 @@ class Communicator:
         or_none: bool = False,
         ranges_of: Callable[[int, Sequence[int]], Sequence[Range] | None] | None = None,
     ) -> dict[int, Parcel]:
-        """Send vectors and words to some ranks while receiving those of others; return the latter by rank.
+        """Send parcels to some ranks while receiving from others; return the received parcels by rank.
 
         Args:
-            parcels: by rank. Several ranks may be given the same object. This rank's parcel is ignored.
+            parcels: by destination. The same object for several ranks is encoded once. This rank's parcel is ignored.
             sources: other ranks.
             num_vectors: number of vectors in a received parcel.
             round_no: see the class.
-            count: approximate number of entries in a parcel; if more come, they are copied once more.
-            or_none: a parcel may have no vectors.
+            count: approximate number of entries in a parcel; a larger parcel is copied once more.
+            or_none: a parcel may also have no vectors.
             ranges_of: ``ranges_of(source, words)`` returns, for each vector of a parcel, the range of its indices;
                 ``None``: all indices are allowed.
         """
@@ -253,7 +249,7 @@ class Communicator:
         return found
 
     def send_words(self, words: Sequence[int], to: int, round_no: int) -> None:
-        """Send words, integers from 0 to 2^64 - 1, to rank ``to``."""
+        """Send words to rank ``to``."""
         self.exchange_parcels({to: ((), words)}, (), 0, round_no)
 
     def receive_words(self, source: int, expected: int, round_no: int) -> Sequence[int]:
@@ -262,7 +258,7 @@ class Communicator:
         return self.checked_words(source, words, expected)
 
     def checked_words(self, source: int, words: Sequence[int], expected: int) -> Sequence[int]:
-        """Return the words of rank ``source``; raise if it has not sent as many as ``expected``."""
+        """Return the words of rank ``source``; raise unless there are ``expected`` words."""
         if len(words) != expected:
             raise self.broken(source, f"{len(words)} numbers instead of {expected}")
         return words
@@ -270,12 +266,10 @@ class Communicator:
     def exchange_segments(
         self, segments: Mapping[int, Array], lengths: Mapping[int, int], round_no: int
     ) -> dict[int, Array]:
-        """Send flat arrays of the accumulator dtype to some ranks while receiving those of others; return the latter.
+        """Send flat arrays of the accumulator dtype to some ranks while receiving from others; return received arrays.
 
-        Args:
-            segments: by rank. Several ranks may be given the same object. This rank's segment is ignored.
-            lengths: by rank, the number of elements that it sends.
-            round_no: see the class.
+        ``segments`` are by destination, as the parcels of `exchange_parcels`; ``lengths`` are the numbers of elements
+        by source, where this rank is ignored, too.
         """
         step, itemsize = self._stage + round_no, next(iter(segments.values())).itemsize
         sources = [source for source in lengths if source != self.rank]
@@ -291,10 +285,10 @@ class Communicator:
     def _exchange_all(
         self, items: Mapping[int, Any], encode: Callable[[Any], Bytes], sources: Iterable[int], expected: int
     ) -> Iterable[tuple[int, Bytes]]:
-        """Send encoded items to ranks while receiving from ``sources``; return sources and messages."""
+        """Send encoded items to ranks while receiving from ``sources``; return pairs of source and message."""
         messages: dict[int, Bytes] = {}  # by the identity of the item
         sends = []
-        for to in sorted(items, key=lambda to: (to - self.rank) % self.size):  # no rank is the first of all
+        for to in sorted(items, key=lambda to: (to - self.rank) % self.size):  # spread the load over receivers
             if to != self.rank:
                 item = items[to]
                 if id(item) not in messages:

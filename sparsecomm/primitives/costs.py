@@ -1,4 +1,4 @@
-"""The cost model: the costs of messages and of work, and the sizes of a call."""
+"""The cost model: `Costs` of messages and of work, and a `Problem`, whose time algorithms predict from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Link:
     Attributes:
         alpha: seconds until an empty message has arrived.
         beta: seconds per byte.
-        gap: seconds that sender and receiver need for each further message of several.
+        gap: seconds added by each message after the first.
     """
 
     alpha: float
@@ -40,9 +40,9 @@ class Costs:
         node: between ranks of one node; ``None``: as ``link``.
         select: seconds per element of the top-k of residual + x.
         merge: seconds per input entry of a merge.
-        codec: seconds per entry of packing and unpacking.
+        codec: seconds per entry for packing and unpacking.
         add: seconds per element of a dense sum of two vectors.
-        call: seconds of any of these operations on few entries.
+        call: fixed seconds of each of these operations.
     """
 
     link: Link
@@ -53,14 +53,14 @@ class Costs:
     add: float = 0.0
     call: float = 0.0
 
-    def are_less_than_a_trip(self, entries: int) -> bool:
-        """Return whether sending ``entries`` entries, of 12 bytes with their keys, takes less time than a trip."""
+    def is_latency_bound(self, entries: int) -> bool:
+        """Return whether the bytes of ``entries`` entries, 12 each with their keys, take less time than the latency."""
         return 12 * entries * self.link.beta < self.link.alpha
 
     def at_once(self, P: int, num_nodes: int) -> bool:
         """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.
 
-        Both ways send the same bytes, except for headers: P - 2 gaps are compared with all trips but one.
+        Sending at once costs P - 2 gaps; forwarding costs log2(P) - 1 more latencies. The bytes differ only in headers.
         """
         link = self.link if num_nodes > 1 or self.node is None else self.node
         header = HEADER_BYTES * link.beta
@@ -69,7 +69,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes that decide a cost.
+    """The parameters of a call that determine its cost.
 
     Attributes:
         P: number of ranks.
@@ -77,8 +77,8 @@ class Problem:
         entry_bytes: mean bytes of an entry in a message.
         element_bytes: bytes of a dense element.
         num_nodes: number of nodes, which have equally many ranks; ``None``: one per rank.
-        packed: whether entries are packed and unpacked.
-        hidden: whether values in messages do not show which sums are the largest, because they are rounded or means.
+        packed: whether the time of packing and unpacking counts.
+        hidden: whether messages contain rounded values or means, which do not show which sums are the largest.
     """
 
     P: int
@@ -98,7 +98,7 @@ class Problem:
         """Return the link to the rank at ``distance``; by default, to all ranks at once.
 
         ``sharing`` ranks of a node use its link at the same time; by default, all of them. ``alpha`` and ``gap``
-        include the header and the fixed costs of handling a message: merging, and packing and unpacking.
+        include the header and the fixed costs of merging, packing and unpacking a message.
         """
         m, node = self.per_node, costs.node or costs.link
         if m >= self.P or (distance is not None and distance < m):
@@ -107,11 +107,11 @@ class Problem:
             fraction = 1.0 if distance or sharing else (self.P - m) / (self.P - 1)  # of messages that leave the node
             gap = fraction * costs.link.gap + (1 - fraction) * node.gap
             link = Link(costs.link.alpha, fraction * costs.link.beta * (sharing or m) + (1 - fraction) * node.beta, gap)
-        begins = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
-        return Link(link.alpha + begins, link.beta, link.gap + begins)
+        per_message = HEADER_BYTES * link.beta + costs.call * (3 if self.packed else 1)
+        return Link(link.alpha + per_message, link.beta, link.gap + per_message)
 
     def codec(self, costs: Costs) -> float:
-        """Return the seconds for packing and unpacking an entry."""
+        """Return the seconds for packing and unpacking an entry; 0 if entries are not packed."""
         return costs.codec if self.packed else 0.0
 
 

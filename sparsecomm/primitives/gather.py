@@ -1,13 +1,12 @@
-"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, from ``round_no`` on.
+"""Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, beginning with ``round_no``.
 
-If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward what they have received,
-in log2 P steps. `Costs.at_once` decides, with the same result on all ranks.
+If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward received messages in
+log2 P steps. `Costs.at_once` decides, equally on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from sparsecomm.primitives.communicator import Communicator, Parcel, Range
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
@@ -67,10 +66,9 @@ def exchange_with_all(
     or_none: bool = False,
     ranges: Sequence[Range] | None = None,
 ) -> list[Parcel]:
-    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank: in one trip.
+    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank, in one trip.
 
-    The arguments are those of `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors'
-    indices.
+    Arguments are as in `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors' indices.
     """
     senders = range(comm.size if num_senders is None else num_senders)
     others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -92,7 +90,7 @@ def _bruck(
     *,
     ranges: Sequence[Range] | None = None,
 ) -> list[Parcel]:
-    """Return what `exchange_with_all` does, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
+    """Return the same as `exchange_with_all`, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
 
     All parcels must have the same numbers of vectors and words.
 
@@ -108,24 +106,24 @@ def _bruck(
     def senders(first: int, length: int) -> list[int]:
         return [sender % size for sender in range(first, first + length) if sender % size < num_senders]
 
-    held = dict.fromkeys(senders(rank, 1), own)
+    held, expected = dict.fromkeys(senders(rank, 1), own), list[int]()
+
+    def expected_ranges(source: int, words: Sequence[int]) -> list[Range] | None:
+        return None if ranges is None else [ranges[sender] for sender in expected for _ in range(num_vectors)]
+
     for step in range(log2_ceil(size)):
         distance = 1 << step
         length = min(distance, size - distance)
         sent, expected = [held[sender] for sender in senders(rank, length)], senders(rank + distance, length)
         parcel = [v for vectors, _ in sent for v in vectors], [word for _, words in sent for word in words]
         dst, src = (rank - distance) % size, (rank + distance) % size
-        ranges_of = None
-        if ranges is not None:
-            within = [ranges[sender] for sender in expected for _ in range(num_vectors)]
-            ranges_of = partial(_constant, within)
         vectors, words = comm.exchange_parcels(
             {dst: parcel},
             (src,),
             num_vectors * len(expected),
             round_no + step,
             count * len(expected),
-            ranges_of=ranges_of,
+            ranges_of=expected_ranges,
         )[src]
         comm.checked_words(src, words, num_words * len(expected))
         for i, sender in enumerate(expected):
@@ -136,19 +134,15 @@ def _bruck(
     return [held[sender] for sender in range(num_senders)]
 
 
-def _constant(ranges: Sequence[Range], source: int, words: Sequence[int]) -> Sequence[Range]:
-    return ranges
-
-
 def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:
     """Return the predicted seconds of `gather` for ``entries`` in all, an equal part from each sender.
 
-    If not all ranks are senders, some ranks have everything early and send it more than once.
+    If not all ranks are senders, some ranks have all entries before the last step and send them more than once.
     """
     P = problem.P
     num_senders = P if num_senders is None else num_senders
     if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
-        sent = (P - 1) / num_senders  # times all entries, by a sender; other ranks receive all entries
+        sent = (P - 1) / num_senders  # fraction of all entries that a sender sends; other ranks receive all
         nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
         return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
     repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)

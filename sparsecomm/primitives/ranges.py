@@ -2,14 +2,14 @@
 
     scatter      each rank sends each owner its entries in the owner's range
 
-This is one trip. Ranges are kept in the communicator's cache from call to call, while they are balanced. Every message
-contains a mark: the age of the ranges and a checksum of them. If the marks of ranks differ, for example after a call
-that only some ranks left, all ranks notice in the same trip and start again without ranges.
+This is one trip. The communicator's cache keeps the ranges from call to call, while they are balanced. Every message
+contains a mark: the age and a checksum of the ranges. If marks differ, for example after a call that failed on some
+ranks, all ranks notice in the same trip and start again without ranges.
 
-In a first call, each rank also sends all others samples of its indices. From these the ranks make ranges for the next
-call that hold about equally many entries. Until then, ranges have equal lengths if k P is small. Otherwise ranges are
-made from the samples before the scatter, which takes one more trip, because nearly all entries may lie in one of P
-ranges of equal length.
+In a first call, each rank also sends samples of its indices to all others. From the samples, the ranks compute ranges
+with about equal numbers of entries. If k P is small, they use these from the next call, and ranges of equal length in
+this one. Otherwise they exchange the samples before the scatter, in one more trip, because nearly all entries may be in
+one of P ranges of equal length.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = [
 
 _MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
 _MAX_SAMPLES = 32  # per rank
-_MAX_FIRST = 2**15  # maximum entries of all ranks for one owner in a first call, about 256 KB
+_MAX_FIRST = 2**15  # maximum entries of all ranks, about 256 KB, for which the first call uses ranges of equal length
 _CROWDED = 1.5  # make new ranges when the crowding has grown by this factor
-AGE_SHIFT = 16  # lowest bit of the age in a mark; a checksum is below
+AGE_SHIFT = 16  # lowest bit of the age in a mark; the bits below are a checksum
 
 
 class Ranges(NamedTuple):
@@ -52,7 +52,7 @@ class Ranges(NamedTuple):
 
     Attributes:
         boundaries: first index of each range, and the end of the last.
-        made: number of the call from whose samples they are.
+        made: number of the call that made them.
         checksum: of ``boundaries``.
         crowding: load of the busiest owner relative to the mean, in the first call with these ranges; 0: unknown.
         following: boundaries for the next call; ``None``: keep these.
@@ -66,7 +66,7 @@ class Ranges(NamedTuple):
 
 
 class Dropped(list[SparseVector]):
-    """Rounding errors of a trip that may have to be repeated."""
+    """Rounding errors of a trip, to be recorded once the trip need not be repeated."""
 
     drop = list[SparseVector].append
 
@@ -82,7 +82,7 @@ def scatter(
     """Send each entry to its owner. Takes one trip; one more if ranges differ, and one more if ranges are made first.
 
     Returns:
-        The entries of all ranks in this rank's range, ordered by rank; and for each rank the key of its entry
+        The entries of all ranks in this rank's range, ordered by rank; and the key of each rank's entry at position
         ``number`` in the order of selection, or 0.
     """
     nothing, owners = own.part(0, 0), num_owners(comm.size, k)
@@ -103,9 +103,10 @@ def scatter(
             words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
             own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
             expected_ranges = partial(_ranges_if_equal, own_range, words[0])
+            pieces = [own.part(*ends) for ends in pairwise(comm.backend.searchsorted(own, ranges.boundaries))]
             parcels = {
                 rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
-                for rank, piece in enumerate(_pieces(comm, own, ranges.boundaries))
+                for rank, piece in enumerate(pieces)
             }
         found = comm.exchange_parcels(
             parcels, others, 1, round_no, 2 * k // owners, or_none=True, ranges_of=expected_ranges
@@ -140,7 +141,7 @@ def ranges_of(comm: Communicator, k: int) -> list[Range]:
 
 
 def rebalance(comm: Communicator, loads: Sequence[int]) -> None:
-    """Forget the ranges if they have become much more crowded; ``loads``: number of entries of each owner."""
+    """Discard the ranges if they have become much less balanced; ``loads``: number of entries of each owner."""
     ranges: Ranges | None = comm.cache.get("ranges")
     if ranges is not None and ranges.following is None:
         crowding = max(1.0, max(loads) * len(loads) / max(1, sum(loads)))
@@ -161,12 +162,8 @@ def _ranges_if_equal(own: Range, mark: int, source: int, words: Sequence[int]) -
     return [own] if words and words[0] == mark else None
 
 
-def _pieces(comm: Communicator, own: SparseVector, boundaries: list[int]) -> list[SparseVector]:
-    return [own.part(begin, end) for begin, end in pairwise(comm.backend.searchsorted(own, boundaries))]
-
-
 def _samples(comm: Communicator, own: SparseVector, k: int) -> list[int]:
-    """Return the number of this rank's entries, and evenly spaced samples of their indices, other ones on each rank."""
+    """Return the number of this rank's entries, and evenly spaced samples of their indices, with an offset per rank."""
     nnz, number = own.nnz, min(_MAX_SAMPLES, max(4, k // (16 * comm.size)))
     chosen = [nnz * (i * comm.size + comm.rank) // (number * comm.size) for i in range(number)] if nnz else []
     return [nnz, *(comm.backend.indices_at(own, chosen) if nnz else [0] * number)]
@@ -178,7 +175,7 @@ def _equal_lengths(n: int, size: int, owners: int, number: int) -> Ranges:
 
 
 def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) -> list[int]:
-    """Return the boundaries of ranges with about equally many entries of all ranks; ``samples``: of each rank."""
+    """Return boundaries of ranges with about equal numbers of entries, from the `_samples` of all ranks."""
     weighted = sorted((index, weight) for weight, *indices in samples for index in indices)
     total, before, boundaries = sum(weight for _, weight in weighted), 0, [0]
     for index, weight in weighted:
@@ -192,7 +189,7 @@ def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) 
 
 
 def mark(age: int, checksum: int) -> int:
-    """Return the mark of cached data that was made ``age`` calls ago: a nonzero integer of at most 32 bits, usually."""
+    """Return the mark of cached data that was made ``age`` calls ago: a nonzero integer."""
     return age + 1 << AGE_SHIFT | checksum
 
 
@@ -202,13 +199,13 @@ def checksum_of(numbers: list[int]) -> int:
 
 
 def mark_of(comm: Communicator, rank: int, words: Sequence[int]) -> int:
-    """Return the mark in a rank's message, its first word; 0: the rank has no cached data."""
+    """Return the mark, which is the first word of a rank's message; 0: the rank has no cached data."""
     if not words:
         raise comm.broken(rank, "no numbers")
     return words[0]
 
 
 def check_keys(comm: Communicator, rank: int, keys: Sequence[int], entries: SparseVector) -> None:
-    """Raise unless all keys are possible for the dtype of ``entries``; ``rank`` has sent the largest."""
+    """Raise an error about ``rank`` if a key is too large for the dtype of ``entries``."""
     if keys and max(keys) > max_key(entries):
         raise comm.broken(rank, f"{max(keys)} as the key of a value")

@@ -1,7 +1,7 @@
-/* Compares what this build was compiled for with what the processor has.
+/* Finds the instruction sets that this build was compiled for and the processor lacks.
 
-The file is compiled with the flags of all others, and must run on a processor that lacks what they may use. It asks the
-processor itself, because /proc/cpuinfo may be missing, and is the host's inside an emulator. */
+This file is compiled with the same flags as all others, but must itself run on such a processor. It uses CPUID, because
+/proc/cpuinfo may be missing, and inside an emulator describes the host. */
 #include <Python.h>
 
 #if defined(__x86_64__)
@@ -13,7 +13,8 @@ typedef struct {
     unsigned bit; /* of ECX of CPUID's leaf 1 */
 } Feature;
 
-/* Features of x86-64-v2 that compilers use unasked. Not CMPXCHG16B and LAHF, which some virtual machines hide. */
+/* Features of x86-64-v2 that compilers use by themselves. CMPXCHG16B and LAHF are left out: some virtual machines hide
+them, and compilers do not use them by themselves. */
 static const Feature compiled_for[] = {
 #if defined(__x86_64__) && defined(__SSE3__)
     {"SSE3", 1u << 0},

@@ -1,1 +1,1 @@
-"""Tensors of other libraries, imported by DLPack, and the sparse vectors that calls return."""
+"""Import of other libraries' tensors through DLPack, and the sparse vectors that calls return."""

@@ -1,7 +1,7 @@
-"""`Tensor`, and reading the memory of DLPack capsules and plain arrays. `interop` decides what is allowed.
+"""`Tensor`, and reading the memory of DLPack capsules and plain arrays, which `interop` then checks.
 
-The structs are those of DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html). They are an ABI that is stable
-within a major version, so copying them here avoids a dependency.
+The structs are copied from DLPack 1.x (https://dmlc.github.io/dlpack/latest/c_api.html), to avoid a dependency. The ABI
+is stable within a major version.
 """
 
 cimport numpy as cnp
@@ -67,7 +67,7 @@ cdef class Import:
     cdef readonly bint contiguous, readonly, copied
 
     def __cinit__(self, capsule):
-        """``capsule``: a fresh DLPack capsule, or None if the memory comes from a library's C functions."""
+        """``capsule``: a fresh DLPack capsule, or None to use memory from a library's C functions."""
         cdef Versioned* versioned
         if capsule is None:
             return

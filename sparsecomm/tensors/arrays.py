@@ -1,4 +1,4 @@
-"""Types of arrays in host or device memory. NumPy's types also stand for CuPy's, which have the same methods."""
+"""Types of arrays in host or device memory. `Array` is NumPy's array, and stands for CuPy's, with the same methods."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def from_host(array: Array, like: Array) -> Array:
     """Return a NumPy array as an array of the library of ``like``, on its current device."""
     if isinstance(like, np.ndarray):
         return array
-    import cupy  # type: ignore[unreachable] # the other library is CuPy
+    import cupy  # type: ignore[unreachable]
 
     return cupy.asarray(array)

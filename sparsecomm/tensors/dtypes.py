@@ -20,7 +20,7 @@ class DType:
     name: str
     code: int  # in C++ kernels and in messages
     itemsize: int
-    view: str  # the NumPy dtype for viewing its memory
+    view: str  # NumPy dtype in which its memory is viewed
 
     @property
     def accumulator(self) -> np.dtype:

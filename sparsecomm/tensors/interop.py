@@ -1,6 +1,6 @@
-"""Importing tensors of other libraries without a copy: `tensor` returns a pointer with its metadata.
+"""Import of other libraries' tensors without a copy. All functions raise `InvalidInputError` for unusable arguments.
 
-NumPy arrays are read directly, all others through ``__dlpack__``. `InvalidInputError` names an unusable argument.
+`tensor` reads NumPy arrays directly and all others through DLPack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT6
 
 
 class Device(NamedTuple):
-    """A device: ``kind`` is "cpu" or "cuda", ``index`` the number of the GPU."""
+    """A device: ``kind`` is "cpu" or "cuda", ``index`` is the number of the GPU."""
 
     kind: str
     index: int = 0  # type: ignore[assignment] # tuple.index is never called
@@ -99,7 +99,7 @@ def _from_numpy(array: Array, name: str, writable: bool) -> Tensor:
 
 
 def _export(obj: Any, name: str, stream: int | None) -> _dlpack.Import:
-    """Export memory by DLPack 1.x, or by the old protocol."""
+    """Export an array's memory by DLPack 1.x, or by the old protocol."""
     arguments = {} if stream is None else {"stream": stream}
     try:
         try:
@@ -154,7 +154,7 @@ def _dtype_name(obj: object, t: _dlpack.Import) -> str:
 
 
 def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
-    """Return the memory of a residual of ``x``, which has ``x``'s dtype or, for a 16-bit ``x``, also float32."""
+    """Return the memory of a residual of ``x``, whose dtype is ``x``'s or, for a 16-bit ``x``, also float32."""
     residual = tensor(obj, name, writable=True, stream=x.stream)
     check_like(residual, x, name, (x.dtype, FLOAT32) if x.dtype.itemsize == 2 else (x.dtype,))
     if overlap(residual, x):
@@ -164,7 +164,7 @@ def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
 
 
 def as_out(obj: object, x: Tensor, *, residual: Tensor | None = None, name: str = "out") -> Tensor:
-    """Return the memory for a dense result, which has ``x``'s dtype or accumulator dtype and may be ``x`` itself."""
+    """Return the memory for a dense result, whose dtype is ``x``'s or its accumulator dtype; it may be ``x`` itself."""
     out = tensor(obj, name, writable=True, stream=x.stream)
     accumulator = FLOAT64 if x.dtype is FLOAT64 else FLOAT32
     check_like(out, x, name, (x.dtype,) if accumulator is x.dtype else (x.dtype, accumulator))
@@ -224,12 +224,12 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
 
 
 def content(obj: Any, name: str) -> tuple[str, Array]:
-    """Return a tensor's dtype and shape as text, and the bytes of its elements in host memory.
+    """Return the dtype and shape of a tensor of any dtype as text, and the bytes of its elements in host memory.
 
-    The dtype may be any. The bytes are a view, except that PyTorch, CuPy and JAX copy tensors that are not contiguous
-    or on a device; tensors of other libraries may not be.
+    The bytes are a view if possible. PyTorch, CuPy and JAX tensors that are not contiguous or not in host memory are
+    copied; those of other libraries are refused.
     """
-    # PyTorch tensors: of a DTensor take this rank's shard, and resolve a pending conjugate or negation.
+    # PyTorch: take this rank's shard of a DTensor, and resolve a pending conjugate or negation.
     for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
         obj = getattr(obj, method, lambda obj=obj: obj)()
     if type(obj).__module__.startswith("cupy"):

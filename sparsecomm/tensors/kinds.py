@@ -9,15 +9,15 @@ __all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT2", "INT4", "INT8", "KINDS", "SIG
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of values in messages. Some share bytes or bit planes by blocks of consecutive values."""
+    """A kind of values in messages. Some kinds encode blocks of consecutive values together."""
 
     name: str
     code: int  # its number in ``Kind`` of kernels/cpu/kernels.hpp
     codec: str  # the struct in kernels/cuda/packed.cu that converts its values
-    itemsize: int = 0  # bytes of a value; 0: those of the accumulator dtype, which is not converted
-    planes: int = 0  # bit planes of a value, with a 64-bit word per block each; 0: values are bytes
-    block: int = 0  # number of values of a block; 0: there are no blocks
-    shared: int = 0  # bytes that the values of a block share
+    itemsize: int = 0  # bytes of a value; 0: the accumulator dtype, unconverted
+    planes: int = 0  # bits of a value, each in a 64-bit word per block; 0: a value takes whole bytes
+    block: int = 0  # values per block; 0: no blocks
+    shared: int = 0  # bytes per block that its values share
 
     def nbytes(self, count: int, accumulator_itemsize: int) -> int:
         """Return the bytes of ``count`` values, without padding."""

@@ -34,10 +34,11 @@ class SparseVector:
         indices: strictly increasing, int32 for ``size`` < 2^31 and int64 above, shape ``(nnz,)``.
         values: float32, or float64 for float64 gradients (the accumulator dtype), shape ``(nnz,)``.
         size: number of elements of the dense vector.
-        shape: shape of the dense tensor; ``(size,)`` unless it was made from a tensor of another shape.
+        shape: shape of the dense tensor; defaults to ``(size,)``.
 
-    ``indices`` and ``values`` are NumPy arrays, or CuPy arrays for CUDA tensors. `to_torch` returns a sparse tensor of
-    PyTorch, and ``to_dense(torch.empty_like(x))`` a dense one. Others import the arrays: ``jnp.from_dlpack(values)``.
+    ``indices`` and ``values`` are NumPy arrays, or CuPy arrays for CUDA tensors. `to_torch` returns a sparse PyTorch
+    tensor, and ``to_dense(torch.empty_like(x))`` a dense one. Other libraries import the arrays:
+    ``jnp.from_dlpack(values)``.
     """
 
     __slots__ = ("indices", "shape", "size", "values")
@@ -48,7 +49,7 @@ class SparseVector:
     shape: tuple[int, ...]
 
     def __init__(self, indices: object, values: object, size: int, shape: tuple[int, ...] | None = None) -> None:
-        """Make a vector from arrays, which are checked, and converted if they have other dtypes.
+        """Make a vector from arrays, which are checked, and converted if necessary.
 
         Raises:
             InvalidInputError: lengths differ, indices are not strictly increasing or not in [0, size), values are not
@@ -107,7 +108,7 @@ class SparseVector:
 
     @property
     def _like(self) -> Array:
-        """An array of the library, the dtype and the device of the values."""
+        """An array of the values' library, dtype and device, available without finding the entries."""
         return self.values
 
     @property
@@ -141,8 +142,8 @@ class SparseVector:
                 float dtypes; 16-bit dtypes are rounded to nearest even.
 
         Raises:
-            InvalidInputError: ``out`` cannot be used; or this vector was modified, and an index is not in [0, size). On
-                a CUDA device, such an entry is omitted.
+            InvalidInputError: ``out`` cannot be used; or an index is not in [0, size), because this vector's arrays
+                were modified. On a CUDA device, such an entry is omitted instead.
         """
         from sparsecomm import backends  # imported here, because backends import this module
 
@@ -173,7 +174,7 @@ class SparseVector:
 
 
 class DenseSum(SparseVector):
-    """A `SparseVector` stored as a dense array. Its entries are found on first access, which takes long."""
+    """A `SparseVector` stored as a dense array. The first access to its entries is slow, because it finds them."""
 
     __slots__ = ("_entries", "_find", "dense")
 

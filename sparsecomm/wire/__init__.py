@@ -1,4 +1,4 @@
-"""Messages: how entries, dense arrays and integers are encoded. `sparsecomm.wire.header` describes the header."""
+"""Messages: the encoding of entries, dense arrays and integers. `sparsecomm.wire.header` describes the header."""
 
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.formats import WIRES, WireName

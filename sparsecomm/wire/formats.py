@@ -1,22 +1,21 @@
 """The wire formats.
 
-To add a format, add a line to the table below (name, code in message headers, kind of values) and its name to
-`WireName`. The CLI, the cost model, the tests and the docs use this table. The code of a format must never change,
-because ranks of different versions would confuse formats.
+To add a format, add a line to `_FORMATS` (name, code in message headers, kind of values) and its name to `WireName`.
+The CLI, the cost model, the tests and the docs use this table. Never change the code of a format, because ranks of
+different versions would confuse formats.
 
-`Packed`: indices in about 2 + log2(n/k) bits, values in 64 to 1.
+`Packed`: an index takes about 2 + log2(n/k) bits, a value 1 to 64 bits.
 
 Source: Elias, "Efficient storage and retrieval by content and address of static files", J. ACM 1974; Fano, "On the
 number of bits required to implement an associative memory", MIT 1971. At density 0.001 an index takes 11.96 bits; its
-entropy is 11.41. Bit-packed differences and Golomb codes are not shorter. Here, the length depends only on the number
-of entries and on the first and last index, and the position of an entry only on its number. So any thread can write any
-word, and a decoder knows in advance what to expect.
+entropy is 11.41. The length depends only on the number of entries and on the first and last index, and the position of
+an entry's bits only on its number and index. So threads can write in parallel, and decoders know the length in advance.
 
 For m entries, in little-endian words of 64 bits:
 
     first, span    the first index, and the last index minus the first
-    low            m times the l low bits of (index - first), with l = floor(log2((span + 1) / m)); whole words
-    high           one bit per entry i, at position ((index - first) >> l) + i; whole words
+    low            m times the l low bits of (index - first), with l = floor(log2((span + 1) / m)), to a whole word
+    high           one set bit per entry i, at position ((index - first) >> l) + i, to a whole word
     values         m values of one of the kinds below
     padding        zero bytes to a multiple of 8
 
@@ -24,14 +23,14 @@ For m entries, in little-endian words of 64 bits:
     int8              m bytes q, then one exponent byte per 64 values. Values are q 2^(exponent - 126) with q from -126
                       to 126; q = 127 and -127 are the infinities, q = -128 is NaN
     int4, int2, sign  4, 2 or 1 words per 64 values: the signs, then the bits of the levels j, lowest first; unused bits
-                      are zero. Then, per 64 values, `low`: the 2 bytes of a bfloat16 p 2^q > 0 with p < 256 and
+                      are zero. Then, per 64 values, `lowest`: the 2 bytes of a bfloat16 p 2^q > 0 with p < 256 and
                       q >= -133. Then, except for sign, per 64 values `step`: 1 byte. Values are
-                      +- (p + j * step * UNIT) 2^q with j up to 7, 1 or 0, and UNIT = 2 for int4 and 16 for int2. If one
-                      of the m values is not finite, bit 63 of the word of span is set, and all values are float32
+                      +- (p + j * step * UNIT) 2^q with j up to 7, 1 or 0, and UNIT = 2 for int4 and 16 for int2. If any
+                      of the m values is not finite, bit 63 of span is set, and all values are float32
 
-No entries take no bytes. Values of a narrow kind are quantized before packing (`Backend.quantize`), so that rounding
-errors are known and kept, and packing loses nothing. For int4, int2 and sign, the smallest of 64 magnitudes then has
-level 0 and the largest the last level, which determines low and step.
+A message without entries is empty. Values are quantized before packing (`Backend.quantize`), so packing loses nothing.
+For int4, int2 and sign, the smallest of 64 magnitudes then has level 0 and the largest the last level, which determines
+`lowest` and `step`.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "packed_sign",
 ]
 
-_HEAD = 16  # bytes of the packed format: first and span
+_HEAD = 16  # bytes of first and span
 
 
 class Packed(Wire):
     """A packed format: Elias-Fano coded indices and values of one kind.
 
-    `max_bytes` includes the case that values of a few bits are sent as float32; `bytes_per_entry` does not.
+    `max_bytes` covers values of a few bits that are sent as float32; `bytes_per_entry` does not.
     """
 
     def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:

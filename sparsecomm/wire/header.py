@@ -11,15 +11,15 @@
         24     24  name of the algorithm, ASCII, padded with zero bytes; of a longer name the first 15 characters, "~",
                    and its CRC-32
         48      4  checksum of the shape of x; 0 if x is flat, or if the label covers the shapes
-        52      4  number of elements of a chunk; 0 if entries are selected from the whole, 2^32 - 1 for more
-        56      4  checksum of the costs with which the call was planned; 0 if they do not matter
+        52      4  number of elements of a chunk, at most 2^32 - 1; 0 if entries are selected from the whole tensor
+        56      4  checksum of the costs with which the call was planned; 0 if the plan does not depend on them
         60      4  checksum of the label; 0 if there is none
-                   -- The fields above describe the call and are equal in all its messages; those below, the message. --
+                   -- The fields above describe the call and are equal on all ranks; those below, the message. --
         64      8  number of the call on this communicator
         72      4  rank of the sender
-        76      4  round number in the low 31 bits; the highest bit: a contribution is incomplete, that of the sender or
-                   of a rank from which it has received a message with this bit in this call
-        80      8  number of entries, of elements of a dense message, or the counts of a parcel
+        76      4  round number in the low 31 bits; the highest bit is set if the sender's contribution is incomplete,
+                   or if it has received a message with this bit in this call
+        80      8  number of entries or dense elements, or the counts of a parcel (see `Messages.parcel`)
         88      8  number of bytes that follow
 
 Little-endian. If the first 64 bytes of two ranks differ, their calls do not match.
@@ -51,7 +51,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 MEASUREMENT: Final = "measurement of links"  # algorithm name of the call in which ranks without a profile measure costs
 _OPTIONAL = "residual", "out"
 _DTYPE_NAMES = {d.code: d.name for d in DTYPES.values()}
-WIRE_NAMES: dict[int, str] = {}  # of the wire formats, by code; each format enters itself
+WIRE_NAMES: dict[int, str] = {}  # by code; each `Wire` adds its name
 
 
 def shape_checksum(shape: tuple[int, ...]) -> int:
@@ -125,15 +125,15 @@ class CallSignature:
     def mismatch(
         self, rank: int, theirs: bytes, their_rank: int, shape: tuple[int, ...] = ()
     ) -> CollectiveMismatchError:
-        """Return the error for a message of another call, which names the fields that differ.
+        """Return the error for a message of another call; it names the fields that differ.
 
-        ``theirs`` is its header, from ``their_rank``; ``shape`` is x's shape on this rank.
+        ``theirs`` is the header from ``their_rank``; ``shape`` is x's shape on this rank.
         """
         other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
                 f"rank {rank} made the call {self.describe()}, and rank {their_rank} sent {len(theirs)} bytes that are "
-                "no message of this version of sparsecomm; install the same version on all ranks"
+                "not a message of this version of sparsecomm; install the same version on all ranks"
             )
         mine = CallSignature.unpack(self.pack())  # cuts a long name
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]

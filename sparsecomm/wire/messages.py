@@ -1,7 +1,4 @@
-"""`Messages`: builds the messages of calls of one signature, and checks and reads received ones.
-
-`Wire` is the interface of the formats in which messages carry entries, and `Plain` the simplest one.
-"""
+"""`Messages`, which builds, checks and reads messages; and `Wire`, the interface of wire formats, with `Plain`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE,
 __all__ = ["PLAIN", "Messages", "Plain", "VectorType", "Wire"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
-_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code of the bytes of an integer
+_WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer
 
 
 class VectorType(NamedTuple):
@@ -36,12 +33,12 @@ class VectorType(NamedTuple):
 
 @dataclass(frozen=True)
 class Wire(ABC):
-    """A wire format, which encodes entries as bytes. `sparsecomm.wire.formats` has all formats.
+    """A wire format, which encodes entries as bytes. `sparsecomm.wire.formats` lists all formats.
 
     Attributes:
         name: the value of ``wire=``.
         code: its number in message headers.
-        kind: of values in messages: `EXACT`, or the kind to which `Backend.quantize` rounds values before encoding.
+        kind: kind of its values. Unless it is `EXACT`, `Backend.quantize` rounds values before encoding.
         packed: whether the cost model counts the time of encoding and decoding.
     """
 
@@ -55,7 +52,7 @@ class Wire(ABC):
 
     @abstractmethod
     def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
-        """Encode entries; return arrays of the device whose concatenated bytes are the result. They may be views."""
+        """Encode entries; return arrays on the device, perhaps views, whose concatenated bytes are the encoding."""
 
     @abstractmethod
     def max_bytes(self, count: int, vector: VectorType) -> int:
@@ -63,18 +60,18 @@ class Wire(ABC):
 
     @abstractmethod
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
-        """Return the mean encoded size of one of k entries that are spread evenly over all elements."""
+        """Return the encoded size per entry of k entries that are spread evenly over all elements."""
 
     @abstractmethod
     def decode(
         self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
     ) -> tuple[Array, Array]:
-        """Decode ``count`` entries; return indices and values as flat arrays of the device, views if possible.
+        """Decode ``count`` entries; return indices and values as flat arrays on the device, views if possible.
 
         Does not check that indices increase and that values are not zero.
 
         Args:
-            data: a part of a message that ``memory`` has made.
+            data: the part of a message, allocated by ``memory``, with the entries.
 
         Raises:
             ValueError: ``data`` does not encode ``count`` entries.
@@ -82,9 +79,7 @@ class Wire(ABC):
 
 
 class Plain(Wire):
-    """The plain format: the arrays of the entries, the one with larger elements first.
-
-        values, float32 or float64 | indices, int32 or int64    (indices first where they are int64 beside float32)
+    """The plain format: the array of values, then that of indices; int64 indices of float32 values come first.
 
     8 bytes per entry for float32 gradients of fewer than 2^31 elements.
     """
@@ -122,16 +117,16 @@ class Messages:
     """The messages of calls of one signature.
 
     `entries`, `parcel`, `dense` and `words` return a new message of this rank for communication round ``round_no``. The
-    methods ``read_...`` return the contents of a message from rank ``source``, as views if possible. They raise
-    `CollectiveMismatchError` if it belongs to another call or round or is invalid. Ranks are numbered as in the
-    transport.
+    ``read_...`` methods return the contents of a message from rank ``source``, as views if possible. They raise
+    `CollectiveMismatchError` if the message is invalid or belongs to another call or round. Rank numbers are the
+    transport's.
 
     Attributes:
         call: the call signature.
         packed: the signature as bytes, with the current call's label; the beginning of every header.
-        memory: where messages of this call are made.
-        incomplete: whether this rank's contribution to this call is incomplete, or a message that was read reports that
-            another rank's is. All later messages report it, too, so it ends equal on all ranks.
+        memory: allocates the messages of this call.
+        incomplete: whether this rank's contribution to this call is incomplete, or a message that was read says that
+            another rank's is. All later messages repeat it, so all ranks agree at the end of the call.
     """
 
     def __init__(
@@ -142,8 +137,8 @@ class Messages:
         Args:
             call: this rank's call signature.
             rank: this rank.
-            accumulator: the dtype of all values before and after encoding, float32 or float64.
-            shape: of the gradient, and of the vectors that are read.
+            accumulator: dtype of all values before and after encoding, float32 or float64.
+            shape: shape of the gradient, which vectors that are read get, too.
             backend: of the gradient's device.
         """
         self.call, self.packed = call, call.pack()
@@ -182,9 +177,9 @@ class Messages:
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
         """Return the message of at most 65,535 vectors, and of words: integers from 0 to 2^64 - 1.
 
-        It consists of a table with each vector's numbers of entries and bytes, the words, and the encoded entries. The
-        item count in the header contains the number of vectors (16 bits), codes of the widths of the table's integers
-        and of words (2 bits each), and the number of words.
+        After the header come a table of each vector's number of entries and of bytes, the words, and the encoded
+        entries. The item count in the header contains the number of vectors (16 bits), the codes of the integer widths
+        in the table and in the words (2 bits each), and the number of words.
         """
         parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
@@ -262,7 +257,7 @@ class Messages:
         return replace(self.call, label=self._label)
 
     def _new(self, round_no: int, items: int, nbytes: int, table: bytes = b"") -> Bytes:
-        """Return a message with its header and ``table``, and room for the rest of its ``nbytes`` of content."""
+        """Return a message with ``nbytes`` after its header. Only the header and ``table``, which follows, are set."""
         message = self.memory.empty(HEADER_BYTES + nbytes)
         self.memory.put_header(self._header(round_no, items, nbytes) + table, message)
         return message
@@ -272,7 +267,7 @@ class Messages:
         return HEADER.pack(self.packed, self._number, self._rank, flagged, items, nbytes)
 
     def _put(self, arrays: list[Array], message: Bytes, begin: int) -> int:
-        """Write arrays into a message from ``begin`` on; return the position of their end."""
+        """Write arrays into a message at ``begin``; return the position after them."""
         for array in arrays:
             end = begin + array.nbytes
             self.memory.put(array, message[begin:end])
@@ -294,7 +289,7 @@ class Messages:
             raise self.broken(source, f"a message of call {number} in call {self._number}")
         if len(message) != HEADER_BYTES + nbytes:
             said = HEADER_BYTES + nbytes
-            raise self.broken(source, f"a message of {len(message)} bytes, of which its header says {said}")
+            raise self.broken(source, f"a message of {len(message)} bytes whose header says {said} bytes")
         if sender != source or of_round != round_no:
             seen = f"a message of rank {sender}, round {of_round}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
@@ -311,7 +306,7 @@ class Messages:
 
 
 def _narrow(words: Sequence[int]) -> Array:
-    """Return integers in the narrowest dtype of 1, 2, 4 or 8 bytes that holds all of them: most are small counts."""
+    """Return integers in the narrowest dtype of 1, 2, 4 or 8 bytes that holds all of them."""
     numbers: Array = np.array(words, np.uint64)
     narrow: Array = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
     return narrow

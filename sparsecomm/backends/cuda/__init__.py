@@ -1,4 +1,4 @@
-"""The arithmetic of CUDA devices."""
+"""The backend of CUDA devices, which needs CuPy."""
 
 from sparsecomm.backends.cuda.backend import CudaBackend, of
 

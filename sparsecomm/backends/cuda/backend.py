@@ -1,7 +1,8 @@
 """`CudaBackend`: the backend of a CUDA device, which starts the kernels in ``kernels/cuda``.
 
-Only `threshold`, `well_formed`, packing, and a `CountedVector` that is asked for its number of entries wait for the
-device. After a first call of the same sizes, which compiles and allocates, all else can be captured into a CUDA graph.
+The host waits for the device only in `threshold`, `well_formed`, packing, and when it asks a `CountedVector` for its
+number of entries. All other work can be captured into a CUDA graph, after a first call of the same sizes, which
+compiles and allocates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["CudaBackend", "CudaTimeline", "of"]
 
 
 class CudaBackend(Selection, Packing):
-    """`sparsecomm.backends.base.Backend` on one device and its current stream, which is its own execution context."""
+    """`sparsecomm.backends.base.Backend` on one device, on the current stream."""
 
     def on_stream(self, x: Tensor | None) -> OnStream:
         return OnStream(self.runtime, x.stream if x else None)
@@ -44,8 +45,8 @@ class CudaBackend(Selection, Packing):
     def memory(self, direct: bool) -> MessageMemory:
         if self.runtime.capturing():
             raise InvalidInputError(
-                "x is on a stream that is being captured into a CUDA graph; a call that talks to other ranks cannot be "
-                "replayed: call it before or after the graph"
+                "x is on a stream that is being captured into a CUDA graph; a graph cannot replay communication with "
+                "other ranks: make the call before or after the graph"
             )
         return (DeviceMemory if direct else StagedMemory)(self.runtime, self.in_use)
 
@@ -62,14 +63,14 @@ class CudaBackend(Selection, Packing):
     def scatter_add_where(
         self, dense_tensor: Tensor, entries: SparseVector, others: SparseVector, present: bool
     ) -> None:
-        among = Operand.of(others)
-        more: Arguments = {"others": among.indices, "other_host_count": among.host_count}
-        more |= {"other_device_count": among.device_count, "present": present}
+        other = Operand.of(others)
+        more: Arguments = {"others": other.indices, "other_host_count": other.host_count}
+        more |= {"other_device_count": other.device_count, "present": present}
         self._scatter("scatter_add_where", dense_tensor, entries, more)
 
     def _scatter(self, kernel: str, dense: Tensor, entries: SparseVector, more: Arguments) -> None:
-        given, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
-        self._elementwise(kernel, given.max_count, types, {"dense": dense, **given.arguments(), **more})
+        added, types = Operand.of(entries), dense_definitions(dense.dtype, int64_indices=entries.size >= INT64_SIZE)
+        self._elementwise(kernel, added.max_count, types, {"dense": dense, **added.arguments(), **more})
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         if isinstance(entries, DenseSum):
@@ -105,7 +106,7 @@ class CudaBackend(Selection, Packing):
         return self.with_values(entries, quotients)
 
     def not_zero(self, values: Array) -> Array:
-        """See `Backend`. CuPy's own comparison treats subnormal floats as zero."""
+        # CuPy's comparison of floats would treat subnormal ones as zero.
         mask: Array = values.view(f"u{values.itemsize}") << 1 != 0
         return mask
 
@@ -133,14 +134,14 @@ class CudaBackend(Selection, Packing):
         self._elementwise("narrow", out.size, dense_definitions(out.dtype), given)
 
     def _elementwise(self, name: str, max_count: int, types: tuple[str, ...], arguments: Arguments) -> None:
-        """Start a kernel of dense.cu with about a thread per entry or element."""
+        """Start a kernel of dense.cu with about one thread per entry or element."""
         if max_count:
             threads = self.tuning.dense_threads
             self.start(self.prepare("dense.cu", name, types, self.spread(max_count, threads), threads, arguments))
 
 
 class CudaTimeline:
-    """A `sparsecomm.backends.base.Timeline`; ``last`` is the event after its work so far."""
+    """A `sparsecomm.backends.base.Timeline`. ``last`` is the event after all work so far."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -162,7 +163,7 @@ class CudaTimeline:
 
 
 def of(index: int) -> CudaBackend:
-    """Return a new backend of device number ``index``.
+    """Return a new backend of GPU number ``index``.
 
     Raises:
         InvalidInputError: CuPy is not installed, does not find the driver, or the driver is too old for it.
@@ -170,7 +171,7 @@ def of(index: int) -> CudaBackend:
     return CudaBackend(_runtime(index))
 
 
-@cache  # shared by all threads: it keeps only compiled kernels
+@cache  # threads may share it, because it keeps only compiled kernels
 def _runtime(index: int) -> Runtime:
     try:
         import cupy
@@ -183,7 +184,7 @@ def _runtime(index: int) -> Runtime:
         count = cupy.cuda.runtime.getDeviceCount()
         if index >= count:
             raise InvalidInputError(
-                f"cuda:{index}: this process sees {count} device(s); set CUDA_VISIBLE_DEVICES, or take another device"
+                f"cuda:{index}: this process sees {count} device(s); set CUDA_VISIBLE_DEVICES, or use another device"
             )
         from sparsecomm.backends.cuda.cupy_runtime import CupyRuntime
 

@@ -1,4 +1,4 @@
-"""`ExecutionContext`: the memory that kernels work in, their launches, and the vectors that they return."""
+"""`ExecutionContext`, which launches kernels and keeps their scratch memory; and the vectors that kernels use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 __all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
 
-# Of a kernel: an array or a tensor is passed as its address, `None` as a null pointer, an int as u64.
+# A kernel's argument. Arrays and tensors are passed as addresses, `None` as a null pointer, an int as u64.
 Argument = Array | Tensor | Scalar | int | None
 Arguments = dict[str, Argument]
 
@@ -35,13 +35,13 @@ class Launch(NamedTuple):
 
 
 class Workspace:
-    """The kernels' shared state, which is zero between calls, and room for candidates."""
+    """Scratch memory of one stream: the state that kernels share, which is zero between calls, and candidates."""
 
     def __init__(self, runtime: Runtime, tuning: Tuning) -> None:
         self._runtime = runtime
         self._structures = structures(tuning)
         self._rooms: dict[str, Array] = {}
-        self._outgrown: list[Array] = []  # a captured graph may still use it
+        self._outgrown: list[Array] = []  # kept, because a captured graph may still use them
 
     @property
     def selection(self) -> int:
@@ -91,9 +91,9 @@ class _OfThread(threading.local):
 
 
 class ExecutionContext(Backend):
-    """The kernels of one owner's backend, their sizes (``tuning``), and their scratch memory, which is per stream.
+    """The kernels of one backend, their sizes (``tuning``), and scratch memory per stream.
 
-    ``in_use`` is host memory that streams still work with.
+    ``in_use`` keeps the host memory that streams still use.
     """
 
     def __init__(self, runtime: Runtime, tuning: Tuning = TUNING, **sizes: int) -> None:
@@ -107,7 +107,8 @@ class ExecutionContext(Backend):
     def workspace(self) -> Workspace:
         """Return the scratch memory of the current stream."""
         stream = self.runtime.stream()
-        # In every thread, this handle names another stream. Thread numbers are reused while work may still run.
+        # PER_THREAD is a different stream in every thread. Thread ids would not distinguish these, because they are
+        # reused while work may still run.
         workspaces = self._of_thread.workspaces if stream == PER_THREAD else self._workspaces
         if stream not in workspaces:
             workspaces[stream] = Workspace(self.runtime, self.tuning)
@@ -129,17 +130,17 @@ class ExecutionContext(Backend):
     def prepare(
         self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
     ) -> Launch:
-        """Return a launch of a kernel, compiled for ``types``; ``arguments`` have its parameters' names and order."""
+        """Return a launch of a kernel compiled for ``types``. ``arguments`` are in the order of its parameters."""
         kernel = self.runtime.kernel(file, name, types + self._definitions)
         return Launch(kernel, blocks, threads, {name: self._scalar(value) for name, value in arguments.items()})
 
     def start(self, *launches: Launch) -> None:
-        """Start kernels on the current stream. Compiling and allocating, which can fail, came before."""
-        for it in launches:
-            self.runtime.launch(it.kernel, it.blocks, it.threads, it.arguments)
+        """Start kernels on the current stream. `prepare` has done the steps that can fail: compiling and allocating."""
+        for launch in launches:
+            self.runtime.launch(launch.kernel, launch.blocks, launch.threads, launch.arguments)
 
     def spread(self, count: int, threads: int) -> int:
-        """Return the number of blocks with about a thread per element, but not many more than run at once."""
+        """Return the number of blocks for about one thread per element, but at most 16 per multiprocessor."""
         return min(ceil_div(count, threads), 16 * self.runtime.multiprocessors)
 
     def _scalar(self, argument: Argument) -> Scalar:
@@ -159,12 +160,12 @@ class ExecutionContext(Backend):
 class CountedVector(SparseVector):
     """A `SparseVector` whose number of entries is in device memory.
 
-    The host waits for the number when it first asks for ``nnz``, ``indices`` or ``values``.
+    The first access to ``nnz``, ``indices`` or ``values`` waits for the number.
 
     Attributes:
-        room: arrays for indices and values.
-        counter: one uint64, how many of each are entries.
-        host_count: the same number, once the host knows it.
+        room: arrays for indices and values, which may be longer than the number of entries.
+        counter: array of one uint64, the number of entries.
+        host_count: the same number, once the host has read it; else None.
     """
 
     __slots__ = ("_runtime", "counter", "host_count", "room")
@@ -209,7 +210,7 @@ class CountedVector(SparseVector):
 
 
 class Operand(NamedTuple):
-    """A sparse vector as an argument of a kernel: ``device_count``, if not None, replaces ``host_count``."""
+    """A sparse vector as arguments of a kernel. ``device_count``, if not None, overrides ``host_count``."""
 
     indices: Array
     values: Array

@@ -84,25 +84,25 @@ class CupyRuntime:
             return cupy.cuda.Stream(non_blocking=True)
 
     def enter(self, stream: Any) -> Any:
-        device, ours = cupy.cuda.Device(self.device), None
+        device, entered = cupy.cuda.Device(self.device), None
         device.__enter__()
         try:
-            users = cupy.cuda.get_current_stream()
+            previous = cupy.cuda.get_current_stream()
             wanted = _stream(stream, self.device) if isinstance(stream, int) else stream
-            if wanted is not None and wanted.ptr != users.ptr:
+            if wanted is not None and wanted.ptr != previous.ptr:
                 wanted.__enter__()
-                ours = wanted
+                entered = wanted
         except BaseException:
             device.__exit__(None, None, None)
             raise
-        return device, users, ours
+        return device, previous, entered
 
     def leave(self, entered: Any) -> None:
-        device, users, ours = entered
+        device, previous, stream = entered
         try:
-            if ours is not None:
-                ours.__exit__(None, None, None)
-                users.wait_event(ours.record())  # results are used on that stream
+            if stream is not None:
+                stream.__exit__(None, None, None)
+                previous.wait_event(stream.record())  # results are used on the previous stream
         finally:
             device.__exit__(None, None, None)
 
@@ -133,14 +133,14 @@ def _stream(handle: int, device: int) -> Any:
 
 
 def _binary(source: str, options: tuple[str, ...]) -> bytes:
-    """Return a module for the current device, compiled or from the folder of CuPy's cache.
+    """Return the binary of a module for the current device, compiled or from CuPy's cache folder.
 
-    `cupy.RawModule` would add ``-ftz=true``, which sets subnormal floats to zero; the CPU does not.
+    `cupy.RawModule` is not used, because it adds ``-ftz=true``, which sets subnormal floats to zero.
     """
     versions = cupy.__version__, compiler._get_nvrtc_version(), cupy.cuda.Device().compute_capability
-    known_by = hashlib.sha256(repr((source, options, versions)).encode()).hexdigest()
+    key = hashlib.sha256(repr((source, options, versions)).encode()).hexdigest()
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy/kernel_cache")
-    path = folder / f"sparsecomm-{known_by}.cubin"
+    path = folder / f"sparsecomm-{key}.cubin"
     with suppress(OSError):
         return path.read_bytes()
     made: bytes = compiler.compile_using_nvrtc(source, options)[0]
@@ -153,7 +153,7 @@ def _binary(source: str, options: tuple[str, ...]) -> bytes:
 
 
 def _options(definitions: tuple[str, ...]) -> tuple[str, ...]:
-    """Return options with a digest of all sources, by which the cache distinguishes them."""
+    """Return compiler options, with a digest of all sources, so that the cache notices changes in included files."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.hpp"), *SOURCES.glob("cuda/*.cu*")]):
         digest.update(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Message memory of a CUDA device: its own memory if MPI accepts it, else pinned host memory.
+"""Message memory of a CUDA device: device memory if MPI accepts it, else pinned host memory.
 
-MPI ignores streams. So the host waits for an event before MPI reads what a stream has written or writes what it may
-still read, and host memory is not freed while a stream uses it, even if a call fails.
+MPI ignores streams. So the host waits for the stream before MPI reads memory that the stream writes, or writes memory
+that the stream may still read. Host memory is kept while a stream uses it, even if a call fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsecomm.transport.base import MessageMemory
 __all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
 
 _Bytes = NDArray[np.uint8]
-CHUNK = 1 << 22  # bytes copied at once: sent while the next ones are copied
+CHUNK = 1 << 22  # bytes copied at once; a chunk is sent while the next one is copied
 
 
 class MemoryInUse:
@@ -33,7 +33,7 @@ class MemoryInUse:
         self._kept.append((until, memory))
 
     def __del__(self) -> None:
-        # When the process ends, CUDA and this module's names may be gone.
+        # At interpreter exit, CUDA and the names of this module may be gone.
         try:
             for event, _ in self._kept:
                 event.wait()
@@ -42,7 +42,7 @@ class MemoryInUse:
 
 
 class _Chunk(NamedTuple):
-    """Bytes in host memory, by address, that are being copied from the device until ``written``."""
+    """An address range of host memory to which the device copies, until the event ``written``."""
 
     begin: int
     end: int
@@ -52,14 +52,14 @@ class _Chunk(NamedTuple):
 class StagedMemory(MessageMemory):
     """A `sparsecomm.transport.base.MessageMemory` in pinned host memory, for the messages of one call.
 
-    Long messages are copied in chunks, each of which may be sent when it is there. Received pieces are copied to the
-    device while the next one is received.
+    Long messages are copied in chunks, and each chunk can be sent when its copy is complete. A received piece is copied
+    to the device while the next one is received.
     """
 
     def __init__(self, runtime: Runtime, in_use: MemoryInUse) -> None:
         self._runtime, self._in_use, self._chunk = runtime, in_use, CHUNK
         self._chunks: list[_Chunk] = []  # in the order of their copies
-        self._landings: dict[int, tuple[int, Array]] = {}  # address of each message in pieces, and it on the device
+        self._landings: dict[int, tuple[int, Array]] = {}  # by id of a message in pieces: address, copy on the device
 
     def empty(self, nbytes: int) -> _Bytes:
         return self._runtime.pinned(nbytes)
@@ -99,7 +99,7 @@ class StagedMemory(MessageMemory):
         return message[:nbytes].tobytes()
 
     def get(self, data: _Bytes, dtype: DTypeLike) -> Array:
-        """Return an array on the device; a message in pieces is there already."""
+        """Return an array on the device; a message received in pieces is already there."""
         dtype = np.dtype(dtype)
         for address, mirror in self._landings.values():
             begin = data.ctypes.data - address
@@ -127,7 +127,7 @@ class DeviceMemory(MessageMemory):
         self._runtime, self._in_use = runtime, in_use
 
     def empty(self, nbytes: int) -> Array:
-        """Return new memory, after waiting for work on freed arrays that it may have been part of."""
+        """Return new memory, after waiting for work on freed arrays that used the same memory."""
         made = self._runtime.empty(nbytes, np.uint8)
         self._runtime.synchronize()
         return made
@@ -152,7 +152,7 @@ class DeviceMemory(MessageMemory):
 
     def move(self, part: Array, to: Array) -> None:
         self._runtime.copy(self._runtime.address(to), self._runtime.address(part), len(part))
-        self._runtime.synchronize()  # the memory of `part` may be given to MPI
+        self._runtime.synchronize()  # afterwards MPI may write to `part`
 
     def header(self, message: Array, nbytes: int) -> bytes:
         nbytes = min(nbytes, len(message))

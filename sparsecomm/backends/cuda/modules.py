@@ -1,4 +1,4 @@
-"""What the kernels are compiled with: sizes, structures, and types; one module per file and combination of types."""
+"""The definitions with which CUDA kernels are compiled: sizes, structures and types, one module per combination."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT6
 from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
-# Rounds as the CPU does: each operation by itself, quotients to nearest, with subnormal floats.
+# As on the CPU: each operation is rounded by itself, quotients to nearest, and subnormal floats are supported.
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
-
-
 _LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates", "filter_blocks", "tail_blocks"}
 _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
@@ -28,37 +26,38 @@ _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 class Tuning:
     """Sizes of kernels and launches, for compute capability 9.0: see docs/internals/kernels.md."""
 
-    sample_threads: int = 512  # of a block
+    # Names that end in "threads" are threads per block; names that end in "blocks", blocks per multiprocessor.
+    sample_threads: int = 512
     sample_bins: int = 8192  # of the sample's histogram, over the whole range of keys
     filter_threads: int = 256
-    filter_vectors: int = 4  # of 16 bytes, that each thread holds
-    filter_rounds: int = 4  # in which a thread reads its part of a tile
+    filter_vectors: int = 4  # vectors of 16 bytes that each thread holds
+    filter_rounds: int = 4  # rounds in which a thread reads its part of a tile
     bins: int = 4096  # of the candidates' histogram
     refine_threads: int = 256
     refine_items: int = 4  # candidates that each thread holds
     emit_threads: int = 256
     emit_items: int = 4  # candidates per thread
     radix_threads: int = 512
-    radix_bits: int = 11  # of a key, decided by each pass
+    radix_bits: int = 11  # bits of a key that each pass decides
     merge_threads: int = 256
     merge_items: int = 4  # entries of both vectors together, per thread
-    by_chunk_threads: int = 256  # of a block that selects by chunk
+    by_chunk_threads: int = 256
     by_chunk_items: int = 16  # elements per thread, in registers or in shared memory
-    by_chunk_blocks: int = 3  # per multiprocessor: as many as leave registers for what a thread holds
+    by_chunk_blocks: int = 3  # as many as leave enough registers per thread
     dense_threads: int = 256
-    densify_tile: int = 4096  # elements that are written at once
-    packed_threads: int = 256  # of a block that packs or unpacks; of unpack also words of a tile
+    densify_tile: int = 4096  # elements that a block writes
+    packed_threads: int = 256  # in unpack also the words of a tile
 
-    # Of the launch code alone.
-    sample_sectors: int = 32768  # of 32 bytes, that are looked at, at most
-    radix_max_size: int = 1 << 16  # elements up to which one launch of `radix` does it all
-    filter_blocks: int = 4  # of a grid per multiprocessor, at most; fewer are resident with some types
-    tail_blocks: int = 2  # the same of refine and of emit
-    spare_candidates: int = 1 << 20  # room beyond 2 k: for what an unlucky sample lets through
+    # Only for the launch code (`_LAUNCH_ONLY`):
+    sample_sectors: int = 32768  # maximum sectors of 32 bytes in a sample
+    radix_max_size: int = 1 << 16  # maximum elements for which a single launch of `radix` selects
+    filter_blocks: int = 4  # maximum; fewer are resident with some types
+    tail_blocks: int = 2  # maximum, for refine and emit
+    spare_candidates: int = 1 << 20  # room beyond 2 k, for an unlucky sample
 
     @property
     def definitions(self) -> tuple[str, ...]:
-        """``NAME=value`` for each size that kernels are compiled for."""
+        """``NAME=value`` for each size that is compiled into kernels."""
         names = (field.name for field in fields(self) if field.name not in _LAUNCH_ONLY)
         return tuple(f"{name.upper()}={getattr(self, name)}u" for name in names)
 
@@ -68,7 +67,7 @@ TUNING = Tuning()
 
 @cache
 def structures(tuning: Tuning) -> dict[str, ArrayDType]:
-    """Return the structures that kernels keep in device memory, as kernels/cuda declares them, which checks the sizes.
+    """Return the structures of kernels/cuda in device memory; the kernels check their sizes.
 
     A field that exists once per tile or block is included once.
     """
@@ -96,7 +95,7 @@ def structure_definitions(tuning: Tuning) -> tuple[str, ...]:
 
 
 def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
-    """Return a structure of fields; each group begins a cache line."""
+    """Return a structure of fields; each group of fields begins a cache line."""
     offsets, end = [], 0
     for line in lines:
         end += -end % _LINE
@@ -111,7 +110,7 @@ def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of topk.cu, radix.cu, threshold.cu and chunks.cu."""
+    """Return the type definitions of topk.cu, radix.cu, threshold.cu and chunks.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -121,17 +120,17 @@ def selection_definitions(x: DType, residual: DType | None, int64_indices: bool)
 
 
 def merge_definitions(float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of merge.cu."""
+    """Return the type definitions of merge.cu."""
     return (_format("ACC", FLOAT64 if float64_values else FLOAT32), _index(int64_indices))
 
 
 def dense_definitions(x: DType, residual: DType | None = None, int64_indices: bool = False) -> tuple[str, ...]:
-    """Return the types of dense.cu."""
+    """Return the type definitions of dense.cu."""
     return (_format("FORMAT", x), _format("ACC", residual or x), _index(int64_indices))
 
 
 def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
-    """Return the types of packed.cu."""
+    """Return the type definitions of packed.cu."""
     acc = FLOAT64 if float64_values else FLOAT32
     itemsize = 0 if kind.planes else kind.itemsize or acc.itemsize
     sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
@@ -140,7 +139,7 @@ def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: boo
 
 
 def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield every module that may be compiled: file and definitions of types."""
+    """Yield the file and the type definitions of every module that may be compiled."""
     for int64_indices in (False, True):
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]

@@ -1,7 +1,7 @@
 """The packed format: kernels/cuda/packed.cu.
 
-The host waits for the outermost indices and for what was found. Values of few bits are sent exactly if one of them is
-not finite, which a launch of its own finds out.
+The host waits for the device, because the layout of a message depends on the first and last index, and on whether all
+values are finite: values of few bits are otherwise sent exactly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 __all__ = ["Packing"]
 
 _HEAD = 16  # bytes: first and span
-_EXACT_FLAG = 1 << 63  # in the word of span: values of planes are exact
+_EXACT_FLAG = 1 << 63  # bit of span: the values are exact, although the kind has bit planes
 
 
 class _Layout(NamedTuple):
-    """The layout of a message of at least one entry; as Areas of kernels/cuda/packed.cu."""
+    """The layout of a message of at least one entry, like ``Areas`` in kernels/cuda/packed.cu."""
 
     low_bits: int  # of each index
     high_words: int
@@ -47,7 +47,7 @@ class Packing(ExecutionContext):
         indices, values = entries.indices, entries.values
         launches, not_finite = self._find_not_finite(values, kind)
         self.start(*launches)
-        first, last, exact = self._outermost(indices, not_finite)
+        first, last, exact = self._read_span(indices, not_finite)
         sent = EXACT if exact else kind
         types = packed_definitions(sent, values.dtype.itemsize == 8, entries.size >= INT64_SIZE)
         layout = _Layout.of(count, last - first, sent, values.dtype.itemsize == 8)
@@ -85,7 +85,7 @@ class Packing(ExecutionContext):
         types = packed_definitions(kind, float64_values, n >= INT64_SIZE)
         self.start(self.prepare("packed.cu", "unpack", types, tiles, threads, given))
         if read_word(self.runtime, faults):
-            raise ValueError(f"not {count} indices, values that cannot be, or bits that are not zero behind the end")
+            raise ValueError(f"bytes that are not {count} indices and valid values, or unused bits that are not zero")
         return indices, values
 
     def quantize_values(self, values: Array, kind: ValueKind) -> tuple[Array, Array, int]:
@@ -103,7 +103,7 @@ class Packing(ExecutionContext):
         return rounded, errors, read_word(runtime, zeros)
 
     def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
-        """Return the launch that looks for values that are not finite, and its result; nothing if the kind has them."""
+        """Return the launch that finds values that are not finite, and its result; nothing if the kind has them."""
         if not kind.planes:
             return [], None
         found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)
@@ -114,8 +114,8 @@ class Packing(ExecutionContext):
         threads = self.tuning.packed_threads
         return self.prepare("packed.cu", name, types, self.spread(entries, threads), threads, arguments)
 
-    def _outermost(self, indices: Array, not_finite: Array | None) -> tuple[int, int, bool]:
-        """Wait for the current stream, and return the first and the last index, and whether a value is not finite."""
+    def _read_span(self, indices: Array, not_finite: Array | None) -> tuple[int, int, bool]:
+        """Wait for the current stream; return the first and the last index, and whether a value is not finite."""
         runtime, width = self.runtime, indices.dtype.itemsize
         address = runtime.address(indices)
         sources = [(address, width), (address + (len(indices) - 1) * width, width)]

@@ -1,4 +1,4 @@
-"""`Runtime`: the part of CUDA that the launch code uses. `CupyRuntime` provides it, and so does the tests' emulator."""
+"""`Runtime`: the part of CUDA that the launch code uses. `CupyRuntime` and the tests' emulator implement it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from sparsecomm.tensors.sparse import Array
 
 __all__ = ["PER_THREAD", "Event", "Kernel", "OnStream", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
 
-PER_THREAD = 2  # the handle of the per-thread default stream, which names another stream in every thread
+PER_THREAD = 2  # handle of the per-thread default stream, a different stream in every thread
 _Work = Callable[[], object]
-Scalar = np.generic  # of a parameter's type; addresses are np.uint64
-
-
-Kernel = Any  # compiled
-Stream = Any  # a queue of work on the device
+Scalar = np.generic  # an argument of the parameter's type; addresses are np.uint64
+Kernel = Any  # a compiled kernel
+Stream = Any  # a stream that the runtime has made
 
 
 class Event(Protocol):
@@ -32,9 +30,9 @@ class Event(Protocol):
 
 
 class Runtime(Protocol):
-    """One device, and the stream that is current in this thread. All methods may be called from any thread.
+    """One device, and the current stream of the calling thread. Any thread may call any method.
 
-    Freed memory may be reused at once by the stream that was current when it was made.
+    Freed memory is immediately available to the stream that was current when the memory was allocated.
     """
 
     device: int
@@ -44,19 +42,16 @@ class Runtime(Protocol):
         """Return kernel ``name`` of ``kernels/cuda/<file>``, compiled once with ``-D`` for each definition."""
 
     def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: Mapping[str, Scalar]) -> None:
-        """Start a grid on the current stream, after what was started there before.
-
-        ``arguments``: by name, in the order of the kernel's parameters; scalars of their types, addresses as uint64.
-        """
+        """Start a grid on the current stream. ``arguments`` are in the order of the kernel's parameters."""
 
     def empty(self, count: int, dtype: DTypeLike) -> Array:
         """Return a new, uninitialised, flat array of the device."""
 
     def address(self, array: Array) -> int:
-        """Return the address of an array of `empty`, or of a contiguous part of it."""
+        """Return the address of an array from `empty`, or of a contiguous part of it."""
 
     def view(self, address: int, count: int, dtype: DTypeLike, owner: object) -> Array:
-        """Return memory of the device, which ``owner`` keeps, as a flat array."""
+        """Return device memory that ``owner`` keeps alive as a flat array."""
 
     def clear(self, array: Array) -> None:
         """Fill an array with zero bytes, on the current stream."""
@@ -65,25 +60,25 @@ class Runtime(Protocol):
         """Return page-locked host memory."""
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Start copying bytes, each way, on the current stream. Host memory must be `pinned`, or the call waits."""
+        """Start copying bytes in any direction, on the current stream. Waits if host memory is not `pinned`."""
 
     def record(self) -> Event:
-        """Return the point that the current stream has reached."""
+        """Return an event after the work submitted so far to the current stream."""
 
     def capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph, where nothing runs or can be waited for."""
+        """Return whether the current stream is being captured into a graph, when waiting is not allowed."""
 
     def new_stream(self) -> Stream:
-        """Return a new stream, which waits for no other one without `follow`."""
+        """Return a new stream, which waits for other streams only through `follow`."""
 
     def enter(self, stream: int | Stream | None) -> Any:
-        """Make the device current, and a stream: a handle, or one of `new_stream`; return the argument of `leave`."""
+        """Make the device and a stream current; return the argument for `leave`. ``None``: keep the current stream."""
 
     def leave(self, entered: Any) -> None:
-        """Restore the stream and device from before `enter`. That stream then follows the one that was left."""
+        """Restore the stream and device from before `enter`. That stream then waits for the stream that was left."""
 
     def follow(self, event: Event) -> None:
-        """Make the current stream wait until all work before ``event`` is done. The host does not wait."""
+        """Make the current stream, not the host, wait for all work before ``event``."""
 
     def synchronize(self) -> None:
         """Wait until all work of the current stream is done."""
@@ -93,9 +88,9 @@ class Runtime(Protocol):
 
 
 class OnStream:
-    """A context in which a stream is current. It may be entered repeatedly, but not nested.
+    """A context in which a stream is current. It can be entered repeatedly, but not nested.
 
-    ``begin`` runs first on the stream; ``end`` runs last, also after an error.
+    ``begin`` is called after entering, and ``end`` before leaving, also after an error.
     """
 
     def __init__(
@@ -121,17 +116,17 @@ class OnStream:
 
 
 def fetch(runtime: Runtime, *sources: tuple[int, int]) -> NDArray[np.uint8]:
-    """Wait for the current stream, and return bytes of the device, ``(address, nbytes)`` each, one after another."""
+    """Wait for the current stream, and return the concatenated bytes of ranges ``(address, nbytes)`` on the device."""
     fetched, begin = runtime.pinned(sum(nbytes for _, nbytes in sources)), 0
     try:
         for address, nbytes in sources:
             runtime.copy(fetched.ctypes.data + begin, address, nbytes)
             begin += nbytes
     finally:
-        runtime.synchronize()  # also after an error, which frees the memory
+        runtime.synchronize()  # also after an error, because the memory is then freed
     return fetched
 
 
 def read_word(runtime: Runtime, counter: Array) -> int:
-    """Wait for the current stream, and return the integer that an array of one element holds."""
+    """Wait for the current stream, and return the integer in an array of one element."""
     return int(fetch(runtime, (runtime.address(counter), counter.nbytes)).view(counter.dtype)[0])

@@ -16,14 +16,14 @@ from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector,
 
 __all__ = ["Selection"]
 
-_ABOVE_ALL = 2**64 - 1  # no key is so large
-_MAX_CANDIDATES = 2**31 - 1  # `emit` counts in halves of one word
-# Keys of values: kernels/formats.hpp.
+_ABOVE_ALL = 2**64 - 1  # above every key
+_MAX_CANDIDATES = 2**31 - 1  # `emit` keeps two counts in one 64-bit word
+# The key of infinity: see kernels/formats.hpp.
 _INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80, FLOAT32: 0x7F800000, FLOAT64: 0x7FF0000000000000}
 
 
 class _Candidates(NamedTuple):
-    """Addresses of room for entries that may be selected, and of scratch memory for bits."""
+    """Addresses of room for ``capacity`` candidates, and of scratch memory for as many ``survivors``."""
 
     capacity: int
     indices: int
@@ -39,7 +39,7 @@ class _Candidates(NamedTuple):
 
     @property
     def arguments(self) -> Arguments:
-        """The arguments of a kernel that writes or reads them."""
+        """The arguments of a kernel that writes or reads candidates."""
         return {"capacity": self.capacity, "indices": self.indices, "bits": self.bits}
 
 
@@ -47,7 +47,7 @@ _NO_CANDIDATES = _Candidates(0, 0, 0, 0)
 
 
 class Selection(ExecutionContext):
-    """The methods of `sparsecomm.backends.base.Backend` that select entries, or merge them."""
+    """The methods of `sparsecomm.backends.base.Backend` that select or merge entries."""
 
     def topk(self, x: Tensor, k: int, residual: Tensor | None) -> SparseVector:
         k = min(k, x.size)
@@ -63,7 +63,7 @@ class Selection(ExecutionContext):
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
         threads = self.tuning.by_chunk_threads
         tile = threads * self.tuning.by_chunk_items
-        if k >= chunk:  # all that is not zero, whatever the chunks are
+        if k >= chunk:  # all nonzero elements, whatever the chunks are
             k = chunk = tile
         chunk = min(chunk, max(x.size, 1))
         k = min(k, chunk)
@@ -83,7 +83,7 @@ class Selection(ExecutionContext):
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
-        self._above(x, x, residual, _ABOVE_ALL, 0)  # in place: it may be that memory has run out
+        self._above(x, x, residual, _ABOVE_ALL, 0)  # needs no memory, which may have run out
 
     def threshold(self, x: Tensor, tau: float, residual: Tensor | None) -> SparseVector:
         key = _min_key(tau, (residual or x).dtype)
@@ -93,20 +93,20 @@ class Selection(ExecutionContext):
         while True:
             found = self._above(rest, x, residual, key, min(capacity, max(x.size, 1)))
             count = found.nnz
-            if residual is None and count > capacity:  # again, with room for all
+            if residual is None and count > capacity:  # repeat with room for all
                 capacity = count
                 continue
             here = min(count, capacity)
             parts.append(SparseVector.trusted(found.room[0][:here], found.room[1][:here], x.size, x.shape))
             if count == here:
                 return self.concatenate_entries(parts)
-            rest, capacity = None, count - here  # what did not fit is in the residual still, and comes after
+            rest, capacity = None, count - here  # other entries are still in the residual, at higher indices
 
     def nonzeros(self, dense: Array, shape: tuple[int, ...]) -> SparseVector:
-        def find(dense: Array) -> tuple[Array, Array]:  # any thread may ask, at any time: so in a context of its own
-            own = type(self)(self.runtime, self.tuning)
+        def find(dense: Array) -> tuple[Array, Array]:
+            backend = type(self)(self.runtime, self.tuning)  # a new one, because any thread may call this at any time
             with OnStream(self.runtime, None):
-                found = own.threshold(own.as_tensor(dense, dense.shape), 0.0, None)
+                found = backend.threshold(backend.as_tensor(dense, dense.shape), 0.0, None)
                 return found.indices, found.values
 
         return DenseSum(dense, shape, find)
@@ -134,14 +134,14 @@ class Selection(ExecutionContext):
     # -- launches -----------------------------------------------------------------------------------------------------
 
     def _sampled(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector) -> list[Launch]:
-        """Return the launches of kernels/cuda/topk.cu."""
+        """Return the launches of topk.cu, and of radix.cu, which selects if the sample was unlucky."""
         size, work, definitions = self.tuning, self.workspace(), _definitions_of(x, residual)
         value_bytes = (residual or x).dtype.itemsize
         found = _Candidates.room(self, min(x.size, 2 * k + size.spare_candidates), x.size, value_bytes)
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size
-        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few candidates once in millions of calls
+        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few in one of millions of calls
         given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
         given |= {"state": work.sample, "selection": work.selection}
         blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
@@ -155,10 +155,10 @@ class Selection(ExecutionContext):
         return [sample, filter_, *rest, self._radix(x, residual, k, entries, found)]
 
     def _radix(self, x: Tensor, residual: Tensor | None, k: int, entries: CountedVector, found: _Candidates) -> Launch:
-        """Return the launch of radix.cu: from x with `_NO_CANDIDATES`, else from the candidates, if it is needed."""
+        """Return the launch of radix.cu. With candidates, it does nothing unless these were too few or too many."""
         work, threads = self.workspace(), self.tuning.radix_threads
         rows = ceil_div(x.size, threads * (16 // x.dtype.itemsize))
-        blocks = min(rows, 2 * self.runtime.multiprocessors)  # most calls need them only to look at one flag
+        blocks = min(rows, 2 * self.runtime.multiprocessors)  # in most calls they only read one flag
         given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
         given |= {"from_start": found is _NO_CANDIDATES, **found.arguments}
         given |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
@@ -166,7 +166,7 @@ class Selection(ExecutionContext):
         return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, given)
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
-        """Run kernels/cuda/threshold.cu. ``rest``: x, or None to look at the residual alone."""
+        """Run threshold.cu. ``rest``: x, or None to search only the residual."""
         found, tiles = self._room_for(capacity, x), self._filter_tiles(x)
         self.runtime.clear(found.counter)
         if tiles:
@@ -187,7 +187,7 @@ class Selection(ExecutionContext):
         lost: CountedVector | None = None,
         residual: Tensor | None = None,
     ) -> list[Launch]:
-        """Return the launches of emit.cuh, which ``file`` includes. Other entries go to ``lost`` or ``residual``."""
+        """Return the launches of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
         blocks = self._at_once(ceil_div(found.capacity, size.refine_threads), size.tail_blocks)
         given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.selection}
@@ -203,7 +203,7 @@ class Selection(ExecutionContext):
         ]
 
     def _look_back(self, tiles: int, capacity: int) -> int:
-        """Return the address of a look-back over ``tiles``, and after it over those of `kth_and_emit`."""
+        """Return the address of a look-back over ``tiles`` and later over the tiles of `emit`, which reuses it."""
         return self.workspace().look_back(max(tiles, self._emit_tiles(capacity)))
 
     def _emit_tiles(self, capacity: int) -> int:
@@ -215,17 +215,17 @@ class Selection(ExecutionContext):
         return ceil_div(x.size, elements)
 
     def _at_once(self, tiles: int, blocks: int) -> int:
-        """Return the number of blocks that share the tiles: at least one, and at most ``blocks`` per multiprocessor."""
+        """Return the number of blocks for ``tiles``: at least one, and at most ``blocks`` per multiprocessor."""
         return max(1, min(tiles, blocks * self.runtime.multiprocessors))
 
     def _room_for(self, count: int, x: Tensor) -> CountedVector:
-        """Return room for ``count`` entries of x, whose number is yet to be written."""
+        """Return room for ``count`` entries of x; a kernel writes their number."""
         room = self.room(count, x.size, x.dtype.accumulator)
         return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
 
 
 def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
-    """Return the first arguments of kernels that select."""
+    """Return the first arguments of selection kernels."""
     return {"x": x, "residual": residual, "n": x.size}
 
 
@@ -234,7 +234,7 @@ def _definitions_of(x: Tensor, residual: Tensor | None) -> tuple[str, ...]:
 
 
 def _aligned(*tensors: Tensor | None) -> bool:
-    """Return whether all are at multiples of 16 bytes."""
+    """Return whether all addresses are multiples of 16 bytes."""
     return all(tensor is None or tensor.pointer % 16 == 0 for tensor in tensors)
 
 
@@ -243,7 +243,7 @@ def _min_key(tau: float, dtype: DType) -> int:
     if tau == math.inf:
         return _INFINITY[dtype]
     low, high = 1, _INFINITY[dtype]
-    while low < high:  # values rise with their bits
+    while low < high:  # bisect: values increase with their bits
         middle = (low + high) // 2
         if _value(middle, dtype) >= tau:
             high = middle
