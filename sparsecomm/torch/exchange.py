@@ -153,8 +153,8 @@ class Exchange(TrainedParameters):
             other = _exchanges.get(parameter, lambda: None)()
             if other is not None and other.attached:
                 raise InvalidInputError(
-                    f"named_parameters: another DistributedOptimizer, or register_fsdp, already exchanges the gradient "
-                    f"of {name}; call its remove() first"
+                    f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
+                    "register_fsdp; call remove() of that exchange first"
                 )
         ready = weakref.WeakMethod(self._gradient_ready)
 

@@ -145,7 +145,7 @@ LOCAL_STEPS = {
     "steps of the schedule": Damage(with_(passed=1), "'passed'. is "),
     "fragments": Damage(with_(fragments=[["f"], ["a"]]), "'reducers'. is "),
     "other fragments": Damage(
-        lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"
+        lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or their names differ"
     ),
     "sync_every": Damage(with_(sync_every=5, exchanges=[]), "in the middle of a round, with sync_every=5"),
     "shape": Damage(nested("global_parameters", lambda p: p | {"b": ONE}), r"'b'\] has shape \(3,\); expected \(7,\)"),
