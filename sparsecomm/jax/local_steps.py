@@ -67,8 +67,7 @@ class LocalSteps(Adapter):
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.
 
-        If it raises, it cannot return the leaves that the error has set to the global ones. The next call returns them
-        in place of the leaves that you pass.
+        After an error, some leaves are set to the global ones. The next call uses these instead of the ones you pass.
         """
         self._core.step(self._leaves.of(params))
         return self._leaves.tree(params)
@@ -89,7 +88,7 @@ class LocalSteps(Adapter):
 
 
 class _Leaves(ImmutableParameters):
-    """The leaves of a tree, by path. Replaced leaves are kept in ``_new`` until `tree` returns them."""
+    """The leaves of a tree, by path. ``_new`` holds replaced leaves until `tree` returns them."""
 
     def __init__(self, params: PyTree) -> None:
         self._structure: Any = jax.tree.structure(params)

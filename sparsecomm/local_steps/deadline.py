@@ -53,9 +53,8 @@ class Deadline:
     """Leaves this rank out of an exchange if its program reaches the exchange too late.
 
     The deadline is ``factor`` times the expected time of the local steps after the end of the last exchange on this
-    rank. It needs no common clock. If another rank waits after the deadline, a thread begins the exchange in place of
-    the program. The program and the thread hold `lock` while they use the local steps. With a ``factor`` of 0 there is
-    no deadline, only the lock.
+    rank; 0: no deadline. If another rank waits after the deadline, a thread begins the exchange without the
+    program. The program and the thread hold `lock` while they use the local steps.
     """
 
     def __init__(self, factor: float) -> None:

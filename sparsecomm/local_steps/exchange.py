@@ -111,13 +111,7 @@ class FragmentExchange:
     # -- pseudo-gradients go in ---------------------------------------------------------------------------------------
 
     def begin(self, transport: Transport, steps: Sequence[int], nanoseconds: int) -> None:
-        """Prepare the words and labels. Call `push` or `push_residuals` next.
-
-        Args:
-            transport: the ranks.
-            steps: each rank's number of local steps in the round, with ``by_speed``.
-            nanoseconds: the duration of a local step of this rank; 0: unknown.
-        """
+        """Prepare the words, before a push. ``nanoseconds`` is the duration of this rank's local step; 0: unknown."""
         self._step, self._transport, schedule = self._reducer.step, transport, self._rules.schedule
         division = schedule.steps_between(self.fragment, self.round)
         if schedule.by_speed:

@@ -93,10 +93,8 @@ class LocalSteps:
         sync_every: number of local steps in a round; with ``by_speed``, the average over the ranks.
         by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
         deadline: a multiple, above 1, of the expected time to an exchange. A rank that is later is left out of the
-            exchange, and its `round` may rise by several. The constructor is then collective. ``None``: ranks wait for
-            each other.
-        fragments: the number of fragments, which consist of neighbouring tensors and have about equal size; or a list
-            of names for each fragment.
+            exchange, and its `round` may rise by several. The constructor is then collective. ``None``: no deadline.
+        fragments: the number of fragments of neighbouring tensors and about equal size; or a list of names for each.
         fragment_sync_delay: number of local steps between the beginning of an exchange and its application.
         fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
             the local steps taken since the exchange began.
@@ -369,14 +367,12 @@ class LocalSteps:
                 exchange = self._new_exchange(event, late=True)
                 exchange.push_residuals()
                 self._set_deadline(exchange)
-                _log.warning(
+                text = (
                     "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
-                    "contributes only from its residual",
-                    self._connect().rank,
-                    event.fragment,
-                    event.round,
-                    self._timer.clock() - (self._timer.started or 0.0),
+                    "contributes only from its residual"
                 )
+                seconds = self._timer.clock() - (self._timer.started or 0.0)
+                _log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -561,10 +557,7 @@ class LocalSteps:
         return self._comm
 
     def _check_idle(self, doing: str, *, exchanges_ended: bool = False) -> transport.Transport:
-        """Rest, check that no call was interrupted and this rank is not late, and return the transport.
-
-        ``exchanges_ended``: also check that no exchange is in flight.
-        """
+        """Check that no call was interrupted, this rank is not late, and, if asked, no exchange is in flight. Rest."""
         ranks = self._connect()
         self.rest()
         if self._phase is Phase.LEFT_OUT:

@@ -188,10 +188,9 @@ def _busy_ranks(steps: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def _round_seconds(total: int, seconds: Sequence[float]) -> float:
-    """Return the duration of a round of about ``total`` local steps in all that keeps ranks busiest.
+    """Return the duration of a round that keeps ranks busiest, in which they take about ``total`` local steps in all.
 
-    The number of steps may differ from ``total`` by less than the number of ranks. Ties are decided by the number of
-    steps that is closest to ``total``.
+    That number may differ from ``total`` by less than the number of ranks. The closest one decides ties.
     """
     rate, slack = sum(1 / t for t in seconds), len(seconds)
     first, last = max(1, total - slack + 1) / rate, (total + 2 * slack) / rate

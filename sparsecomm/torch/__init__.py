@@ -1,13 +1,12 @@
 """sparsecomm in PyTorch.
 
-- In place of `torch.optim.AdamW`: `SparseAdamW`, which exchanges gradients itself.
+- For AdamW: `SparseAdamW`, which replaces `torch.optim.AdamW` and exchanges gradients itself.
 - For SGD with `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp)``, or `SparseState` and
   `sparse_hook` if a framework registers hooks itself.
 - With FSDP2 in several replicas: ``state = sparsecomm.torch.register_fsdp(model, comm=replicas)``.
 - For SGD in your own loop: `DistributedOptimizer`.
 - For very slow links: `DiLoCo`, which exchanges only once in many local steps.
-- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``, which
-  writes the dense mean to ``out``.
+- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``.
 - Programs started by ``torchrun`` need no MPI: `ProcessGroupTransport` uses the process group. Call
   `torch.distributed.init_process_group` before the first call.
 
@@ -30,9 +29,6 @@ finite gradients of that step stay in the residuals, which follow the loss scale
 
 **DTensors** (FSDP2, tensor parallelism): each rank exchanges its local shards. ``comm`` must be a process group of
 ranks that hold the same shards. Plain FSDP is refused, because each rank holds a different part of the gradient.
-
-**Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused. Dense ones cost nothing here, since only their
-largest entries are sent.
 """
 
 try:

@@ -49,7 +49,7 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class SparseAdamW(SparseOptimizer):
-    """AdamW for slow links, in place of `torch.optim.AdamW`: it exchanges gradients itself, in 1/42 of the bytes.
+    """A replacement for `torch.optim.AdamW` on slow links: it exchanges gradients itself, in 1/42 of the bytes.
 
         optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
         for x, y in data:                      # different data on each rank
@@ -315,22 +315,14 @@ class AdamWExchange(Exchange):
             self.optimizer.state[self.named[name]]["step"] = _step_tensor(self.adamw.steps[name])
 
     def make_empty_state(self) -> bool:
-        """Make a state of zeros if there is none, and return whether there are no moments yet.
-
-        `torch.distributed.checkpoint` first makes a step with zero gradients at a learning rate of 0, and then loads a
-        saved state into the state that this step has made.
-        """
+        """Make a state of zeros if there is none, for PyTorch to load into. Return whether there are no moments yet."""
         if not self.adamw.moments and not self.optimizer.state:
             for spec in self.adamw.specs.values():
                 self._new_state(spec)
         return not self.adamw.moments
 
     def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
-        """Replace the optimizer's state by ``saved``, the state of each parameter, also of `torch.optim.AdamW`.
-
-        Raises:
-            InvalidInputError: ``saved`` does not fit. Part of the state may have been replaced.
-        """
+        """Load a saved state by parameter, also of `torch.optim.AdamW`. On an error, it may be loaded in part."""
         if not _has_moments(saved.values()):
             return
         if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:

@@ -240,9 +240,8 @@ def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
 class TorchOuter:
     """A `sparsecomm.OuterOptimizer` that steps the global parameters with a PyTorch optimizer.
 
-    Until `give_back`, the optimizer's groups hold stand-ins for the model's parameters. In a step, the stand-ins of the
-    exchanged parameters share the memory of the global ones, and have the means as gradients. The optimizer skips the
-    other ones, which have no gradient.
+    Until `give_back`, its groups hold stand-ins for the model's parameters. In a step, the stand-ins of exchanged
+    parameters share the memory of the global ones, and have the means as gradients. Others have no gradient.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -99,7 +99,11 @@ class Exchange(TrainedParameters):
         self._scaler = scaler
         self._scale: float | None = None  # the loss scale of the residuals and velocities
         skips = scaler is not None or self.always_skips_nonfinite
-        self._reducer = Reducer(_host_specs(self.named), density, skip_nonfinite=skips, **options)
+        specs = {  # in host memory: parameters may still move to their device
+            name: TensorSpec(name, tuple(p.shape), FLOAT64 if p.dtype is torch.float64 else FLOAT32, interop.CPU)
+            for name, p in self.named.items()
+        }
+        self._reducer = Reducer(specs, density, skip_nonfinite=skips, **options)
         self.used, self._warned = False, False
         self._outs: dict[
             str, tuple[torch.Tensor, torch.Tensor]
@@ -239,7 +243,11 @@ class Exchange(TrainedParameters):
         if not reducer.pending:
             self.check_frozen()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
-            self._follow_scale()
+            if self._scaler is not None:
+                scale = float(self._scaler.get_scale())
+                if self._scale is not None and scale != self._scale:
+                    reducer.scale(scale / self._scale)
+                self._scale = scale
             self._outs = {}
         mean = target.contiguous()  # the same tensor, if it is contiguous
         if not reducer.pushed(name):  # otherwise the push is refused
@@ -254,14 +262,6 @@ class Exchange(TrainedParameters):
                 "sparse=False (zeros cost nothing here)"
             )
         return self._local(gradient)
-
-    def _follow_scale(self) -> None:
-        """Convert residuals to the scaler's current loss scale."""
-        if self._scaler is not None:
-            scale = float(self._scaler.get_scale())
-            if self._scale is not None and scale != self._scale:
-                self.reducer.scale(scale / self._scale)
-            self._scale = scale
 
     def synchronize(self) -> Step:
         """Replace all gradients by means. Collective; raises the errors of `Reducer.wait`.
@@ -394,12 +394,6 @@ class Exchange(TrainedParameters):
     def on_state_loaded(self) -> None:
         """Let the next step compare the weights again, because they were loaded."""
         self._reducer.weights_checked = None
-
-
-def _host_specs(named: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Return specs in host memory, enough to check options. Parameters may still move to their device."""
-    dtypes = {name: FLOAT64 if p.dtype is torch.float64 else FLOAT32 for name, p in named.items()}
-    return {name: TensorSpec(name, tuple(p.shape), dtypes[name], interop.CPU) for name, p in named.items()}
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -148,10 +148,10 @@ class SparseState(Exchange):
         return future
 
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Write the means of parameters that no rank used in this pass, because DDP does not write them.
+        """Write the means of parameters that no rank used in this pass, which DDP leaves out.
 
-        If such a parameter has a gradient from an earlier pass, that gradient was exchanged again, and part of it is in
-        the residual. ``before`` holds the gradients, with their versions, from before DDP wrote some of them.
+        If they have gradients of an earlier pass, these were exchanged again, and residuals hold part of them.
+        ``before`` holds the gradients and their versions before DDP wrote some of them.
         """
         last = self.reducer.last
         for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
@@ -185,11 +185,7 @@ def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def _with_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of a gradient with its parameter's strides.
-
-    DDP stores gradients in the memory layout of their parameters, for example channels last, but passes views to the
-    hook as if they were contiguous.
-    """
+    """Return a view of a gradient with its parameter's strides, as DDP stores it; the hook gets contiguous views."""
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride())
@@ -304,7 +300,7 @@ def register_fsdp(
             forward pass.
         density: as in `sparsecomm.Reducer`, for each rank's shards.
         comm: the process group of the ranks that hold the same shards as this one.
-        scaler, check_weights_every: as in `SparseState`; each rank checks its shards. If only some shards overflow, all
+        scaler, check_weights_every: as in `SparseState`, for this rank's shards. If only some shards overflow, all
             scalers skip the step, and the sums of the other shards are lost.
         options: those of `sparsecomm.Reducer` except ``clip``. ``op`` is "mean" by default; pass "sum" if you have
             called ``set_gradient_divide_factor``.

@@ -54,13 +54,10 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
 
 
 def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: StateDict, saved: Any) -> StateDict:
-    """Reorder a saved ``state_dict`` for an optimizer, because PyTorch matches parameters by position.
+    """Reorder a ``state_dict`` for an optimizer, because PyTorch matches parameters by position.
 
-    Args:
-        optimizer: the optimizer that loads the state.
-        names: the names of its parameters, by ``id(parameter)``; a missing name counts as empty.
-        state: the saved state.
-        saved: the names of the parameters in the saved state, in its order.
+    ``names`` are the optimizer's, by ``id(parameter)``; ``saved`` are the names in the state, in its order. A parameter
+    without a name counts as one with an empty name.
     """
     if len(state["param_groups"]) != len(optimizer.param_groups):
         return state  # `load_state_dict` refuses it

@@ -197,11 +197,10 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     Autograd may leave a partial sum on each rank of a mesh (``Partial``). Then this replaces ``parameter.grad`` by the
     sum, which is collective over the mesh.
     """
-    gradient, dtensor = parameter.grad, parameter  # type: DTensor, DTensor
-    if gradient is not None and is_sharded(parameter) and gradient.placements != dtensor.placements:
-        parameter.grad = gradient = gradient.redistribute(placements=dtensor.placements)
-    result: torch.Tensor | None = gradient
-    return result
+    p: DTensor = parameter
+    if is_sharded(parameter) and p.grad is not None and p.grad.placements != p.placements:
+        p.grad = p.grad.redistribute(placements=p.placements)
+    return parameter.grad
 
 
 def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: bool = True) -> None:
