@@ -62,7 +62,7 @@ class Attached:
         return self._run
 
     def begin_run(self) -> None:
-        """Draw a new name when `run` is used next."""
+        """Let the next use of `run` draw a new name."""
         self._run = None
 
     def release(self) -> None:

@@ -195,10 +195,8 @@ def call_from_xla(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -
     Unlike `jax.experimental.io_callback`, it does not hang on one core: io_callback runs on a thread of XLA's pool and
     waits for copies of operands that are not aligned to 64 bytes, which another thread of the pool must make.
 
-    Args:
-        host: takes NumPy arrays in XLA's memory, which it must neither write nor keep, and returns NumPy arrays.
-        like: arrays of the shapes and types of the results.
-        operands: the arguments of ``host``.
+    ``host`` takes NumPy arrays in XLA's memory, which it must neither write nor keep. It returns NumPy arrays of the
+    shapes and types of ``like``.
     """
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
     results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)

@@ -25,12 +25,9 @@ _LABEL = zlib.crc32(b"members of local steps") or 1
 def compared_members(
     transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], nanoseconds: int
 ) -> Members:
-    """Gather the `Members` of a new communicator, and compare their ``settings``. Collective.
+    """Gather the `Members` of a new communicator. If settings differ, all ranks raise an error. Collective.
 
     `Member.words` ends with ``nanoseconds``, which may differ between ranks.
-
-    Raises:
-        CollectiveMismatchError: a setting differs from that of the lowest rank that does not join. All ranks raise.
     """
     try:
         library = version("sparsecomm")
@@ -65,11 +62,7 @@ def compared_members(
 def broadcast_outer(
     transport: Transport, root: int, outer: OuterOptimizer | None, specs: Mapping[str, TensorSpec]
 ) -> None:
-    """Load the state of rank ``root``'s outer optimizer on all ranks. Collective.
-
-    Raises:
-        InvalidInputError: the state cannot be sent, or a rank cannot load it. All ranks raise, and nothing has changed.
-    """
+    """Load the state of rank ``root``'s outer optimizer on all ranks, or raise an error on all. Collective."""
     data, failed = np.empty(0, np.uint8), ""
     if transport.rank == root:
         try:

@@ -67,11 +67,7 @@ class TrainedParameters:
         _check_replicated(self.named, comm)
 
     def connect(self) -> Transport:
-        """Return the transport of the ranks. Collective if there are DTensors.
-
-        Raises:
-            CollectiveMismatchError: the ranks hold different shards.
-        """
+        """Return the transport. With DTensors, first compare the ranks' shards, which is collective."""
         comm = transport_of(self.comm)
         shards = [_describe(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
@@ -116,11 +112,7 @@ def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def unwrapped_names(names: Iterable[str]) -> list[str]:
-    """Return parameter names without the parts that wrappers add.
-
-    `torch.compile`, activation checkpointing and FSDP add parts anywhere in a name; DistributedDataParallel puts
-    "module." in front of all names.
-    """
+    """Return parameter names without the parts that wrappers add: `_WRAPPERS` anywhere, "module." at the start."""
     found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
     while found and all(name.startswith("module.") for name in found):
         found = [name.removeprefix("module.") for name in found]
