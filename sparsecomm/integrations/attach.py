@@ -107,9 +107,7 @@ class Attached:
         files: dict[Path, list[Path]] = {}
         for path in folder.glob("*/step*-rank*-of*.pt"):
             rank = re.match(r"step\d+-rank(\d+)-", path.name)
-            if (
-                rank and int(rank[1]) % transport.size == transport.rank
-            ):  # also the files of ranks beyond this world size
+            if rank and int(rank[1]) % transport.size == transport.rank:  # also the files of a larger world size
                 files.setdefault(path.parent, []).append(path)
         newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
         for each in newest_first[keep:]:

@@ -105,9 +105,7 @@ class SparseCallback(TrainerCallback):
         """Save this rank's residuals in the folder of the Trainer's checkpoint."""
         trainer = self._trainer
         if self.sparse is not None and not args.save_only_model:
-            run_folder = trainer._get_output_dir(
-                getattr(trainer, "_trial", None)
-            )  # a search has a folder for each trial
+            run_folder = trainer._get_output_dir(getattr(trainer, "_trial", None))  # of a trial in a search
             folder = Path(run_folder, f"checkpoint-{state.global_step}", FOLDER)
             self.sparse.save(folder, f"{self.sparse.run}-{state.global_step}")
             self.sparse.prune(folder, keep=1)

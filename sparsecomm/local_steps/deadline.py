@@ -78,13 +78,11 @@ class Deadline:
         if not self._started:
             self._started = True
             finalize(program, self._wake.put, None)
-            threading.Thread(
-                target=self._watch_program, args=(ref(program),), name="sparsecomm deadline", daemon=True
-            ).start()
+            threading.Thread(target=self._watch, args=(ref(program),), name="sparsecomm deadline", daemon=True).start()
         if self._idle:
             self._wake.put(None)
 
-    def _watch_program(self, program: ref[Program]) -> None:
+    def _watch(self, program: ref[Program]) -> None:
         seconds: float | None = None
         while True:
             with suppress(Empty):

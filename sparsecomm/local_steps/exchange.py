@@ -132,16 +132,14 @@ class FragmentExchange:
         for name in self.names:
             if self._reducer.step == self._step and not self._reducer.pushed(name):
                 with shared.on_stream(name, parameters[name]) as local:
-                    self._push(
-                        name, parameters[name] if shared.trained(name, local) else self._unchanged_if_unsent(name)
-                    )
+                    self._push(name, parameters[name] if shared.trained(name, local) else self._unchanged(name))
         self._end_pushes()
 
     def push_residuals(self) -> None:
         """Push, for a late rank, only training of earlier rounds that residuals hold, and begin the calls."""
         with on_streams(self._shared.on_stream_of(name) for name in self.names):
             for name in self.names:
-                self._push(name, self._unchanged_if_unsent(name))
+                self._push(name, self._unchanged(name))
         self._end_pushes()
 
     def _push(self, name: str, after: object | None) -> None:
@@ -149,7 +147,7 @@ class FragmentExchange:
         before = self._shared[name]
         self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
 
-    def _unchanged_if_unsent(self, name: str) -> Array | None:
+    def _unchanged(self, name: str) -> Array | None:
         """Return the global parameter, as if unchanged by training, if the residual holds unsent training."""
         shared = self._shared
         return shared[name].reshape(shared.specs[name].shape) if name in shared.unsent else None
@@ -213,7 +211,7 @@ class FragmentExchange:
         by_rank = [words[i : i + _WORDS] for i in range(0, len(words), _WORDS)]
         for other, theirs in enumerate(by_rank):
             if theirs[: _COMPARED - 1] != by_rank[rank][: _COMPARED - 1]:
-                return self._position_error(rank, by_rank[rank], other, theirs)
+                return self._mismatch(rank, by_rank[rank], other, theirs)
         for other, theirs in enumerate(by_rank):
             if theirs[_COMPARED - 1] != by_rank[0][_COMPARED - 1]:
                 return WeightMismatchError(
@@ -225,9 +223,7 @@ class FragmentExchange:
         self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
         return None
 
-    def _position_error(
-        self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]
-    ) -> CollectiveMismatchError:
+    def _mismatch(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
         """Return the error for two ranks at different positions in the schedule."""
         by_speed = self._rules.schedule.by_speed
         positions = " and ".join(
@@ -286,11 +282,9 @@ class FragmentExchange:
                 trained = local.size > 0 and shared.trained(name, local)
                 if trained:
                     residual = self._reducer.residual(name).reshape(-1)
-                    with np.errstate(over="ignore", invalid="ignore"):
+                    with np.errstate(over="ignore", invalid="ignore"):  # the next exchange multiplies by the decay
                         unsent = shared.difference(name, local) / residual.dtype.type(self._rules.decay)
-                    if np.isfinite(
-                        unsent
-                    ).all():  # divided, because the next exchange multiplies residuals by the decay
+                    if np.isfinite(unsent).all():
                         residual += unsent
                         shared.unsent.add(name)
                 self._was_trained[name] = trained

@@ -170,9 +170,7 @@ class SyncSchedule:
         new = tuple(max(min_steps, n) for n in fitting)
         old = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
         excess = sum(new) - sum(fitting)  # of ranks that are too slow for `min_steps`
-        if abs(sum(old) - excess - total) < len(seconds) and _busy_ranks(new, seconds) <= _GAIN * _busy_ranks(
-            old, seconds
-        ):
+        if abs(sum(old) - excess - total) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
             new = old
         return Pace(round_no, new, duration)
 
@@ -181,7 +179,7 @@ def _steps_in(duration: float, seconds: float) -> int:
     return int(duration / seconds * _ROUNDING)
 
 
-def _busy_ranks(steps: Sequence[int], seconds: Sequence[float]) -> float:
+def _busy(steps: Sequence[int], seconds: Sequence[float]) -> float:
     """Return how many ranks compute, on average over a round."""
     each = [n * t for n, t in zip(steps, seconds, strict=True)]
     return sum(each) / max(each)
@@ -198,7 +196,7 @@ def _round_seconds(total: int, seconds: Sequence[float]) -> float:
     for end in {n * t for t in seconds for n in range(math.ceil(first / t / _ROUNDING), int(last / t) + 1)}:
         steps = [_steps_in(end, t) for t in seconds]
         if abs(sum(steps) - total) < slack:
-            found.append((-round(_busy_ranks(steps, seconds), 9), abs(sum(steps) - total), end))
+            found.append((-round(_busy(steps, seconds), 9), abs(sum(steps) - total), end))
     return min(found)[2]
 
 

@@ -62,9 +62,9 @@ class SparseAdamW(SparseOptimizer):
     `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank. Use the model itself, not
     `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local` on it).
 
-    Gradients are exchanged in `step`, so before it you may accumulate them over several backward passes, clip them
-    (each rank by its own norm), and unscale them with a `torch.amp.GradScaler`: a rank whose gradients have overflowed
-    contributes nothing to that step, and only its own scaler lowers its scale.
+    By default, `step` exchanges gradients. Before it, you may accumulate gradients over several backward passes, and
+    clip them (each rank by its own norm). You may use a `torch.amp.GradScaler` as usual: a rank whose gradients have
+    overflowed contributes nothing to that step, and only its own scaler lowers its scale.
 
     A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
     tensor with the step of each weight's last update. To load a state of `torch.optim.AdamW`, call
@@ -235,10 +235,7 @@ class AdamWExchange(Exchange):
         """Sum gradients times ``scale``, without this rank's if ``drop``, unless backward passes have. Collective."""
         if self.exchanged:
             return
-        gradients = {
-            name: None if drop else self._contiguous_gradient(name, self._gradient_of(p))
-            for name, p in self.named.items()
-        }
+        gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
 
         def wait() -> Step:
             done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, self._rules(), scale)
@@ -278,9 +275,9 @@ class AdamWExchange(Exchange):
         """Push a gradient during a backward pass. If there are no moments yet, leave it to `synchronize`."""
         self.adamw.open(self._replicated, self._rules())
         if self.adamw.moments:
-            self.adamw.push(name, self._contiguous_gradient(name, gradient), self._rules()[name])
+            self.adamw.push(name, self._shard(name, gradient), self._rules()[name])
 
-    def _contiguous_gradient(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
     @deferred

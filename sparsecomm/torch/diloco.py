@@ -175,8 +175,8 @@ class DiLoCo(Adapter):
     def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective.
 
-        Load the model and the inner optimizer, too. After resharding in the middle of a round, call
-        `write_global_parameters` afterwards instead of loading the model.
+        Load the model and the inner optimizer, too. After resharding in the middle of a round, do not
+        load the model: call `write_global_parameters` after this.
         """
 
         def prepare(undo: Undo) -> Prepared:

@@ -49,9 +49,9 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             loss(model(x), y).backward()      # the exchange overlaps with it, and is complete at its end
             optimizer.step()
 
-    This returns the optimizer that you pass, and makes its class a subclass of `SparseOptimizer`. Schedulers, scalers
-    and ``clip_grad_norm_`` work as before; create schedulers afterwards. Use it for SGD, with or without momentum. It
-    warns about Adam and its variants; use `SparseAdamW` for these.
+    It returns the same optimizer, which is then also a `SparseOptimizer`. Schedulers, scalers and ``clip_grad_norm_``
+    work as before; create schedulers afterwards. Use it for SGD, with or without momentum. It warns about Adam and its
+    variants; use `SparseAdamW` for these.
 
     If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
     This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
