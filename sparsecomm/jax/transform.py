@@ -76,11 +76,11 @@ def sparsify(
     schedule = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
-    call_options = Options.of(**options)
+    record = Options.of(**options)
 
     def init(params: PyTree) -> SparsifyState:
         residuals = init_residuals(params)
-        check_wire(call_options, residuals)
+        check_wire(record, residuals)
         return SparsifyState(jnp.zeros((), jnp.int32), residuals)
 
     def update(updates: PyTree, state: SparsifyState, params: PyTree = None) -> tuple[PyTree, SparsifyState]:
@@ -93,9 +93,7 @@ def sparsify(
         grads, _ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
 
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(
-                sent, schedule, state.residuals, scope, dense_below, call_options, state.step, chunk, comm, True
-            )
+            return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
 
         means, residuals, after_skip, usable = training_step(updates, all_finite(grads), state.residuals, exchange)
         return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
