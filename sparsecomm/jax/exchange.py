@@ -225,7 +225,7 @@ def _lower(ctx: Any, *operands: Any, host: Host, avals: Avals) -> Any:
 
 def _no_vmap(*_: object, **__: object) -> NoReturn:
     raise InvalidInputError(
-        "sparsecomm.jax does not support jax.vmap, which would make a call for every element; pass the whole batch"
+        "sparsecomm.jax under jax.vmap would make a call for every element; call it on the whole batch"
     )
 
 

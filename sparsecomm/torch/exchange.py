@@ -158,7 +158,7 @@ class Exchange(TrainedParameters):
             if other is not None and other.attached:
                 raise InvalidInputError(
                     f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                    "register_fsdp; call remove() of that exchange first"
+                    "register_fsdp; call its remove() first"
                 )
         ready = weakref.WeakMethod(self._gradient_ready)
 
