@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
-This trains a small network on scikit-learn's digits. It saves a checkpoint after each epoch, and resumes from the last
-one when you call it again. Comments with ``# sparsecomm:`` mark the lines that the library needs. ``--adamw`` trains by
-`SparseAdamW`.
+A small network learns scikit-learn's digits, by SGD or, with ``--adamw``, by `SparseAdamW`. Each epoch ends with a
+checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 counters = sparse.reducers[0].counters
 sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
-did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+summary = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not counters.steps:
-    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
-print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+    summary = f"nothing to train: the checkpoint has {begin} epochs; pass a larger --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 accelerator.end_training()

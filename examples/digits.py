@@ -3,8 +3,8 @@
     mpirun -n 4 python examples/digits.py
 
 A small network (64-128-10, in NumPy) learns scikit-learn's digits three times. Every rank computes the gradient of its
-share of each batch, and `sparsecomm.sparse_allreduce` averages the gradients: completely (Dense), each rank's top 1 %
-(Top-k), or the top 1 % of their sum (gTop-k). The residual keeps the rest for the next steps.
+part of each batch, and `sparsecomm.sparse_allreduce` averages the gradients: all entries (Dense), each rank's top 1 %
+(Top-k), or the top 1 % of the sum (gTop-k). The residual stores the remaining entries for the next steps.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # NumPy reads it when it is imported: the ranks share the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when NumPy is imported; the ranks share the cores
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")  # the plot goes to a file
+os.environ.setdefault("MPLBACKEND", "Agg")  # write the plot to a file
 
 try:
     import matplotlib.pyplot as plt

@@ -1,9 +1,9 @@
-"""Local steps (DiLoCo): the ranks exchange what ten steps did, sparsely, and no gradients; over gloo, without MPI.
+"""Local steps (DiLoCo): every ten steps, ranks average the changes of their weights sparsely; over gloo, without MPI.
 
     torchrun --nproc_per_node 2 examples/diloco.py
 
-A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, in the middle of a round, and another
-call goes on from there, also with another number of ranks. What switches sparsecomm on stands below ``# sparsecomm:``.
+A small network learns scikit-learn's digits. Each epoch ends with a checkpoint, from which the next run continues, also
+with another number of ranks. Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ loader = DataLoader(data, batch_size=32, sampler=sampler)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
-# sparsecomm: inner.step() exchanges in turn what the steps of a round did to two parts of the model, while it goes on
-# for two steps more. What is not sent yet waits, and is the outer momentum.
+# sparsecomm: inner.step() now also exchanges each half of the model once per round, during two more local steps.
+# Residuals store what is not sent yet; they act as outer momentum.
 diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=arguments.sync_every, fragments=2, fragment_sync_delay=2)
 
-# sparsecomm: every rank saves its own; in the middle of a round models differ, too. Another number of ranks begins with
+# sparsecomm: every rank saves its own state, because ranks differ within a round. Another number of ranks begins with
 # the global parameters.
 objects = {"model": model, "inner": inner, "diloco": diloco}
 found = sparsecomm.torch.load(arguments.folder, objects)
@@ -69,9 +69,9 @@ diloco.remove()
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 sent = sum(reducer.counters.bytes_sent for reducer in diloco.reducers) / max(1, steps)
-dense = 8 * len(weights) * (ranks - 1) / ranks  # of a ring, in each step
-did = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+dense = 8 * len(weights) * (ranks - 1) / ranks  # of a ring allreduce in each step
+summary = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not steps:
-    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
-print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+    summary = f"nothing to train: the checkpoint has {begin} epochs; pass a larger --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 dist.destroy_process_group()

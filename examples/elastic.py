@@ -1,13 +1,13 @@
-"""A training that continues with fewer or more ranks, from checkpoints: PyTorch under torchrun, without MPI.
+"""A training that continues from checkpoints with fewer or more ranks: PyTorch under torchrun, without MPI.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=localhost:29400 \\
         --rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3 examples/elastic.py
 
-Start it twice, in two shells, as on two nodes. Kill the second one, and its worker: the first goes on with one rank,
-from the newest checkpoint that is complete. Residuals move along. Another number of ranks may also start from there
-later. With ``--local-steps 10`` ranks exchange what so many steps did (DiLoCo), and no gradients. What that takes
-stands below ``# sparsecomm:``. The variable lets torchrun make a new store for each number of ranks.
+Run this in two shells, as on two nodes. Then kill the second torchrun and its worker: the first one continues with one
+rank from the newest complete checkpoint, which includes residuals. You can also start another number of ranks from it
+later. With ``--local-steps 10``, ranks exchange the changes of ten steps instead of gradients (DiLoCo). Comments with
+``# sparsecomm:`` mark the lines that use sparsecomm. The variable lets torchrun make a new store for each world size.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import sparsecomm.torch
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
-parser.add_argument("--local-steps", type=int, default=0, help="in a round; 0: sum gradients in each step")
-parser.add_argument("--pause", type=float, default=0.05, help="seconds that a step takes at least")
-parser.add_argument("--folder", type=Path, default=Path("checkpoints/elastic"), help="which all ranks can read")
+parser.add_argument("--local-steps", type=int, default=0, help="steps per round; 0: sum gradients in each step")
+parser.add_argument("--pause", type=float, default=0.05, help="seconds to sleep after each step")
+parser.add_argument("--folder", type=Path, default=Path("checkpoints/elastic"), help="a folder that all ranks can read")
 arguments = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -41,14 +41,14 @@ model = nn.Sequential(nn.Linear(50, 100), nn.ReLU(), nn.Linear(100, 5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 diloco = None
 if arguments.local_steps:
-    # sparsecomm: 2 % of what a round has done is sent at its end.
+    # sparsecomm: at the end of a round, 2 % of the changes are sent.
     diloco = sparsecomm.torch.DiLoCo(model, optimizer, density=0.02, sync_every=arguments.local_steps)
 else:
     # sparsecomm: gradients are exchanged sparsely in each step.
     optimizer = sparsecomm.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
-# sparsecomm: every rank saves its own: what it has not sent yet and, in the middle of a round, its weights. Residuals
-# of all old ranks are shared out among the new ones; their sum stays what it was.
+# sparsecomm: every rank saves its own residuals and, with local steps, its own weights. The residuals of all old ranks
+# are distributed over the new ranks; their sum does not change.
 objects = {"model": model, "optimizer": optimizer} | ({"diloco": diloco} if diloco is not None else {})
 found = sparsecomm.torch.load(arguments.folder, objects)
 first = found.step if found else 0
@@ -62,7 +62,7 @@ for step in range(first, arguments.steps):
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), teacher(x).detach())
     loss.backward()
-    optimizer.step()  # this or that raises sparsecomm.RankFailedError if a rank dies: torchrun starts this process anew
+    optimizer.step()  # if a rank dies, this or backward() raises RankFailedError, and torchrun restarts this process
     if (step + 1) % arguments.every == 0:
         sparsecomm.torch.save(arguments.folder, step + 1, objects)
     time.sleep(arguments.pause)

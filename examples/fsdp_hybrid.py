@@ -1,12 +1,13 @@
-"""Hybrid FSDP2: a model sharded over two ranks, in two replicas, between which sums are sparse; over gloo, without MPI.
+"""Hybrid FSDP2: two replicas of a model, each sharded over two ranks, with sparse sums over replicas; without MPI.
 
     torchrun --nproc_per_node 4 examples/fsdp_hybrid.py
     torchrun --nproc_per_node 4 examples/fsdp_hybrid.py --local-steps 10
 
 In each step every rank exchanges its shard of the gradient with the rank that holds the same shard of the other
-replica. With ``--local-steps N`` ranks exchange the change of their shards once in N steps (DiLoCo). Slow links are
-between replicas: pass their number with ``--replicas``. A small network learns scikit-learn's digits. Each epoch ends
-with a checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use it.
+replica. With ``--local-steps N``, ranks exchange the change of their shards once in N steps (DiLoCo). Put slow links
+between replicas, whose number is ``--replicas``. A small network learns scikit-learn's digits. Each epoch ends
+with a checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use
+sparsecomm.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ mesh = init_device_mesh("cpu", (arguments.replicas, shards), mesh_dim_names=("re
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 for layer in (model[2], model):
-    # sparsecomm: the mesh of the shards; across the replicas, sums are sparse.
+    # sparsecomm: pass only the mesh of the shards; across replicas, sums are sparse.
     fully_shard(layer, mesh=mesh["shard"])
 replicas = mesh["replicate"].get_group()
 if arguments.local_steps:
@@ -86,10 +87,10 @@ whole = [parameter.full_tensor().detach().reshape(-1) for parameter in model.par
 weights = torch.cat(whole).numpy()
 accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 sent = sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, steps)
-part = arguments.replicas / ranks  # of the model, on each rank
-dense = 8 * len(weights) * part * (arguments.replicas - 1) / arguments.replicas  # of rings between replicas
-did = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+part = arguments.replicas / ranks  # of the model that each rank holds
+dense = 8 * len(weights) * part * (arguments.replicas - 1) / arguments.replicas  # of ring allreduces between replicas
+summary = f"{steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not steps:
-    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
-print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+    summary = f"nothing to train: the checkpoint has {begin} epochs; pass a larger --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 dist.destroy_process_group()

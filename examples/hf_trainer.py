@@ -1,10 +1,9 @@
-"""The Trainer of Hugging Face's Transformers with sparse gradients.
+"""The Trainer of Hugging Face Transformers with sparse gradients.
 
     torchrun --nproc_per_node 2 examples/hf_trainer.py
 
-This trains a small network on scikit-learn's digits. It saves a checkpoint after each epoch, and resumes from the last
-one when you call it again. Comments with ``# sparsecomm:`` mark the lines that the library needs. ``--adamw`` trains by
-`SparseAdamW`.
+A small network learns scikit-learn's digits, by SGD or, with ``--adamw``, by `SparseAdamW`. Each epoch ends with a
+checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ trainer = Trainer(
         save_strategy="epoch",
         report_to="none",
         disable_tqdm=True,
-        max_grad_norm=0,  # sparsecomm: clips what was summed up; the option clip=1.0 below, what accumulates
+        max_grad_norm=0,  # sparsecomm: do not clip means. To clip gradients, pass clip=1.0 to `register`
     ),
     train_dataset=[{"x": image, "labels": label} for image, label in zip(x[~test], y[~test], strict=True)],
     optimizers=(optimizer, None),
@@ -76,7 +75,7 @@ weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 counters = callback.sparse.reducers[0].counters
 rank, ranks = trainer.args.process_index, trainer.args.world_size
 sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
-did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+summary = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not counters.steps:
-    did = f"nothing to train, since the checkpoint is of {arguments.epochs} epochs: pass more by --epochs"
-print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+    summary = f"nothing to train: the checkpoint has {arguments.epochs} epochs; pass a larger --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")

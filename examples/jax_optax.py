@@ -2,9 +2,9 @@
 
     mpirun -n 4 python examples/jax_optax.py
 
-Every rank computes the gradient of its share of each batch; `sparsecomm.jax.sparsify`, the first link of the optax
-chain, averages about the top 1 % of their sum. The whole step is under `jax.jit`. Half way, every rank saves its
-``(params, state)`` and goes on from its file, as after an interruption.
+Every rank computes the gradient of its part of each batch; `sparsecomm.jax.sparsify`, the first link of the optax
+chain, averages about the largest 10 % of the entries. The whole step is under `jax.jit`. Half way, every rank saves its
+``(params, state)`` and continues from its file, as after a restart.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
             mine = shuffled[begin + rank * own : begin + (rank + 1) * own]
             params, state = step(params, state, x[mine], labels[mine])
         if epoch == EPOCHS // 2:
-            jax.effects_barrier()  # this thread uses the communicator
+            jax.effects_barrier()  # before this thread uses the communicator
             with tempfile.TemporaryDirectory() as folder:
                 sc.save(folder, epoch, {"params": params, "state": state}, comm=comm)
                 found = sc.load(folder, {"params": None, "state": None}, comm=comm)
@@ -83,7 +83,7 @@ def main() -> None:
             leaves = jax.tree.leaves((found.values["params"], found.values["state"]))
             params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
 
-    jax.effects_barrier()  # from here on this thread uses the communicator
+    jax.effects_barrier()  # before this thread uses the communicator
     everyone = comm.allgather(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(params))))
     assert all(bits == everyone[0] for bits in everyone), "the ranks' weights differ"
     if rank == 0:

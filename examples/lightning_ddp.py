@@ -2,9 +2,8 @@
 
     python examples/lightning_ddp.py
 
-This trains a small network on scikit-learn's digits. It saves a checkpoint after each epoch, and resumes from the last
-one when you call it again. Comments with ``# sparsecomm:`` mark the lines that the library needs. ``--adamw`` trains by
-`SparseAdamW`.
+A small network learns scikit-learn's digits, by SGD or, with ``--adamw``, by `SparseAdamW`. Each epoch ends with a
+checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations
@@ -75,7 +74,9 @@ if __name__ == "__main__":
     counters = strategy.sparse.reducers[0].counters
     rank, ranks = trainer.global_rank, trainer.world_size
     sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
-    did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+    summary = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
     if not counters.steps:
-        did = f"nothing to train, since the checkpoint is of {arguments.epochs} epochs: pass more by --epochs"
-    print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+        summary = f"nothing to train: the checkpoint has {arguments.epochs} epochs; pass a larger --epochs"
+    print(
+        f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end=""
+    )

@@ -2,10 +2,9 @@
 
     mpirun --with-ft ulfm -n 4 python examples/lost_rank.py
 
-A linear classifier learns ten clouds of points. In epoch 3 rank 1 is killed. The others agree on the surviving
-ranks and continue without a checkpoint. Before epoch 6 a new process replaces the lost one, and receives weights, epoch
-and the state of the `Reducer` from the others. Comments with ``# sparsecomm:`` mark the lines for that. Requires Open
-MPI 5.
+A linear classifier learns ten clouds of points. In epoch 3, rank 1 is killed. The other ranks agree on who survives,
+and continue without a checkpoint. Before epoch 6, a new process replaces the lost one, and receives weights, epoch and
+the state of the `Reducer` from them. Comments with ``# sparsecomm:`` mark the lines for this. Requires Open MPI 5.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def catch_up(joining: bool) -> None:
     print(f"rank {comm.Get_rank()}: {rebuilt}\n", end="", flush=True)
 
 
-# sparsecomm: a process started by `grow` joins the ranks that started it, and has no state yet.
+# sparsecomm: in a process that `grow` has started, `join` returns a communicator with the other ranks.
 larger = sc.join()
 comm = larger or MPI.COMM_WORLD
 new = larger is not None
@@ -77,8 +76,8 @@ while epoch < arguments.epochs:
         try:
             reducer.reduce(means)
         except sc.RankFailedError as error:
-            # sparsecomm: all survivors raise in the same step. They agree on the surviving ranks and continue. They
-            # apply the sums that all have received in the failed step; the residuals keep the rest.
+            # sparsecomm: all survivors raise in the same step. They agree on who survives and continue. They apply the
+            # sums of the failed step that all have received; the residuals store the rest.
             print(f"rank {comm.Get_rank()}: {error}\n", end="", flush=True)
             comm = sc.shrink(comm)
             print(f"now rank {comm.Get_rank()}: {reducer.rebuild(comm)}\n", end="", flush=True)

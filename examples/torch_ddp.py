@@ -62,8 +62,8 @@ accuracy = (model(x[test]).argmax(1) == y[test]).float().mean().item()
 weights = nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 counters = sparse.reducer.counters
 sent, dense = counters.bytes_sent / max(1, counters.steps), 8 * len(weights) * (ranks - 1) / ranks  # of a ring
-did = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
+summary = f"{counters.steps} steps, sent {sent:.0f} B per step (dense: {dense:.0f} B)"
 if not counters.steps:
-    did = f"nothing to train, since the checkpoint is of {begin} epochs: pass more by --epochs"
-print(f"rank {rank}: accuracy {accuracy:.1%}, {did}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
+    summary = f"nothing to train: the checkpoint has {begin} epochs; pass a larger --epochs"
+print(f"rank {rank}: accuracy {accuracy:.1%}, {summary}, weights {hashlib.sha256(weights).hexdigest()[:8]}\n", end="")
 dist.destroy_process_group()

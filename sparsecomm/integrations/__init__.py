@@ -3,6 +3,6 @@
 - `sparsecomm.integrations.lightning`: a strategy.
 - `sparsecomm.integrations.accelerate`, `sparsecomm.integrations.transformers`: ``register``, in one line.
 
-`SparseAdamW` exchanges gradients itself; for other optimizers `sparsecomm.torch.register` does. Residuals of each rank
-are saved and loaded with the framework's checkpoints, on any number of ranks.
+`SparseAdamW` exchanges gradients itself; with other optimizers, a hook of DDP does (`sparsecomm.torch.register`). Each
+rank's residuals are saved and loaded with the framework's checkpoints, also on another number of ranks.
 """

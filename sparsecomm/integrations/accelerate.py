@@ -36,15 +36,15 @@ def register(
     Residuals are in the folder ``sparsecomm`` of each checkpoint.
 
     Args:
-        accelerator: which has prepared the model.
-        model: as returned by ``prepare``. Register each model of an accelerator.
-        optimizer: as returned by ``prepare``; a list if the model has several.
+        accelerator: the accelerator that has prepared the model.
+        model: the model that ``prepare`` returned. Register each model of an accelerator.
+        optimizer: the optimizer that ``prepare`` returned; a list if the model has several.
         density, options: as in `sparsecomm.torch.register`, with the accelerator's scaler by default. They are ignored
             for `sparsecomm.torch.SparseAdamW`, which exchanges gradients itself.
 
     Raises:
         InvalidInputError: the model is not in DDP, or was registered already; the accelerator has not prepared the
-            model or an optimizer; or an argument cannot be used.
+            model or an optimizer; or an argument is not supported.
     """
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     plain: list[Any] = [getattr(each, "optimizer", each) for each in optimizers]
@@ -56,27 +56,27 @@ def register(
             "optimizer: this accelerator has not prepared it, and would not save it; pass what prepare() returned"
         )
     sparse = attach(ddp, plain, density, {"scaler": accelerator.scaler, **options})
-    saved: dict[str, str] = {}  # name and checkpoint id of the folder that was saved last
+    saved: dict[str, str] = {}  # the name of the latest saved folder, and its checkpoint id
 
     def save_residuals(models: list[Any], weights: list[Any], folder: str) -> None:
         if (number := _model_number(accelerator, ddp)) is not None:  # otherwise free_memory() was called
-            ours, checkpoint = Path(folder, FOLDER, f"model_{number}"), f"{sparse.run}-{sparse.step}"
-            sparse.save(ours, checkpoint)
-            sparse.prune(ours, keep=2)  # Accelerate has not overwritten the previous checkpoint yet
+            residuals, checkpoint = Path(folder, FOLDER, f"model_{number}"), f"{sparse.run}-{sparse.step}"
+            sparse.save(residuals, checkpoint)
+            sparse.prune(residuals, keep=2)  # Accelerate has not overwritten the previous checkpoint yet
             saved.clear()
-            saved[ours.name] = checkpoint
+            saved[residuals.name] = checkpoint
 
     def add_id(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        current = {name: each for name, each in saved.items() if each.endswith(f"-{sparse.step}")}
+        current = {name: checkpoint for name, checkpoint in saved.items() if checkpoint.endswith(f"-{sparse.step}")}
         return {**state, KEY: {**state.get(KEY, {}), **current}} if current else state
 
     def load_residuals(models: list[Any], folder: str) -> None:
         if (number := _model_number(accelerator, ddp)) is not None:
             saved.clear()
-            ours = Path(folder, FOLDER, f"model_{number}")
+            residuals = Path(folder, FOLDER, f"model_{number}")
             file = _optimizer_number(accelerator, plain[0]) if plain else None
-            ids = {} if file is None else _ids(Path(folder, f"{OPTIMIZER_NAME}{f'_{file}' if file else ''}.bin"))
-            sparse.load(ours, ids.get(ours.name), folder)
+            ids = {} if file is None else _ids_in(Path(folder, f"{OPTIMIZER_NAME}{f'_{file}' if file else ''}.bin"))
+            sparse.load(residuals, ids.get(residuals.name), folder)
 
     for each in plain:
         each.register_state_dict_post_hook(add_id)
@@ -85,8 +85,8 @@ def register(
     return sparse
 
 
-def _ids(optimizer_file: Path) -> dict[str, Any]:
-    """Return the ids in an optimizer's file, by the name of the model's folder."""
+def _ids_in(optimizer_file: Path) -> dict[str, Any]:
+    """Return the checkpoint ids that `add_id` has added to an optimizer's file, by folder of the model."""
     try:
         state = torch.load(optimizer_file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
     except (OSError, RuntimeError, pickle.UnpicklingError):
@@ -95,11 +95,11 @@ def _ids(optimizer_file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# Accelerate saves models and optimizers by position, and has no public method for it.
+# Accelerate saves models and optimizers by position, which no public method returns.
 
 
 def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int | None:
-    for number, model in enumerate(accelerator._models):  # as they were before prepare() wrapped them, or after
+    for number, model in enumerate(accelerator._models):  # each before or after DDP wrapped it
         if model is ddp.module or any(ddp is each for each in ddps_in(model)):
             return number
     return None

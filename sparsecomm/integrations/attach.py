@@ -1,4 +1,4 @@
-"""`attach`, by which all integrations exchange the gradients of a DDP model and save its residuals."""
+"""`attach`, with which all integrations exchange the gradients of a DDP model and save its residuals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsecomm.transport import transport_of
 __all__ = ["FOLDER", "KEY", "Attached", "attach", "ddp_of", "ddps_in"]
 
 FOLDER = "sparsecomm"  # inside a framework's checkpoint folder
-KEY = "sparsecomm_checkpoint"  # in a framework's checkpoint: the id under which its residuals were saved
+KEY = "sparsecomm_checkpoint"  # in a framework's checkpoint, for the id of its residuals
 
 _log = logging.getLogger("sparsecomm")
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("sparsecomm")
 class Attached:
     """The sparse exchange of one model's gradients.
 
-    Residuals are saved under an id, which is also in the framework's checkpoint, and are loaded only with it.
+    Residuals are saved under an id that is also in the framework's checkpoint, so that only matching ones are loaded.
 
     Attributes:
         ddp: the model.
@@ -54,7 +54,7 @@ class Attached:
 
     @property
     def run(self) -> str:
-        """A random name of the training since it began or resumed. The first use is collective."""
+        """A random name for this training, drawn anew after a resume. The first use is collective."""
         if self._run is None:
             drawn = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device="cpu")
             broadcast_parameters({"run": drawn})
@@ -62,7 +62,7 @@ class Attached:
         return self._run
 
     def begin_run(self) -> None:
-        """Draw a new name at the next use of `run`."""
+        """Let the next use of `run` draw a new name."""
         self._run = None
 
     def release(self) -> None:
@@ -71,11 +71,11 @@ class Attached:
             optimizer.remove()
 
     def save(self, folder: Path, checkpoint: str) -> None:
-        """Save each rank's residuals in ``folder / checkpoint``, with the id as ``checkpoint``. Collective."""
+        """Save each rank's residuals in ``folder`` under the id ``checkpoint``. Collective."""
         _files(folder, checkpoint).save(self.step, self.objects, keep=1)
 
     def load(self, folder: Path, checkpoint: object, source: object) -> None:
-        """Load the residuals of a checkpoint, on any number of ranks. If there are none, drop all and warn. Collective.
+        """Load residuals, also on another number of ranks. If there are none, set all to zero and warn. Collective.
 
         Args:
             folder: as in `save`; it may differ between ranks.
@@ -102,12 +102,12 @@ class Attached:
             )
 
     def prune(self, folder: Path, keep: int) -> None:
-        """Remove this rank's residuals of all but the newest ``keep`` checkpoints that were saved in ``folder``."""
+        """Remove this rank's residuals in ``folder``, except those of the newest ``keep`` checkpoints."""
         transport = transport_of(None)
         files: dict[Path, list[Path]] = {}
         for path in folder.glob("*/step*-rank*-of*.pt"):
             rank = re.match(r"step\d+-rank(\d+)-", path.name)
-            if rank and int(rank[1]) % transport.size == transport.rank:  # also files of a larger world size
+            if rank and int(rank[1]) % transport.size == transport.rank:  # also the files of a larger world size
                 files.setdefault(path.parent, []).append(path)
         newest_first = sorted(files, key=lambda each: max(map(_modified, files[each])), reverse=True)
         for each in newest_first[keep:]:
@@ -118,7 +118,7 @@ class Attached:
 
 
 def _files(folder: Path, checkpoint: str) -> CheckpointFolder:
-    return CheckpointFolder(TorchFormat(), folder / checkpoint, None, exclusive=False)  # the id is of this job alone
+    return CheckpointFolder(TorchFormat(), folder / checkpoint, None, exclusive=False)  # no other job has this id
 
 
 def _modified(path: Path) -> int:
@@ -140,7 +140,7 @@ def attach(
         model: a DDP model, which may be compiled, or inside another module.
         optimizers: of the model, without a framework's wrappers.
         density, options: as in `sparsecomm.torch.register`; ignored if optimizers exchange gradients.
-        before: the result for an earlier training, which is used again if the model is the same.
+        before: the result of an earlier call, which is used again if model and optimizers are the same.
 
     Raises:
         InvalidInputError: the model is not in DDP, or has a hook already; or only some optimizers exchange gradients.
@@ -157,12 +157,12 @@ def attach(
         return Attached(ddp, [], {"hook": state}, state.reducer)
     if before is None or not before.optimizers:
         keep_local(ddp)
-    apart = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
-    return Attached(ddp, sparse, apart, *(optimizer.reducer for optimizer in sparse))
+    objects = {f"optimizer {number}": optimizer.residuals_apart() for number, optimizer in enumerate(sparse)}
+    return Attached(ddp, sparse, objects, *(optimizer.reducer for optimizer in sparse))
 
 
 def ddp_of(model: object) -> DistributedDataParallel:
-    """Return the only DDP model in a model that may be compiled, or wrapped by another module."""
+    """Return the DDP model in a model that may be compiled, or wrapped by another module. There must be exactly one."""
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
     found = ddps_in(model)
@@ -176,8 +176,8 @@ def ddp_of(model: object) -> DistributedDataParallel:
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         raise InvalidInputError(f"{problem}; pass the model that the framework has wrapped, and do not use FSDP")
     raise InvalidInputError(
-        f"{problem}, because this process is alone; start several with torchrun --nproc_per_node, or one with "
-        "torchrun --nproc_per_node 1, which sends nothing"
+        f"{problem}, because there is only one process; start it with torchrun, also for a single process "
+        "(torchrun --nproc_per_node 1)"
     )
 
 
@@ -193,7 +193,7 @@ def _check(ddp: DistributedDataParallel, optimizers: list[object], sparse: list[
     if wrapped := [each for each in optimizers if isinstance(each, SparseOptimizer) and each not in sparse]:
         raise InvalidInputError(
             f"optimizer: {type(wrapped[0]).__name__} is a DistributedOptimizer, and DistributedDataParallel would "
-            "overwrite its gradients; pass a plain optimizer, and a hook will exchange gradients"
+            "overwrite its gradients; pass a plain optimizer, for which a hook exchanges gradients"
         )
     if not sparse:
         return

@@ -39,8 +39,8 @@ class SparseDDPStrategy(DDPStrategy):
         trainer = lightning.Trainer(strategy=SparseDDPStrategy(), devices=2, accelerator="gpu")
 
     If ``configure_optimizers`` returns a `sparsecomm.torch.SparseAdamW`, the optimizer exchanges gradients itself. With
-    any other optimizer a hook of DDP does. Each rank's residuals are saved beside Lightning's checkpoint, in a folder
-    with its name and ``.ranks``, on local and remote file systems.
+    any other optimizer, a hook of DDP does. Each rank's residuals are saved beside Lightning's checkpoint, in
+    ``<checkpoint>.ranks``, on local and remote file systems.
 
     Args:
         density: as in `sparsecomm.torch.register`.
@@ -59,25 +59,25 @@ class SparseDDPStrategy(DDPStrategy):
         self._loaded_from: Any = None
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Attach to the model, which DDP has wrapped, if a training is about to begin."""
+        """Attach to the wrapped model if a training is about to begin."""
         super().setup(trainer)
         if trainer.training:
             options = {"scaler": getattr(self.precision_plugin, "scaler", None), **self._options}
             self.sparse = attach(self.model, self.optimizers, self._density, options)
 
     def setup_optimizers(self, trainer: lightning.Trainer) -> None:
-        """Make the optimizers of a ``fit``, which no longer uses those of the last one and its residuals."""
+        """Release the optimizers of the last ``fit``, and make those of this one."""
         if self.sparse is not None:
             if self.sparse.step and not trainer.ckpt_path and self.is_global_zero:
                 _log.warning(
                     "fit() makes new optimizers, and begins with empty residuals: gradient entries that were not sent "
-                    "in the last fit() are lost; to keep both, pass ckpt_path"
+                    "in the last fit() are lost; to continue with its optimizers and residuals, pass ckpt_path"
                 )
             self.sparse.release()
         super().setup_optimizers(trainer)
 
     def teardown(self) -> None:
-        """Let the next ``fit``, also of another Trainer, make optimizers for the same model."""
+        """Release the optimizers, so that the next ``fit`` can make new ones, also in another Trainer."""
         if self.sparse is not None:
             self.sparse.release()
         super().teardown()
@@ -95,12 +95,12 @@ class SparseDDPStrategy(DDPStrategy):
             else:
                 self._upload(self.sparse, files, residuals, saved)
             checkpoint[KEY] = saved
-        finally:  # an error of ours does not cost Lightning's checkpoint
+        finally:  # save Lightning's checkpoint even if the residuals cannot be saved
             super().save_checkpoint(checkpoint, filepath, storage_options)
         self._remove(self.sparse, files, residuals, keep=saved)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint, and note where it is."""
+        """Load a checkpoint, and remember its path for the residuals."""
         self._loaded_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
@@ -120,7 +120,7 @@ class SparseDDPStrategy(DDPStrategy):
 
     def _remove(self, sparse: Attached, files: AbstractFileSystem, residuals: str, keep: str | None = None) -> None:
         """Remove the residuals of a checkpoint, except those in the folder ``keep``."""
-        if isinstance(files, LocalFileSystem):  # of this node alone, perhaps
+        if isinstance(files, LocalFileSystem):  # each node may have its own
             sparse.prune(Path(residuals), keep=0 if keep is None else 1)
             if keep is None:
                 self.barrier()
@@ -152,9 +152,9 @@ class SparseDDPStrategy(DDPStrategy):
 
     @contextmanager
     def _folder_with(self, saved: object) -> Iterator[Path]:
-        """Provide a local folder that contains the folder ``saved``, if it is found for this rank.
+        """Provide a local folder with this rank's residuals in its folder ``saved``, if they are found.
 
-        A checkpoint may be a link to another one in the same folder, or a copy of it, without residuals of its own.
+        A checkpoint may be a link to, or a copy of, another one in the same folder, and then shares its residuals.
         """
         files, residuals = _residuals_of(self._loaded_from)
         local = isinstance(files, LocalFileSystem)
@@ -175,13 +175,13 @@ class SparseDDPStrategy(DDPStrategy):
                 Path(folder, str(saved)).mkdir()
                 for path in [path for path in paths if own.search(_name(path))] or paths:
                     files.get_file(path, str(Path(folder, str(saved), _name(path))))
-            except Exception as error:  # of any file system's client; the ranks agree that there are no residuals
+            except Exception as error:  # of any file system's client; then `load` finds no residuals
                 _log.warning("%s: %s: %s", found, type(error).__name__, error)
             yield Path(folder)
 
 
 def _residuals_of(checkpoint: Any) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a checkpoint, and the folder of its residuals there."""
+    """Return the file system of a checkpoint, and the path of its residuals there."""
     files, path = url_to_fs(str(checkpoint))
     return files, f"{path}.ranks"
 

@@ -31,12 +31,12 @@ def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> S
         sparsecomm.integrations.transformers.register(trainer)
         trainer.train()
 
-    With another optimizer than `SparseAdamW`, pass ``max_grad_norm=0`` to `TrainingArguments`, which would clip the
-    averaged gradient, and ``clip=1.0`` here. Residuals are in the folder ``sparsecomm`` of each checkpoint, unless
-    ``save_only_model`` leaves the optimizer out as well.
+    With an optimizer other than `SparseAdamW`, do not let the Trainer clip the averaged gradient: pass
+    ``max_grad_norm=0`` to `TrainingArguments`, and ``clip=1.0`` here. Residuals are in each checkpoint's folder
+    ``sparsecomm``, unless ``save_only_model`` is set.
 
     Args:
-        trainer: before ``train()``.
+        trainer: the Trainer, before ``train()``.
         density, options: as in `sparsecomm.torch.register`, with the Trainer's scaler by default. They are ignored for
             `SparseAdamW`, which exchanges gradients itself.
 
@@ -56,8 +56,8 @@ def register(trainer: Trainer, density: Schedule = DENSITY, **options: Any) -> S
 class SparseCallback(TrainerCallback):
     """The callback that `register` adds to a Trainer.
 
-    It wraps two methods of the Trainer: ``train``, which knows the checkpoint to resume from, and ``create_optimizer``,
-    after which the Trainer loads the optimizer's state.
+    It wraps two methods of the Trainer: ``train``, to learn the checkpoint to resume from, and ``create_optimizer``,
+    to keep residuals out of the optimizer's state before the Trainer loads it.
 
     Attributes:
         sparse: the exchange; ``None`` before the training begins.
@@ -74,7 +74,7 @@ class SparseCallback(TrainerCallback):
         def train_from(resume_from_checkpoint: Any = None, *args: Any, **others: Any) -> Any:
             if resume_from_checkpoint is True:
                 last: str | None = get_last_checkpoint(str(trainer.args.output_dir))  # type: ignore[no-untyped-call]
-                resume_from_checkpoint = last or True  # which the Trainer refuses
+                resume_from_checkpoint = last or True  # True makes the Trainer raise an error
             resumes = not isinstance(resume_from_checkpoint, bool) and resume_from_checkpoint is not None
             self._resumed = Path(resume_from_checkpoint) if resumes else None
             return train(resume_from_checkpoint, *args, **others)
@@ -82,7 +82,7 @@ class SparseCallback(TrainerCallback):
         @wraps(create_optimizer)
         def create_apart(*args: Any, **others: Any) -> Any:
             if trainer.optimizer is None and self.sparse is not None:
-                self.sparse.release()  # another optimizer is about to be made for the same model
+                self.sparse.release()  # the Trainer makes a new optimizer for the same model
             created = create_optimizer(*args, **others)
             if isinstance(optimizer := self._optimizer(), SparseOptimizer):
                 optimizer.residuals_apart()
@@ -91,7 +91,7 @@ class SparseCallback(TrainerCallback):
         vars(trainer).update(train=train_from, create_optimizer=create_apart)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        """Attach to the model, which is in DDP now, and load residuals if the Trainer resumes."""
+        """Attach to the model, which DDP has wrapped by now, and load residuals if the Trainer resumes."""
         trainer = self._trainer
         options = {"scaler": getattr(trainer.accelerator, "scaler", None), **self._options}
         self.sparse = attach(trainer.model_wrapped, [self._optimizer()], self._density, options, self.sparse)
@@ -99,13 +99,13 @@ class SparseCallback(TrainerCallback):
             saved = f"{state.stateful_callbacks.get(KEY)}-{state.global_step}"
             self.sparse.load(self._resumed / FOLDER, saved if KEY in state.stateful_callbacks else None, self._resumed)
         self.sparse.begin_run()
-        state.stateful_callbacks[KEY] = self.sparse.run  # the Trainer saves it with the number of the step
+        state.stateful_callbacks[KEY] = self.sparse.run  # the Trainer saves it in its checkpoints
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         """Save this rank's residuals in the folder of the Trainer's checkpoint."""
         trainer = self._trainer
         if self.sparse is not None and not args.save_only_model:
-            run_folder = trainer._get_output_dir(getattr(trainer, "_trial", None))  # of one trial of a search
+            run_folder = trainer._get_output_dir(getattr(trainer, "_trial", None))  # of a trial in a search
             folder = Path(run_folder, f"checkpoint-{state.global_step}", FOLDER)
             self.sparse.save(folder, f"{self.sparse.run}-{state.global_step}")
             self.sparse.prune(folder, keep=1)

@@ -1,4 +1,4 @@
-"""`sparse_adamw`, an optax transformation by the rule of `sparsecomm.optimizers.rule`."""
+"""`sparse_adamw`, AdamW with a sparse exchange as an optax transformation."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["SparseAdamWState", "sparse_adamw"]
 class SparseAdamWState(NamedTuple):
     """The state of `sparse_adamw`: the same on all ranks, except the residuals.
 
-    ``mu`` and ``nu`` are averages of gradients and of their squares, in float32 (float64 for float64). Before an
-    element's first update ``nu`` is only the unit in which its gradients are sent.
+    ``mu`` and ``nu`` are running averages of gradients and of their squares, in float32 (float64 for float64). Before
+    an element's first update, ``nu`` only determines the unit in which its gradients are sent.
     """
 
-    step: jax.Array  # the number of steps made; int32, of shape ()
+    step: jax.Array  # number of steps so far; int32, of shape ()
     mu: PyTree
     nu: PyTree
-    last: PyTree  # int32, the step of each weight's last update; 0: none yet
-    residuals: PyTree  # what this rank has not sent, divided by ``unit(nu)``
+    last: PyTree  # the step of each weight's last update, int32; 0: none yet
+    residuals: PyTree  # what this rank has not sent yet, divided by ``unit(nu)``
 
 
 def sparse_adamw(
@@ -54,26 +54,26 @@ def sparse_adamw(
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return ``optax.adamw`` with gradients summed over all ranks in 1/42 of the bytes of dense sums.
+    """Return ``optax.adamw`` with gradients averaged over all ranks, in 1/42 of the bytes of dense sums.
 
         optimizer = sparsecomm.jax.sparse_adamw(1e-3)
 
-    This is a whole optimizer, not a link of a chain: pass ``update`` this rank's gradients, and the parameters. It is
+    This is a complete optimizer, not a link of a chain: pass ``update`` this rank's gradients and the parameters. It is
     collective, and all ranks make the same updates, bit for bit. If a gradient is not finite on some rank, or the step
     would make a parameter or a moment infinite, all ranks skip the step; finite gradients stay in the residuals, and
     elements that would overflow are dropped. At ``density=1.0`` it is ``optax.adamw`` of exact means.
 
     Args:
-        learning_rate: a number, or a schedule of optax: a function of the step, from 0.
-        b1, b2, eps, weight_decay, mask: as in ``optax.adamw``; ``mask`` says which leaves decay. Under
-            ``optax.inject_hyperparams`` pass ``static_args=("density", "dense_steps", "check_weights_every")``.
+        learning_rate: a number, or an optax schedule: a function of the step, from 0.
+        b1, b2, eps, weight_decay, mask: as in ``optax.adamw``. With ``optax.inject_hyperparams`` pass
+            ``static_args=("density", "dense_steps", "check_weights_every")``.
         density: share of the entries that is sent, both ways, as in `sparsify`.
         dense_steps: number of steps at the beginning with density 1.0.
-        comm, wire: as in `sparsify`: values of 2 bits by default, exact ones for float64.
+        comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
         check_weights_every: as in `sparsify`; moments are compared, too.
 
     Returns:
-        A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises as `allreduce_tree`.
+        A transformation whose state is `SparseAdamWState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
     """
     try:
         import optax
@@ -81,7 +81,7 @@ def sparse_adamw(
         raise ImportError(f"sparse_adamw needs optax ({error}): {pip_install('jax')}") from error
     if not any(isinstance(each, jax.Array) for each in (learning_rate, b1, b2, eps, weight_decay)):
         AdamWRule.of(0.0 if callable(learning_rate) else learning_rate, (b1, b2), eps, weight_decay)
-    at = with_dense_steps(density, dense_steps)
+    schedule = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
     options = Options("auto", "mean", wire)
 
@@ -102,11 +102,11 @@ def sparse_adamw(
         sums = jax.tree.map(jnp.add, state.residuals, quotients)
 
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, at, state.residuals, "model", 0, options, state.step, 4096, comm, True)
+            return tree_step(sent, schedule, state.residuals, "model", 0, options, state.step, 4096, comm, True)
 
         finite = all_finite((squares, sums))
-        means, residuals, waiting, finite = training_step(quotients, finite, state.residuals, exchange)
-        dense = _is_dense(at, state.step)
+        means, residuals, after_skip, finite = training_step(quotients, finite, state.residuals, exchange)
+        dense = _is_dense(schedule, state.step)
         rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
         decays = jax.tree.map(
             lambda on: weight_decay * on,
@@ -116,7 +116,7 @@ def sparse_adamw(
         def leaf(
             p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any, residual: Any, skipped: Any
         ) -> tuple[Any, ...]:
-            """Return a parameter's change, new state, residual if the step is skipped, and where it overflows."""
+            """Return a leaf's change, new mu, nu, last and residual, residual after a skip, and where it overflows."""
             t, tiny, max_ = step.astype(v.dtype), jnp.asarray(eps, v.dtype), float(np.finfo(v.dtype).max)
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
             rows = coefficients(jnp, waited, t, jnp.asarray(rate, v.dtype), (b1, b2), jnp.asarray(decay, v.dtype))
@@ -130,16 +130,16 @@ def sparse_adamw(
             made: Any = moved, *(jnp.where(hit, *each) for each in ((new_m, m), (new_v, v), (step, last))), rescaled
             return *made, jnp.where(hit & ~fits, 0, skipped), hit & ~fits
 
-        leaves = jax.tree.map(leaf, params, means, state.mu, nu, state.last, decays, residuals, waiting)
+        leaves = jax.tree.map(leaf, params, means, state.mu, nu, state.last, decays, residuals, after_skip)
         structure: Any = jax.tree.structure(params)
-        changes, *made, waiting, overflows = jax.tree.transpose(structure, jax.tree.structure((0,) * 7), leaves)
+        changes, *made, after_skip, overflows = jax.tree.transpose(structure, jax.tree.structure((0,) * 7), leaves)
         usable = finite & ~jnp.any(jnp.stack([each.any() for each in jax.tree.leaves(overflows)]))
-        # A skipped first step leaves the units, and so the residuals, as they are.
+        # After a skipped first step the new units are discarded, and so are residuals in these units.
         skipped = (
             state.mu,
             select(state.step > 0, nu, state.nu),
             state.last,
-            select(state.step > 0, waiting, state.residuals),
+            select(state.step > 0, after_skip, state.residuals),
         )
         changes = jax.tree.map(lambda change: jnp.where(usable, change, 0), changes)
         return changes, SparseAdamWState(
@@ -149,17 +149,17 @@ def sparse_adamw(
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 
 
-def _is_dense(at: Density, step: jax.Array) -> bool | jax.Array:
-    """Return whether a step sums whole gradients. A schedule is called on the host."""
-    if not callable(at):
-        return at == 1.0
+def _is_dense(schedule: Density, step: jax.Array) -> bool | jax.Array:
+    """Return whether a step is dense. A schedule is called on the host."""
+    if not callable(schedule):
+        return schedule == 1.0
     shape: Any = jax.ShapeDtypeStruct((), bool)  # type: ignore[no-untyped-call]
-    dense: jax.Array = jax.pure_callback(lambda now: np.bool_(at(int(now)) == 1.0), shape, step)
+    dense: jax.Array = jax.pure_callback(lambda now: np.bool_(schedule(int(now)) == 1.0), shape, step)
     return dense
 
 
 def _first_moments(grads: PyTree, state: SparseAdamWState, start: float, *, comm: Comm) -> PyTree:
-    """Return the state's second moments; in step 0 ``start`` times the mean squares of all ranks' gradients."""
+    """Return ``state.nu``; in step 0, ``start`` times the mean square of each leaf over all ranks."""
     leaves, structure = jax.tree.flatten(grads)
 
     def first(_: Any) -> list[jax.Array]:

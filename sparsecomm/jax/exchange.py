@@ -1,4 +1,4 @@
-"""The calls for the leaves of a tree, made at once, or by XLA when it has the values: `Exchange`, `call_from_xla`."""
+"""`Exchange`, which makes the calls for a tree at once or under jit, and `call_from_xla`, a callback for XLA."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ __all__ = ["ONE_DEVICE", "Comm", "Density", "Exchange", "LeafBucket", "accumulat
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"
-_ALIGNMENT = 64  # bytes: JAX takes over host memory with this alignment, and copies other memory
+_ALIGNMENT = 64  # bytes; JAX uses aligned host memory without a copy
 
 
 def accumulator_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the type in which gradients of a type are summed, which is also that of their residuals."""
+    """Return the type of sums and residuals of gradients of a type."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
 
 
 @dataclass(frozen=True)
 class LeafBucket:
-    """The leaves that one `sparsecomm.sparse_allreduce` sends, one after another in one vector."""
+    """The leaves that one `sparsecomm.sparse_allreduce` sends, concatenated into one vector."""
 
-    leaves: tuple[int, ...]  # their positions
+    leaves: tuple[int, ...]  # positions in the tree
     dtype: np.dtype  # of the vector
-    dense: bool  # whether the leaves are summed whole
-    label: str  # of the call: the shapes, which must be the same on all ranks
+    dense: bool  # whether the sum is dense
+    label: str  # of the call; it contains the shapes, so that all ranks must have the same
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """All calls for a tree, with arguments as of `sparsecomm.sparse_allreduce`."""
+    """All calls for a tree, with arguments as in `sparsecomm.sparse_allreduce`."""
 
     buckets: tuple[LeafBucket, ...]  # one per call
     k: int | Density
     comm: Comm
     options: Options
     chunk: int | None = None  # for buckets that are not dense
-    training: bool = False  # whether "auto" is the recommended setting for training, and density 1.0 a dense sum
+    training: bool = False  # whether "auto" means the setting for training, and density 1.0 a dense sum
 
     def run(
         self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array = 0
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results and the new residuals as JAX arrays, also while JAX is tracing."""
+        """Return the results and the new residuals. Arguments may be traced."""
         if any(isinstance(a, jax.core.Tracer) for a in (step, *leaves, *residuals)):
             return self._stage(leaves, residuals, step)
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
         (device,) = {d for a in (*leaves, *residuals) for d in a.devices()}
         if device.platform in ("gpu", "cuda"):
             return self.on_device(int(step), leaves, residuals)
@@ -79,7 +79,7 @@ class Exchange:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Let XLA call `on_host`."""
         with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
-            import mpi4py.MPI  # noqa: F401  # starts MPI on this thread, which also ends it, not on a thread of XLA
+            import mpi4py.MPI  # noqa: F401  # initializes MPI on this thread, which also finalizes it
         count = len(leaves)
 
         def host(step: Array, *arrays: Array) -> list[Array]:
@@ -95,7 +95,7 @@ class Exchange:
     ) -> tuple[list[Array], list[Array]]:
         """Make all calls in host memory. Return the results and the new residuals, in the shapes and types of these.
 
-        XLA may be the caller: this must not compute with JAX, which could wait for the thread that it runs on.
+        It must not compute with JAX, which could wait for the thread of XLA that runs it.
         """
         k = self._k_at(step)
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views
@@ -116,7 +116,7 @@ class Exchange:
     def on_device(
         self, step: int, leaves: list[jax.Array], residuals: list[jax.Array], arrays: str = "cupy"
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Do the same in the memory of a GPU, through DLPack and a library whose arrays can be written there."""
+        """Do the same in the memory of a GPU, with a library of writable arrays, through DLPack."""
         try:
             writable: Any = importlib.import_module(arrays)
         except ImportError as error:
@@ -129,7 +129,7 @@ class Exchange:
         for bucket in self.buckets:
             x = jnp.concatenate([leaves[i].reshape(-1).astype(bucket.dtype) for i in bucket.leaves])
             residual = None
-            if residuals:  # in float32 or float64, since CuPy has no bfloat16
+            if residuals:  # float32 or float64; CuPy has no bfloat16
                 flat = jnp.concatenate([residuals[i].reshape(-1) for i in bucket.leaves])
                 residual = writable.from_dlpack(flat).copy()
             total = self._sum(bucket, k, x, residual).to_dense()
@@ -154,7 +154,7 @@ class Exchange:
 
 
 def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
-    """Put the parts of ``flat`` into a list of all leaves, each in the shape and type of its leaf in ``like``."""
+    """Split ``flat`` into the leaves of a bucket, with shapes and types as in ``like``, and store them in ``into``."""
     begin = 0
     for i in bucket.leaves:
         part = flat[begin : begin + like[i].size].reshape(like[i].shape)
@@ -164,7 +164,7 @@ def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into:
 
 
 def _concatenated(arrays: Sequence[Array], dtype: DTypeLike) -> Array:
-    """Return a flat copy."""
+    """Return a flat, aligned copy."""
     flat = _empty(sum(a.size for a in arrays), dtype)
     np.concatenate([a.reshape(-1) for a in arrays], out=flat)
     return flat
@@ -182,7 +182,7 @@ def _empty(size: int, dtype: DTypeLike) -> Array:
 Host: TypeAlias = Callable[..., Sequence[Array]]
 Avals: TypeAlias = "tuple[jax.core.ShapedArray, ...]"
 
-# JAX's own effect of ordered callbacks, which keep the order of the program, within a function and between functions.
+# JAX's effect of ordered callbacks, which run in program order within and between functions.
 (_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 
 _exchange_p: Any = Primitive("sparsecomm_exchange")
@@ -192,14 +192,11 @@ _exchange_p.multiple_results = True
 def call_from_xla(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
     """Call ``host(*operands)`` when XLA has the operands, and return its results.
 
-    It replaces `jax.experimental.io_callback`, which copies operands that XLA has not aligned to 64 bytes into JAX
-    arrays, on a thread of XLA's pool. The callback runs on such a thread and waits for the copy, for ever if the pool
-    has no other: a rank that is bound to one core, as by mpirun, hangs.
+    Unlike `jax.experimental.io_callback`, it does not hang on one core: io_callback runs on a thread of XLA's pool and
+    waits for copies of operands that are not aligned to 64 bytes, which another thread of the pool must make.
 
-    Args:
-        host: takes NumPy arrays in XLA's memory, which it must neither write nor keep, and returns NumPy arrays.
-        like: arrays of the shapes and types of the results.
-        operands: the arguments of ``host``.
+    ``host`` takes NumPy arrays in XLA's memory, which it must neither write nor keep. It returns NumPy arrays of the
+    shapes and types of ``like``.
     """
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
     results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)
@@ -211,14 +208,14 @@ def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.cor
 
 
 def _at_once(*operands: jax.Array, host: Host, avals: Avals) -> list[jax.Array]:
-    """Call in traces that have values, such as `jax.checkpoint` outside of jit."""
+    """Call ``host`` outside of jit, for example within `jax.checkpoint`."""
     return [jax.device_put(result) for result in host(*operands)]
 
 
 def _lower(ctx: Any, *operands: Any, host: Host, avals: Avals) -> Any:
     devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
     if devices != 1:
-        raise InvalidInputError(f"sparsecomm.jax in a function that is compiled for {devices} devices; {ONE_DEVICE}")
+        raise InvalidInputError(f"sparsecomm.jax: the function is compiled for {devices} devices; {ONE_DEVICE}")
     results, token, _ = mlir.emit_python_callback(
         ctx, host, ctx.tokens_in.get(_ORDERED), list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True
     )
@@ -228,7 +225,7 @@ def _lower(ctx: Any, *operands: Any, host: Host, avals: Avals) -> Any:
 
 def _no_vmap(*_: object, **__: object) -> NoReturn:
     raise InvalidInputError(
-        "sparsecomm.jax under jax.vmap would be a call for every element; call it on the whole batch"
+        "sparsecomm.jax under jax.vmap would make a call for every element; call it on the whole batch"
     )
 
 

@@ -1,4 +1,4 @@
-"""Local steps for trees of JAX arrays, which are replaced instead of written."""
+"""`LocalSteps` for pytrees of JAX arrays, which cannot be written in place."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["LocalSteps"]
 
 
 class LocalSteps(Adapter):
-    """`sparsecomm.LocalSteps` for pytrees: ranks train alone, and sum sparsely once per round how far they have moved.
+    """`sparsecomm.LocalSteps` for pytrees: ranks train alone, and average their changes sparsely once per round.
 
         local = sparsecomm.jax.LocalSteps(params, sync_every=30)
-        for batch in data:                                    # each rank its own
+        for batch in data:                                    # different data on each rank
             params, state = train_step(params, state, batch)  # may be under jit
             params = local.step(params)                       # usually the same tree
         model = local.global_parameters()
 
-    Call all methods from Python, not under `jax.jit`. New leaves are on the devices of the old ones.
+    Call all methods from Python, not under `jax.jit`. Replaced leaves stay on their devices.
 
     Args:
-        params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64. The same on all ranks.
+        params: a pytree of arrays, each on one device: float16, bfloat16, float32 or float64, the same on all ranks.
         density, comm: as in `sparsecomm.LocalSteps`.
-        fragments: the number of fragments; or the names of each one's leaves: their paths by `jax.tree_util.keystr`.
+        fragments: the number of fragments; or a list of each fragment's leaves, named by `jax.tree_util.keystr`.
         outer: the outer optimizer: an optax transformation, such as ``optax.sgd(0.7, 0.9, nesterov=True)``, applied to
             one leaf at a time; a `sparsecomm.OuterOptimizer`; or ``None``: global = global - mean.
         options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former.
@@ -67,7 +67,7 @@ class LocalSteps(Adapter):
     def step(self, params: PyTree) -> PyTree:
         """Count a local step; begin and apply the exchanges that are due. Return the parameters to continue with.
 
-        After an error, the leaves that were set to the global ones replace leaves that are passed to the next call.
+        After an error, some leaves are set to the global ones. The next call uses these instead of the ones you pass.
         """
         self._core.step(self._leaves.of(params))
         return self._leaves.tree(params)
@@ -82,13 +82,13 @@ class LocalSteps(Adapter):
         return self._leaves.unflatten(map(_as_jax, self._core.global_parameters().values()))
 
     def rebuild(self, comm: Comm, params: PyTree, *, joining: bool = False) -> tuple[Rebuilt, PyTree]:
-        """Call `sparsecomm.LocalSteps.rebuild`. Return its result, too, before the parameters to continue with."""
+        """Call `sparsecomm.LocalSteps.rebuild`. Return its result, and the parameters to continue with."""
         rebuilt = self._core.rebuild(comm, self._leaves.of(params), joining=joining)
         return rebuilt, self._leaves.tree(params)
 
 
 class _Leaves(ImmutableParameters):
-    """The leaves of a tree by their paths. Replacements take their places until a tree with them is returned."""
+    """The leaves of a tree, by path. ``_new`` holds replaced leaves until `tree` returns them."""
 
     def __init__(self, params: PyTree) -> None:
         self._structure: Any = jax.tree.structure(params)
@@ -101,7 +101,7 @@ class _Leaves(ImmutableParameters):
         found, structure = jax.tree_util.tree_flatten_with_path(params)
         if structure != self._structure:
             raise InvalidInputError(
-                f"params: got a tree of the structure {structure}; expected {self._structure}, as in the beginning"
+                f"params: got a tree of structure {structure}; expected {self._structure}, as in the constructor"
             )
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in found}
         for name, leaf in leaves.items():
@@ -113,7 +113,7 @@ class _Leaves(ImmutableParameters):
         return self
 
     def tree(self, params: PyTree) -> PyTree:
-        """Return the tree that was taken, or a new one if leaves were replaced."""
+        """Return ``params``, or a new tree if leaves were replaced."""
         if not self._new:
             return params
         leaves, self._new = list(self.values()), {}
@@ -137,11 +137,11 @@ class _Leaves(ImmutableParameters):
 
 
 class _OptaxOuter:
-    """An optax transformation as a `sparsecomm.OuterOptimizer`, with a state for each leaf."""
+    """A `sparsecomm.OuterOptimizer` that applies an optax transformation to one leaf at a time."""
 
     def __init__(self, transformation: Any) -> None:
         self._transformation = transformation
-        self._leaves: dict[str, list[Any]] = {}  # of the states
+        self._leaves: dict[str, list[Any]] = {}  # of optax's states, by name of the parameter
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
         p, g = _as_jax(parameter), _as_jax(gradient)
@@ -161,7 +161,7 @@ class _OptaxOuter:
         self._leaves = {name: [np.array(leaf) for leaf in leaves] for name, leaves in state["leaves"].items()}
 
     def fit(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Check that the loaded state has the form that the transformation makes for these parameters."""
+        """Check that the loaded states have the structure that optax gives them for these parameters."""
         for name, leaves in self._leaves.items():
             if name not in specs:
                 raise InvalidInputError(f"outer state: it has leaves of {name!r}, which is not a parameter")
@@ -175,7 +175,7 @@ class _OptaxOuter:
 
 
 def _as_jax(array: Array) -> jax.Array:
-    """Return a copy of an array, on its device."""
+    """Return a copy of a NumPy or CuPy array on its device."""
     if isinstance(array, np.ndarray):
         return jnp.array(array, copy=True)
     return jnp.from_dlpack(array.copy())  # type: ignore[unreachable] # the array is CuPy's

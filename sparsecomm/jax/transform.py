@@ -1,4 +1,4 @@
-"""Sparse gradients as a link of an optax chain."""
+"""`sparsify`, a link of an optax chain, and what it shares with `sparse_adamw`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["SparsifyState", "all_finite", "check_parameters", "check_wire", "sel
 class SparsifyState(NamedTuple):
     """The state of `sparsify`."""
 
-    step: jax.Array  # number of steps made, without those that were skipped; int32, of shape ()
-    residuals: PyTree  # what this rank has not sent yet: see `init_residuals`. They differ between ranks
+    step: jax.Array  # number of steps that were not skipped; int32, of shape ()
+    residuals: PyTree  # what this rank has not sent yet; differs between ranks
 
 
 @with_options(CallOptions, sparse_allreduce, op="mean")
@@ -48,7 +48,8 @@ def sparsify(
 
     Use it as the first link of a chain: ``optax.chain(sparsify(), optax.sgd(0.1))``. All ranks then make the same
     updates, bit for bit. The defaults are the recommended setting (docs/guides/choosing.md); for a dense baseline pass
-    ``density=1.0``. Clip before it, not after: residuals mix gradients of many steps. ``update`` is collective.
+    ``density=1.0``. Clip gradients before this link, because its output mixes gradients of many steps. ``update`` is
+    collective.
 
     If a gradient is not finite on some rank, or a sum overflows, all ranks skip the step: ``update`` returns zeros and
     does not count it. Finite gradients of the step stay in the residuals; other gradients, and entries whose sum has
@@ -56,24 +57,23 @@ def sparsify(
     which would skip the exchange on some ranks only.
 
     Args:
-        density: in (0, 1], or a function from the step (an int, from 0) to it, such as a warm-up or a schedule of
-            optax. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 gradients are
-            summed whole and exactly, whatever ``algorithm`` and ``wire`` are.
+        density: a number in (0, 1], or a function of the step (an int, from 0), such as `sparsecomm.Warmup` or an optax
+            schedule. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 sums are
+            dense and exact, whatever ``algorithm`` and ``wire`` are.
         dense_steps: number of steps at the beginning with density 1.0. A function counts its steps from their end.
         scope, chunk, dense_below, comm: as in `allreduce_tree`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.Reducer`.
         check_weights_every: compare the parameters passed to ``update`` between ranks in step 0 and in every step that
-            is a multiple of this; 0: in step 0 only; ``None``: never. The state counts the steps, so a resumed run does
-            not begin with step 0.
+            is a multiple of this; 0: in step 0 only; ``None``: never. A resumed run continues to count the steps.
 
     Returns:
-        A transformation whose state is `SparsifyState`, a pytree. ``update`` raises as `allreduce_tree`.
+        A transformation whose state is `SparsifyState`, a pytree. ``update`` raises the errors of `allreduce_tree`.
     """
     try:
         import optax
     except ImportError as error:
         raise ImportError(f"sparsify needs optax ({error}): {pip_install('jax')}; allreduce_tree does not") from error
-    at = with_dense_steps(density, dense_steps)
+    schedule = with_dense_steps(density, dense_steps)
     every = check_every(check_weights_every)
     options.setdefault("op", "mean")
     record = Options.of(**options)
@@ -93,11 +93,11 @@ def sparsify(
         grads, _ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
 
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, at, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
+            return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
 
-        means, residuals, waiting, usable = training_step(updates, all_finite(grads), state.residuals, exchange)
+        means, residuals, after_skip, usable = training_step(updates, all_finite(grads), state.residuals, exchange)
         return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
-            state.step + usable, select(usable, residuals, waiting)
+            state.step + usable, select(usable, residuals, after_skip)
         )
 
     return optax.GradientTransformation(init, update)
@@ -106,13 +106,11 @@ def sparsify(
 def training_step(
     grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]]
 ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
-    """Average gradients over all ranks in a step that all ranks make, or skip.
-
-    If this rank's gradients are not ``finite``, it sends NaN, so that all ranks skip the step.
+    """Average gradients over all ranks. If one rank's are not ``finite``, it sends NaN, so that all skip the step.
 
     Returns:
-        The means; the residuals after the step; the residuals if it is skipped, which hold this rank's gradients except
-        where sums have overflowed; and whether the means are finite, the same on all ranks.
+        The means; the residuals after the step; the residuals if the step is skipped, which hold this rank's gradients
+        except where sums have overflowed; and whether the means are finite, the same on all ranks.
     """
     means, after = exchange(jax.tree.map(lambda g: jnp.where(finite, g, jnp.full_like(g, jnp.nan)), grads))
 
@@ -129,12 +127,12 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def select(condition: Any, chosen: PyTree, other: PyTree) -> PyTree:
-    """Return one tree or the other of the same structure."""
+    """Return one of two trees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
 
 
 def check_wire(options: Options, residuals: PyTree) -> None:
-    """Check that the wire format of the options supports sums of the types of residuals."""
+    """Check that the wire format supports sums of these types."""
     for dtype in {leaf.dtype.name for leaf in jax.tree.leaves(residuals)}:
         options.check(dtype)
 
@@ -155,5 +153,5 @@ def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int
     if any(isinstance(a, jax.core.Tracer) for a in (step, *operands)):
         jax.lax.cond(due, lambda operands: call_from_xla(host, [], *operands), lambda _: [], operands)
     elif due:
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # calls in flight in jitted functions come first
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
         host(*operands)

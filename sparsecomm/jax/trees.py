@@ -1,4 +1,4 @@
-"""Sparse allreduce of arrays and of trees of arrays, which are checked before anything is sent."""
+"""Sparse allreduce of JAX arrays and of trees of them: `sparse_allreduce`, `allreduce_tree`."""
 
 from __future__ import annotations
 
@@ -38,21 +38,19 @@ def sparse_allreduce(
 ) -> Any:
     """Sum the largest entries of every rank's JAX array over all ranks. Collective.
 
-    Under `jax.jit` it is an ordered callback of XLA, so a rank's calls keep the order of the program.
-
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, on one device.
-        k: number of entries: an int from 1 to the size of x, or a density, a float in (0, 1]. Not traced.
-        residual: of the shape of x, float64 for a float64 x and float32 otherwise. Begin with `init_residuals`.
+        k: number of entries: an int from 1 to the size of x, or a density, a float in (0, 1]. It must not be traced.
+        residual: an array of the shape of x: float64 for a float64 x, else float32. Begin with `init_residuals`.
         comm: as in `sparsecomm.sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="sum"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        The dense result, of the shape and type of x, rounded to nearest even; with a residual ``(result,
-        new_residual)``.
+        The dense result, of the shape and type of x, rounded to nearest even. With a residual:
+        ``(result, new_residual)``.
 
     Raises:
-        SparseCommError: as `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
+        SparseCommError: as in `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
     """
     leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
@@ -74,24 +72,24 @@ def allreduce_tree(
 ) -> PyTree:
     """Average, or sum, a tree of gradients over all ranks. Collective: every rank passes the same structure.
 
-    If one rank has a NaN or an infinity, some of the result is not finite on all ranks, and new residuals may not be.
+    If a gradient on some rank is not finite, the result contains NaN or infinity on all ranks, as residuals may.
     Then skip the step on all ranks, and keep the residuals that you passed, as `sparsify` does.
 
     Args:
-        grads: a pytree of arrays as `sparse_allreduce` takes them; types may differ.
+        grads: a pytree of arrays of the types that `sparse_allreduce` supports. Types may differ between leaves.
         density: share of the entries that every rank selects, in (0, 1].
         residuals: the tree that `init_residuals` made, or that this function returned in the previous step.
-        scope: "model": select the largest entries of all leaves, in one call. "tensor": of each leaf, in a call each.
-            "chunk": of every ``chunk`` elements of each leaf, in a call for each leaf. float64 leaves have a call of
-            their own.
+        scope: the elements among which entries are selected. "model": all leaves, in one call. "tensor": each leaf, in
+            a call for each. "chunk": every ``chunk`` elements of each leaf, in a call for each leaf. float64 leaves
+            have a separate call.
         chunk: number of elements of a chunk, for ``scope="chunk"``; the last chunk of a leaf may be shorter. From each,
             ``density * chunk`` entries are selected, at least one.
-        dense_below: leaves of fewer elements are sent whole, in one dense call.
+        dense_below: leaves with fewer elements are summed densely, in one call.
         comm: as in `sparse_allreduce`.
         options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.sparse_allreduce`.
 
     Returns:
-        A tree like ``grads``; with residuals ``(tree, new_residuals)``. It raises as `sparse_allreduce`.
+        A tree like ``grads``; with residuals ``(tree, new_residuals)``. It raises the errors of `sparse_allreduce`.
     """
     options.setdefault("op", "mean")
     result, kept = tree_step(
@@ -104,7 +102,7 @@ def init_residuals(tree: PyTree) -> PyTree:
     """Return zeros in the shapes of a tree: float64 for float64 leaves, float32 for all others.
 
     Args:
-        tree: parameters or gradients: arrays as `sparse_allreduce` takes them, or `jax.ShapeDtypeStruct`.
+        tree: parameters or gradients: arrays of the types that `sparse_allreduce` supports, or `jax.ShapeDtypeStruct`.
     """
 
     def zeros(path: Any, leaf: Any) -> jax.Array:
@@ -126,7 +124,7 @@ def tree_step(
     comm: Comm,
     training: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Return the results of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
+    """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
     leaves, kept = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, density, scope, dense_below, options, chunk, comm=comm, training=training)
     results, kept = exchange.run(leaves, kept, step)
@@ -137,9 +135,9 @@ def tree_step(
 
 @arguments.naming_rank
 def checked(
-    grads: PyTree, residuals: PyTree, name: str, beside: str, *, tree: bool = True, comm: Comm
+    grads: PyTree, residuals: PyTree, name: str, residuals_name: str, *, tree: bool = True, comm: Comm
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the leaves of both trees as JAX arrays, checked; with ``tree=False`` they are single arrays."""
+    """Check two trees, or two arrays if not ``tree``, and return their leaves as JAX arrays. Names are for errors."""
     is_leaf = None if tree else lambda _: True
     found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
     structure: object = jax.tree.structure(grads, is_leaf=is_leaf)
@@ -150,16 +148,17 @@ def checked(
     if residuals is not None:
         if jax.tree.structure(residuals, is_leaf=is_leaf) != structure:
             raise InvalidInputError(
-                f"{beside}: got a tree of the structure {jax.tree.structure(residuals)}; expected that of {name}, "
-                f"{structure}; begin with init_residuals({name})"
+                f"{residuals_name}: got a tree of structure {jax.tree.structure(residuals)}; expected {structure}, as "
+                f"in {name}; begin with init_residuals({name})"
             )
         for (path, _), leaf, residual in zip(found, leaves, jax.tree.leaves(residuals, is_leaf=is_leaf), strict=True):
             place, expected = jax.tree_util.keystr(path), accumulator_dtype(leaf.dtype)
-            r = _array(residual, beside + place)
+            r = _array(residual, residuals_name + place)
             if r.shape != leaf.shape or r.dtype != expected:
                 raise InvalidInputError(
-                    f"{beside}{place}: got {r.dtype} of shape {r.shape}; expected {expected} of shape {leaf.shape}, "
-                    f"since {name}{place} is {leaf.dtype} of shape {leaf.shape}; begin with init_residuals"
+                    f"{residuals_name}{place}: got {r.dtype} of shape {r.shape}; expected {expected} of shape "
+                    f"{leaf.shape}, since {name}{place} is {leaf.dtype} of shape {leaf.shape}; begin with "
+                    "init_residuals"
                 )
             kept.append(r)
     mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
@@ -179,7 +178,7 @@ def _array(leaf: Any, name: str) -> jax.Array:
 
 
 def _check_leaf(leaf: Any, name: str, *others: type) -> None:
-    """Check that a leaf is an array of a supported type, or of one of the classes ``others``."""
+    """Check that a leaf is an array, or an instance of ``others``, and has a supported element type."""
     if not isinstance(leaf, (jax.Array, np.ndarray, *others)):
         raise InvalidInputError(f"{name}: got {type(leaf).__name__}; expected a JAX array, jnp.asarray(x)")
     dtype: Any = leaf.dtype  # type: ignore[attr-defined]
@@ -206,8 +205,8 @@ def _plan(
     chunk = arguments.chunk_of(chunk)
     if isinstance(k, jax.Array):
         raise InvalidInputError(
-            "k: got a JAX array; expected a number that is known while tracing, since it says what is sent: make it "
-            "static, jax.jit(..., static_argnames='k')"
+            "k: got a JAX array; expected a number that is known while tracing. Make it static, by "
+            "jax.jit(..., static_argnames='k')"
         )
     specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
     buckets = []

@@ -1,4 +1,4 @@
-"""Local steps: ranks train alone for a while, then average by how much their parameters have moved."""
+"""Local steps: each rank trains alone for a round, then the ranks average the changes of their parameters."""
 
 from sparsecomm.local_steps.local_steps import LocalSteps
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer

@@ -1,4 +1,4 @@
-"""What the classes that bring local steps to a framework have in common."""
+"""`Adapter`, the base class of `sparsecomm.torch.DiLoCo` and `sparsecomm.jax.LocalSteps`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Adapter"]
 
 
 class Adapter:
-    """Converts the arrays of a framework, and forwards all else to a `sparsecomm.LocalSteps`, which documents it."""
+    """Forwards to a `sparsecomm.LocalSteps`, which documents these methods. Subclasses convert a framework's arrays."""
 
     _core: LocalSteps
 
@@ -33,7 +33,7 @@ class Adapter:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """The ranks that were late for the exchange applied last; the same on all ranks."""
+        """The ranks that were late for the latest applied exchange; the same on all ranks."""
         return self._core.left_out
 
     @property
@@ -55,7 +55,7 @@ class Adapter:
         self._core.rest()
 
     def discard(self, names: Iterable[str] | None = None) -> None:
-        """Drop what was not sent, of all parameters or of these names."""
+        """Drop pseudo-gradients that have not been sent, of these parameters or of all. Call it on all ranks."""
         self._core.discard(names)
 
     def state_dict(self) -> StateDict:

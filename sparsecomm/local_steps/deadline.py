@@ -1,4 +1,4 @@
-"""The deadline of exchanges, and the thread that takes part in place of a program that is late."""
+"""`Deadline`, which begins an exchange without the program if the program is late."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sparsecomm.transport import Transport
 __all__ = ["Deadline"]
 
 _log = logging.getLogger("sparsecomm")
-_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two questions whether another rank waits
+_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two checks whether another rank waits
 _MAX_WAIT = 1e6  # seconds
 
 
 class Program(Protocol):
-    """The local steps that a deadline watches. It calls these methods with its lock held.
+    """The interface of `LocalSteps` that a deadline uses, with its lock held.
 
-    ``expected_seconds`` returns the expected time from a step of the schedule to the next exchange, or ``None`` if no
-    deadline holds; ``leave_out`` begins this exchange without the program; after ``rest`` no deadline holds until the
-    next local step.
+    ``expected_seconds`` returns the expected time from a step of the schedule to the next exchange; ``None``: there is
+    no deadline now. ``leave_out`` begins the next exchange without the program. ``rest`` disables the deadline until
+    the next local step.
     """
 
     def expected_seconds(self, step: int) -> float | None: ...
@@ -41,8 +41,8 @@ class Program(Protocol):
 
 
 @dataclass
-class _Exchange:
-    """The exchange that began last, after ``step`` of the schedule, and when its calls ended."""
+class _LastExchange:
+    """The latest exchange: it began after ``step`` of the schedule, and its calls ended at the time ``ended``."""
 
     transport: Transport
     step: int
@@ -50,40 +50,39 @@ class _Exchange:
 
 
 class Deadline:
-    """Leaves this rank out of an exchange if its program comes too late.
+    """Leaves this rank out of an exchange if its program reaches the exchange too late.
 
-    The time runs from the end of the last exchange on this rank, so clocks need not agree. It is over after ``factor``
-    times the expected time of the local steps since then. If another rank waits by then, a thread begins the exchange
-    in place of the program. With a ``factor`` of 0 only the lock is used, which the program and the thread hold while
-    they use the local steps.
+    The deadline is ``factor`` times the expected time of the local steps after the end of the last exchange on this
+    rank; 0: no deadline. If another rank waits after the deadline, a thread begins the exchange without the
+    program. The program and the thread hold `lock` while they use the local steps.
     """
 
     def __init__(self, factor: float) -> None:
         self.factor, self.lock = factor, PollingLock()
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._last: _Exchange | None = None
+        self._last: _LastExchange | None = None
         self._idle = True  # the thread sleeps until it is woken
         self._started = False
 
     def exchange_begun(self, transport: Transport, step: int) -> None:
-        """Count the time of the next exchange from the end of this one."""
-        self._last = _Exchange(transport, step)
+        """Measure the time to the next exchange from the end of this one."""
+        self._last = _LastExchange(transport, step)
         self._wake.put(None)
 
     def reset(self) -> None:
-        """Let no deadline hold until an exchange begins."""
+        """Disable the deadline until an exchange begins."""
         self._last = None
 
     def step_begun(self, program: Program) -> None:
-        """Watch a local step of the program."""
+        """Watch the local step that the program now takes."""
         if not self._started:
             self._started = True
             finalize(program, self._wake.put, None)
-            threading.Thread(target=self._serve, args=(ref(program),), name="sparsecomm deadline", daemon=True).start()
+            threading.Thread(target=self._watch, args=(ref(program),), name="sparsecomm deadline", daemon=True).start()
         if self._idle:
             self._wake.put(None)
 
-    def _serve(self, program: ref[Program]) -> None:
+    def _watch(self, program: ref[Program]) -> None:
         seconds: float | None = None
         while True:
             with suppress(Empty):
@@ -97,12 +96,12 @@ class Deadline:
                 with self.lock:
                     self._idle, seconds = True, None
                     watched.rest()
-                _log.warning("no deadline holds until the next local step: %s", error)
+                _log.warning("the deadline is disabled until the next local step: %s", error)
             del watched
 
     def check(self, program: Program) -> float | None:
-        """Leave the program out if it is late. Return the seconds until the next check; ``None``: when woken."""
-        # The lock is not held while this waits for calls in the queue, so that the program's local steps continue.
+        """Leave the program out if it is late. Return the seconds until the next check; ``None``: wait to be woken."""
+        # `_probe` waits for calls, so it runs without the lock, which the program's local steps need.
         if (last := self._last) is None:
             return None
         if last.ended is None:
@@ -120,8 +119,8 @@ class Deadline:
             program.leave_out()
             return 0.0
 
-    def _remaining(self, program: Program, last: _Exchange) -> float | None:
-        """Return the seconds until the deadline is over; ``None``: no deadline holds."""
+    def _remaining(self, program: Program, last: _LastExchange) -> float | None:
+        """Return the seconds until the deadline; ``None``: there is none now."""
         with self.lock:
             expected = program.expected_seconds(last.step) if last is self._last else None
             self._idle = expected is None
@@ -131,14 +130,14 @@ class Deadline:
 
 
 class _Probe:
-    """A task that only notes when its turn in the call queue comes, and whether another rank's exchange waits then."""
+    """A task that sends nothing. It records when the calls before it ended, and whether another rank waits now."""
 
     def __init__(self, transport: Transport) -> None:
         self.time, self.awaited, self._transport = 0.0, False, transport
 
     def run(self) -> SparseVector:
         self.time = self._transport.clock()
-        with suppress(TransportError):  # which the next call raises
+        with suppress(TransportError):  # the next call raises it again
             self.awaited = self._transport.awaited(gather_of(self._transport).description)
         return NO_ENTRIES
 
@@ -147,8 +146,8 @@ class _Probe:
 
 
 def _probe(transport: Transport) -> _Probe:
-    """Return a probe that has had its turn in the call queue."""
+    """Run a probe in the call queue, and return it."""
     probe = _Probe(transport)
-    with suppress(TransportError):  # which the program's next call raises
+    with suppress(TransportError):  # the program's next call raises it again
         queue_of(transport).call(probe)
     return probe

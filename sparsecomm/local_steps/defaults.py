@@ -38,10 +38,10 @@ class LocalStepsOptions(ReducerOptions, total=False):
 
 
 def auto(sync_every: int) -> AlgorithmName:
-    """Return the algorithm that "auto" means: the faster of two to equal loss, in rounds of so many local steps.
+    """Return the choice that "auto" stands for: of two algorithms, the one that reaches the same loss in less time.
 
-    `_BEST_LOSS` trains better in equally many rounds. So the time of `_FEWEST_BYTES` is multiplied by how many more
-    rounds it takes to the same loss (docs/reports/local-steps.md). Only exchanges count, which favours fewer bytes.
+    `_FEWEST_BYTES` needs more rounds than `_BEST_LOSS`, so its predicted time is multiplied by the ratio of rounds
+    (docs/reports/local-steps.md). The time of local steps is not counted, which favours `_FEWEST_BYTES`.
     """
     H = min(sync_every, TRAINED[_FEWEST_BYTES][-1][0])
     more = round(relative_steps(nats(_FEWEST_BYTES, H)) / relative_steps(nats(_BEST_LOSS, H)), 2)
@@ -50,13 +50,13 @@ def auto(sync_every: int) -> AlgorithmName:
 
 
 def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpack[ReducerOptions]) -> ReducerOptions:
-    """Return options of a `Reducer`, with the defaults that trained best and fit the other options.
+    """Return options of a `Reducer`, with `DEFAULTS` adapted to the other options.
 
     Not every algorithm counts contributors, a dense sum leaves no residual to decay, and float64 sums are sent exactly.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto(sync_every) if isinstance(name, str) and name == "auto" else name
-    algorithm = find(name)  # None for a choice of several: one that counts contributors is taken
+    algorithm = find(name)  # None if the name is a choice of several, of which one that counts contributors is chosen
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.contributors_unknown:
         fitting["op"] = "mean"

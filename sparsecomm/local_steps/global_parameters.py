@@ -1,4 +1,4 @@
-"""The global parameters, which are the same on all ranks."""
+"""`GlobalParameters`, which are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsecomm.transport import Transport
 
 __all__ = ["GlobalParameters", "ImmutableParameters"]
 
-_FIRST_PART, _LARGEST_PART = 1 << 12, 1 << 22  # elements that are compared at once
+_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 12, 1 << 22  # elements that `trained` compares at once
 
 
 class ImmutableParameters(Mapping[str, object]):
@@ -29,7 +29,7 @@ class ImmutableParameters(Mapping[str, object]):
 
     @abstractmethod
     def replace(self, name: str, values: Array) -> None:
-        """Replace a parameter by ``values``, a flat array in the accumulator's type, rounded to the parameter's."""
+        """Replace a parameter by ``values``, a flat array in the accumulator's type to round to the parameter's."""
 
 
 class GlobalParameters:
@@ -38,10 +38,10 @@ class GlobalParameters:
     Methods that take a ``local`` tensor must be called within `on_stream`.
 
     Attributes:
-        specs: of the parameters, by name.
-        compared: fragments whose global parameters the ranks know to be equal.
-        mixed: checksums of local parameters as an exchange with an alpha has left them, by name.
-        unsent: names of parameters whose residual holds what this rank trained while it was late.
+        specs: shapes, types and devices of the parameters, by name.
+        compared: fragments whose global parameters are known to be equal on all ranks.
+        mixed: checksums of local parameters after an exchange with an alpha above 0, by name.
+        unsent: names of parameters whose residual holds training of rounds for which this rank was late.
     """
 
     def __init__(self, parameters: NamedTensors) -> None:
@@ -55,7 +55,7 @@ class GlobalParameters:
         self._backends = Backends()
         self._timelines = {spec.device: self._backends.of(spec.device).timeline() for spec in self.specs.values()}
         self._arrays: dict[str, Array] = {}
-        self._limits: dict[str, float] = {}  # magnitudes from which a value is infinite in the parameter's type
+        self._limits: dict[str, float] = {}  # magnitudes that the parameter's type rounds to infinity
         for name, parameter in pairs:
             with self.on_stream(name, parameter, writable=True) as local:
                 self._arrays[name] = self._backends.of(local.device).accumulate(local, None)
@@ -70,13 +70,13 @@ class GlobalParameters:
 
     @contextmanager
     def on_stream(self, name: str, parameter: object, *, writable: bool = False) -> Iterator[interop.Tensor]:
-        """Work with a local parameter and the global one, on the stream on which the local one is ready."""
+        """Import a local parameter, and work with it and the global one on its stream."""
         local = interop.tensor(parameter, name, writable=writable and self._in_place)
         with self._timelines[local.device].on_stream(local):
             yield local
 
     def on_stream_of(self, name: str) -> AbstractContextManager[object]:
-        """Return a context for work with a global parameter on the current stream."""
+        """Work with a global parameter on the current stream."""
         return self._timelines[self.specs[name].device].on_stream(None)
 
     def on_streams(self, names: Iterable[str]) -> Iterator[str]:
@@ -86,14 +86,14 @@ class GlobalParameters:
                 yield name
 
     def check(self, parameters: object, names: Iterable[str] = ()) -> None:
-        """Check the names and shapes of local parameters, and that exchanges of ``names`` can read and write them."""
+        """Check the names and shapes of local parameters, and that ``names`` can be read and written."""
         if not isinstance(parameters, Mapping):
             raise InvalidInputError(f"parameters: got {type(parameters).__name__}; expected a dictionary of tensors")
         if parameters.keys() != self.specs.keys():
             missing = [name for name in self.specs if name not in parameters]
             unknown = [name for name in parameters if name not in self.specs]
             raise InvalidInputError(
-                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; pass those of the constructor"
+                f"parameters: missing {listed(missing)}; unknown {listed(unknown)}; pass the constructor's parameters"
             )
         for name, parameter in parameters.items():
             shape = getattr(parameter, "shape", None)
@@ -109,17 +109,17 @@ class GlobalParameters:
 
     @default_float_mode
     def trained(self, name: str, local: interop.Tensor) -> bool:
-        """Return whether this rank has changed a parameter, bit for bit, since its last exchange.
+        """Return whether a local parameter differs, bit for bit, from what its last exchange left.
 
-        A parameter without elements counts as trained, so that the ranks need not agree that it was not. Otherwise the
-        local and the rounded global parameter are read up to the block that holds the first difference.
+        It reads up to the block with the first difference. A parameter without elements counts as trained, which saves
+        the ranks an agreement.
         """
         expected, memory = self._arrays[name], self._backends.of(local.device).memory_of(local)
-        begin, count, equal = 0, _FIRST_PART, local.size > 0
+        begin, count, equal = 0, _FIRST_BLOCK, local.size > 0
         while equal and begin < local.size:
             block = slice(begin, begin + count)
             equal = not (memory[block] != _rounded(expected[block], local.dtype)).any()
-            begin, count = begin + count, min(8 * count, _LARGEST_PART)
+            begin, count = begin + count, min(8 * count, _LARGEST_BLOCK)
         return not equal and (name not in self.mixed or self.mixed[name] != _checksum([memory]))
 
     @default_float_mode
@@ -145,7 +145,7 @@ class GlobalParameters:
             backend.cast_into(array, local)
 
     def record_mixed(self, name: str, parameter: object) -> None:
-        """Note that a local parameter is as `mix_into` has left it, so that it does not count as trained."""
+        """Record a local parameter after `mix_into`, so that it does not count as trained."""
         with self.on_stream(name, parameter) as local:
             self.mixed[name] = _checksum([self._backends.of(local.device).memory_of(local)])
 
@@ -153,7 +153,7 @@ class GlobalParameters:
 
     @default_float_mode
     def subtract(self, name: str, mean: Array | SparseVector) -> None:
-        """Subtract a flat array, or the entries of a vector, from a global parameter."""
+        """Subtract a mean, dense or sparse, from a global parameter."""
         parameter, spec = self._arrays[name], self.specs[name]
         if isinstance(mean, SparseVector) and not isinstance(mean, DenseSum):
             backend = self._backends.of(spec.device)
@@ -166,7 +166,7 @@ class GlobalParameters:
     def overflows(self, name: str, mean: SparseVector, largest: float, outer: NesterovSGD | None) -> Array:
         """Return the indices at which an outer step would make a parameter or its velocity infinite. Nothing changes.
 
-        ``largest`` is at least the largest magnitude in ``mean``. Without ``outer`` the mean is subtracted.
+        ``largest`` is an upper bound of magnitudes in ``mean``. Without ``outer``, the step subtracts the mean.
         """
         parameter, indices, limit = self._arrays[name], None, self._limits[name]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -185,7 +185,7 @@ class GlobalParameters:
         return bad if indices is None else indices[bad]
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
-        """Return a flat array of the size of a global parameter with these entries; ``None``: zeros."""
+        """Return entries as a flat, dense array of the size of a global parameter; ``None``: zeros."""
         spec = self.specs[name]
         backend = self._backends.of(spec.device)
         array = backend.zeros(spec.size, spec.accumulator.accumulator)
@@ -201,7 +201,7 @@ class GlobalParameters:
         return {name: to_host(sources[name]).reshape(self.specs[name].shape) for name in self.on_streams(sources)}
 
     def from_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Return flat arrays on the devices of the parameters with the elements of flat arrays in host memory."""
+        """Copy flat arrays from host memory to the devices of the parameters."""
         return {name: from_host(arrays[name], self._arrays[name]) for name in self.on_streams(arrays)}
 
     def set(self, arrays: Mapping[str, Array]) -> None:
@@ -223,7 +223,7 @@ class GlobalParameters:
 
 
 def _rounded(values: Array, dtype: DType) -> Array:
-    """Return values rounded to nearest even to a type; for bfloat16 their bits."""
+    """Return values rounded to nearest even to a type; for bfloat16, their bits."""
     if dtype.itemsize > 2:
         return values
     if dtype is not BFLOAT16:

@@ -1,4 +1,4 @@
-"""Local steps: ranks train alone for a while, then average by how much their parameters have moved."""
+"""`LocalSteps`: each rank trains alone for a round, then the ranks average the changes of their parameters."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _log = logging.getLogger("sparsecomm")
 class Phase(Enum):
     """What `LocalSteps` is doing."""
 
-    RESTING = auto()  # between calls; the time is not measured, and the other ranks wait for this one
+    RESTING = auto()  # the program does something else; its time is not measured, and the other ranks wait for it
     TRAINING = auto()  # the program takes a local step
-    EXCHANGING = auto()  # within a call, or an interrupt has ended it: `_due` holds the rest of its work
+    EXCHANGING = auto()  # a call runs, or was interrupted: `_due_events` holds its remaining work
     LEFT_OUT = auto()  # the deadline's thread has begun an exchange during the local step
 
 
@@ -70,32 +70,32 @@ class LocalSteps:
     **Frozen parameters.** A rank has no pseudo-gradient for a parameter that has not changed, bit for bit, since its
     last exchange. If no rank has trained a parameter, its exchange changes nothing, not even residuals.
 
-    **Errors.** `step` and `finish` raise an exchange's error where it would be applied, on all ranks. The fragment's
-    local parameters are set to the global ones, and the pseudo-gradient stays in the residual. The local step has been
-    counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks already had the result
-    (docs/guides/troubleshooting.md), `rebuild` makes the global parameters equal.
+    **Errors.** If an exchange fails, `step` or `finish` raises its error on all ranks when it would apply the exchange.
+    The fragment's local parameters are then set to the global ones, and the pseudo-gradient stays in the residual. The
+    local step is counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks had
+    already received the result (docs/guides/troubleshooting.md), `rebuild` makes the global parameters equal.
 
     **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
-    it completes what was interrupted. If `round` and `local_step` have not advanced, call `step` again. An outer
+    it completes the interrupted call. If `round` and `local_step` have not advanced, call `step` again. An outer
     optimizer other than `NesterovSGD` may have made part of a step; then the fragment's next exchange raises
     `WeightMismatchError` on all ranks until `rebuild`.
 
     **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite
-    on some rank, or the step of `NesterovSGD`, or of no outer optimizer, would overflow. Finite pseudo-gradients stay
-    in the residuals; others, and entries that would overflow, are dropped. Local parameters that are not finite are set
-    to the global ones. Reset the inner optimizer's state where it holds NaN.
+    on some rank, or if the outer step would overflow (checked for `NesterovSGD` and ``outer=None``). Finite
+    pseudo-gradients stay in the residuals; others, and entries that would overflow, are dropped. Local parameters that
+    are not finite are set to the global ones. Reset the inner optimizer's state where it holds NaN.
 
     Args:
-        parameters: names and tensors, or pairs of them: anything with ``__dlpack__`` that can be written in place, the
-            same on all ranks. The first exchange compares them.
-        density: share of the entries that each rank selects, or a function from the number of a fragment's exchange to
-            it. At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
-        sync_every: local steps of a round; with ``by_speed`` on average over the ranks.
+        parameters: a dictionary of tensors by name, or pairs: anything with ``__dlpack__`` that can be written in
+            place, the same on all ranks. The first exchange compares them.
+        density: share of the entries that each rank selects, or a function of the number of a fragment's exchange.
+            At 1.0 means are dense and exact, whatever ``algorithm`` and ``wire`` are.
+        sync_every: number of local steps in a round; with ``by_speed``, the average over the ranks.
         by_speed: faster ranks take more local steps in a round. Train until `round` reaches a limit.
-        deadline: a rank that reaches an exchange later than this multiple, above 1, of the expected time is left out,
-            and its `round` may rise by several. The constructor is then collective. ``None``: every rank is waited for.
-        fragments: the number of fragments, of neighbouring tensors and about equal size; or the names of each.
-        fragment_sync_delay: local steps from the beginning of an exchange to its application.
+        deadline: a multiple, above 1, of the expected time to an exchange. A rank that is later is left out of the
+            exchange, and its `round` may rise by several. The constructor is then collective. ``None``: no deadline.
+        fragments: the number of fragments of neighbouring tensors and about equal size; or a list of names for each.
+        fragment_sync_delay: number of local steps between the beginning of an exchange and its application.
         fragment_update_alpha: an exchange sets local = alpha * local + (1 - alpha) * global. With a delay, 0 discards
             the local steps taken since the exchange began.
         outer: the outer optimizer, such as `NesterovSGD`; ``None``: global = global - mean.
@@ -106,7 +106,7 @@ class LocalSteps:
             ``algorithm="auto"`` is "split:2" or "allgather", whichever reaches the same loss in less time.
 
     Attributes:
-        left_out: the ranks that were late for the exchange applied last; the same on all ranks.
+        left_out: the ranks that were late for the latest applied exchange; the same on all ranks.
         reducers: the reducer of each fragment.
         fragments: the names of each fragment's parameters.
 
@@ -142,7 +142,7 @@ class LocalSteps:
             raise InvalidInputError(f"outer={quote(outer)}: expected an outer optimizer, such as NesterovSGD, or None")
         if isinstance(op := options.get("op"), str) and op == "sum":
             raise InvalidInputError('op=\'sum\': local steps need a mean; pass "mean" or "mean_of_contributors"')
-        self._comm: transport.Comm = comm  # replaced by its transport on first use
+        self._comm: transport.Comm = comm  # the first use replaces it by its transport
         if self._schedule.deadline and not (ranks := self._connect()).threaded:
             raise InvalidInputError(
                 f"rank {ranks.rank}: deadline={quote(deadline)}: {ranks.library} does not support calls from a thread. "
@@ -167,31 +167,31 @@ class LocalSteps:
             "option of the Reducer": (to_bool("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
         }
         self._phase = Phase.RESTING
-        # The round, and in it the local steps that this rank has taken and the steps of the schedule that have passed.
-        self._place = 0, 0, 0
-        self._paces = Pace(), Pace()  # of this round, and the last one that is known
+        # The round; in this round, the local steps of this rank and the steps of the schedule that have passed.
+        self._position = 0, 0, 0
+        self._paces = Pace(), Pace()  # of this round, and of the latest round that has one
         self._timer = StepTimer(self._comm.clock if isinstance(self._comm, transport.Transport) else time.monotonic)
         self._deadline = Deadline(self._schedule.deadline or 0.0)
-        # By fragment and round, in the order in which they began: exchanges that are not applied yet.
+        # Exchanges that are not applied yet, by fragment and round, in the order in which they began.
         self._exchanges: dict[tuple[int, int], FragmentExchange] = {}
-        self._due: deque[Event] = deque()  # to be begun or applied now, in this order
-        self._replaced: list[str] = []  # names that `step` has yet to return
-        self._latest: FragmentExchange | None = None  # the one applied last
+        self._due_events: deque[Event] = deque()  # exchanges to begin or apply now, in this order
+        self._replaced: list[str] = []  # names that `step` has not returned yet
+        self._latest: FragmentExchange | None = None  # the latest applied exchange
         self.left_out: tuple[int, ...] = ()
 
     @property
     def local_step(self) -> int:
         """The number of local steps taken in this round."""
-        return self._place[1]
+        return self._position[1]
 
     @property
     def round(self) -> int:
         """The number of this round, from 0."""
-        return self._place[0]
+        return self._position[0]
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The number of local steps of each rank in this round, by rank. The first use connects the ranks."""
+        """The number of local steps of each rank in this round. The first use connects the ranks."""
         return self._pace(self.round).steps or (self._schedule.sync_every,) * self._connect().size
 
     def __repr__(self) -> str:
@@ -208,35 +208,35 @@ class LocalSteps:
         """Count a local step; begin and apply the exchanges that are due after it.
 
         Args:
-            parameters: the local parameters, with the names, shapes, types and devices of the constructor's.
+            parameters: the local parameters, with the names, shapes, types and devices passed to the constructor.
 
         Returns:
-            The names of the parameters that were replaced, in place; usually none.
+            The names of the parameters that were written; usually none.
 
         Raises:
             InvalidInputError: the parameters do not fit. The local step has not been counted.
-            CollectiveMismatchError: the ranks are at different places in the schedule, or have different settings.
+            CollectiveMismatchError: the ranks are at different steps of the schedule, or have different settings.
             WeightMismatchError: the global parameters differ between ranks.
             SparseCommError: the exchange failed, as in `Reducer.wait`. See **Errors** above.
         """
         with self._deadline.lock:
             self._timer.stop()
             late = self._phase is Phase.LEFT_OUT
-            self._globals.check(parameters, self._names(self._due))
-            errors = self._perform(parameters)  # the rest of an interrupted step, or what was due without the program
-            if not late:  # otherwise the local step belongs to a part of the round that is over
-                place, due = self._after_local_step()
+            self._globals.check(parameters, self._names(self._due_events))
+            errors = self._perform(parameters)  # left by an interrupted call, or by the deadline's thread
+            if not late:  # otherwise this local step falls in a part of the round that has ended
+                position, due = self._after_local_step()
                 self._globals.check(parameters, self._names(due))
-                self._place, self._due, self._phase = place, deque(due), Phase.EXCHANGING
+                self._position, self._due_events, self._phase = position, deque(due), Phase.EXCHANGING
                 errors += self._perform(parameters)
-            replaced = self._end(errors)
+            replaced = self._end_call(errors)
             self._phase, self._timer.started = Phase.TRAINING, self._timer.clock()
             if self._deadline.factor:
                 self._deadline.step_begun(self)
             return replaced
 
     def finish(self, parameters: Mapping[str, object]) -> tuple[str, ...]:
-        """Wait for the exchanges in flight, and apply them now. Begin none, and disable the deadline until `step`.
+        """Wait for the exchanges in flight, and apply them now. The deadline is disabled until `step`.
 
         Returns, Raises: as `step`.
         """
@@ -244,19 +244,19 @@ class LocalSteps:
             self._timer.started = None
             self._globals.check(parameters, self._names(self._exchanges))
             applications = [Event(*key, False) for key in self._exchanges]
-            self._due.extend([event for event in applications if event not in self._due])
+            self._due_events.extend([event for event in applications if event not in self._due_events])
             if self._phase is not Phase.LEFT_OUT:
                 self._phase = Phase.EXCHANGING
             errors = self._perform(parameters)
             if self._latest is not None:
                 self._latest.end_comparison()
                 self._latest = None
-            return self._end(errors)
+            return self._end_call(errors)
 
     def rest(self) -> None:
         """Disable the deadline, and do not measure this rank's time, until the next local step.
 
-        With a deadline, call it before the program does anything else for which the other ranks should wait.
+        With a deadline, call it before you do anything for which the other ranks should wait, such as an evaluation.
         """
         with self._deadline.lock:
             self._timer.started = None
@@ -264,22 +264,22 @@ class LocalSteps:
                 self._phase = Phase.RESTING
 
     def _after_local_step(self) -> tuple[tuple[int, int, int], list[Event]]:
-        """Return the place after one more local step, and what is due there."""
-        (round_no, local_step, passed), sync_every = self._place, self._schedule.sync_every
+        """Return the position after one more local step, and the events that are due there."""
+        (round_no, local_step, passed), sync_every = self._position, self._schedule.sync_every
         now = max(passed, self._schedule.passed(local_step + 1, self._local_steps(round_no)))
         due = self._schedule.events(round_no * sync_every + passed, round_no * sync_every + now)
         return (round_no, local_step + 1, now) if now < sync_every else (round_no + 1, 0, 0), due
 
     def _perform(self, parameters: Mapping[str, object]) -> list[BaseException]:
-        """Begin and apply what is due. Return the errors of exchanges."""
+        """Begin and apply the exchanges that are due. Return the errors of failed ones."""
         errors: list[BaseException] = []
-        while self._due:
-            event = self._due[0]
+        while self._due_events:
+            event = self._due_events[0]
             exchange = self._exchanges.get(event[:2])
             if event.begins:
                 exchange = exchange or self._new_exchange(event)
                 exchange.push(parameters)
-                self._count_deadline(exchange)
+                self._set_deadline(exchange)
             elif exchange is not None:
                 for each in self._exchanges.values():
                     if each is exchange or (exchange.late and each.fragment == exchange.fragment):
@@ -288,14 +288,14 @@ class LocalSteps:
                 if exchange.error is not None:
                     errors.append(exchange.error)
                     self._deadline.reset()
-                self._follow_speeds(exchange)
+                self._update_pace(exchange)
                 self.left_out, self._latest = exchange.left_out, exchange
                 del self._exchanges[event[:2]]
-            self._due.popleft()
+            self._due_events.popleft()
         return errors
 
-    def _end(self, errors: list[BaseException]) -> tuple[str, ...]:
-        """Rest, and return the names of replaced parameters, or raise the first error."""
+    def _end_call(self, errors: list[BaseException]) -> tuple[str, ...]:
+        """End a call: return the names of replaced parameters, or raise the first error."""
         self._phase = Phase.RESTING
         if errors:
             raise errors[0]
@@ -303,7 +303,7 @@ class LocalSteps:
         return replaced
 
     def _new_exchange(self, event: Event, *, late: bool = False) -> FragmentExchange:
-        """Return an exchange that has begun, to which nothing has been pushed."""
+        """Begin an exchange, and return it before anything is pushed."""
         fragment, round_no, _ = event
         exchange = FragmentExchange(fragment, round_no, self.reducers[fragment], self._globals, self._rules, late)
         begun_in = (self._schedule.begun_at(fragment, round_no) - 1) // self._schedule.sync_every
@@ -314,7 +314,7 @@ class LocalSteps:
     # -- the pace of the ranks, and the deadline ----------------------------------------------------------------------
 
     def _pace(self, round_no: int) -> Pace:
-        """Return the pace of a round: the present one, the one before, or the next one if it is known."""
+        """Return the pace of this round, the previous one, or the next one if it has one."""
         return self._paces[round_no >= self._paces[1].round]
 
     def _local_steps(self, round_no: int) -> int:
@@ -324,17 +324,17 @@ class LocalSteps:
 
     def _passed(self) -> int:
         """Return the number of steps of the schedule that have passed, over all rounds."""
-        return self._place[0] * self._schedule.sync_every + self._place[2]
+        return self._position[0] * self._schedule.sync_every + self._position[2]
 
-    def _follow_speeds(self, exchange: FragmentExchange) -> None:
-        """Take the pace of the next round from the durations in the last exchange of this one."""
+    def _update_pace(self, exchange: FragmentExchange) -> None:
+        """Compute the pace of the next round after the last exchange of this one, which gathers durations."""
         schedule, last, round_no = self._schedule, self._paces[1], exchange.round + 1
         follows = (schedule.by_speed or schedule.deadline) and exchange.fragment == schedule.fragments - 1
         if follows and round_no > last.round and exchange.outcome is not Outcome.FAILED and exchange.nanoseconds:
             seconds = [1e-9 * each for each in exchange.nanoseconds]
             self._paces = self._pace(exchange.round), schedule.pace_after(last, round_no, seconds, exchange.left_out)
 
-    def _count_deadline(self, exchange: FragmentExchange) -> None:
+    def _set_deadline(self, exchange: FragmentExchange) -> None:
         if self._deadline.factor:
             self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
 
@@ -345,14 +345,14 @@ class LocalSteps:
             return None
         for exchange in self._exchanges.values():
             exchange.wait()
-            self._follow_speeds(exchange)
+            self._update_pace(exchange)
             if exchange.outcome is Outcome.FAILED:
                 return None
         part = (schedule.next_beginning(self._passed()) - step) / schedule.sync_every
         return part * self._pace(self.round).seconds or None
 
     def leave_out(self) -> None:
-        """Begin the next exchange without the program, and move on to its place in the schedule: see `Program`."""
+        """Begin the next exchange without the program, and advance this rank to it: see `Program`."""
         schedule, passed = self._schedule, self._passed()
         step = schedule.next_beginning(passed)
         due = schedule.events(passed, step)
@@ -360,33 +360,31 @@ class LocalSteps:
         local_step = passed * self._local_steps(round_no) // schedule.sync_every
         if round_no == self.round:
             local_step = max(local_step, self.local_step)
-        self._place, self._phase = (round_no, local_step, passed), Phase.LEFT_OUT
-        self._due.extend(event for event in due if not event.begins)
+        self._position, self._phase = (round_no, local_step, passed), Phase.LEFT_OUT
+        self._due_events.extend(event for event in due if not event.begins)
         for event in due:
             if event.begins:
                 exchange = self._new_exchange(event, late=True)
                 exchange.push_residuals()
-                self._count_deadline(exchange)
-                _log.warning(
+                self._set_deadline(exchange)
+                text = (
                     "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
-                    "contributes only from its residual",
-                    self._connect().rank,
-                    event.fragment,
-                    event.round,
-                    self._timer.clock() - (self._timer.started or 0.0),
+                    "contributes only from its residual"
                 )
+                seconds = self._timer.clock() - (self._timer.started or 0.0)
+                _log.warning(text, self._connect().rank, event.fragment, event.round, seconds)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def global_parameters(self) -> dict[str, Array]:
         """Return the global parameters: the model to evaluate and to save.
 
-        They are views in the parameters' shapes, in float32 (float64 for float64), which change with every exchange.
+        They are views with the parameters' shapes, in float32 (float64 for float64), which change with every exchange.
         """
         return self._globals.shaped()
 
     def report(self) -> str:
-        """Return a small table of this rank: as `Reducer.report`, per round, for all fragments together."""
+        """Return a small table of this rank, like `Reducer.report`, per round and for all fragments together."""
         total = Counters()
         for reducer in self.reducers:
             reducer.count_setup()
@@ -411,7 +409,7 @@ class LocalSteps:
                     f"names: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
                     f"{did_you_mean(unknown[0], known)}"
                 )
-            self._check_idle("discard", ended=True)
+            self._check_idle("discard", exchanges_ended=True)
             for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
                 reducer.discard(set(fragment).intersection(wanted))
             self._globals.unsent.difference_update(wanted)
@@ -421,15 +419,15 @@ class LocalSteps:
     def state_dict(self) -> StateDict:
         """Return this rank's state: NumPy arrays, numbers, lists and strings. Also in the middle of a round.
 
-        It has the global parameters, residuals, the outer optimizer's state, and the results of exchanges in flight,
-        which it waits for. Save local parameters and the inner optimizer's state yourself, on each rank.
+        It contains the global parameters, residuals, the outer optimizer's state, and the results of exchanges in
+        flight, for which it waits. Save local parameters and the inner optimizer's state yourself, on each rank.
 
         Raises:
-            InvalidInputError: an interrupt has ended `step`, or this rank was left out of an exchange since its last
-                local step: call `finish` first.
+            InvalidInputError: `step` was interrupted, or this rank was left out of an exchange since its last local
+                step. Call `finish` first.
         """
         with self._deadline.lock:
-            ranks, (round_no, local_step, passed) = self._check_idle("state_dict"), self._place
+            ranks, (round_no, local_step, passed) = self._check_idle("state_dict"), self._position
             exchanges = self._exchanges.values()
             for exchange in exchanges:
                 exchange.wait()
@@ -462,14 +460,14 @@ class LocalSteps:
         self.load_with(lambda undo: self.prepare_state(state, undo))
 
     def load_with(self, prepare: Callable[[Undo], Prepared]) -> None:
-        """Call `sparsecomm.states.loading.load` with a function that calls `prepare_state`. Collective."""
+        """Load the state that ``prepare`` passes to `prepare_state`. Collective."""
         inner = [f"reducers[{i}].{key}" for i in range(len(self.reducers)) for key in REDUCER.keys]
         with self._deadline.lock:
             load(self._connect(), "LocalSteps", ["local_step", *LOCAL_STEPS.keys, *inner], prepare)
 
     def prepare_state(self, state: State, undo: Undo) -> Prepared:
-        """Convert and check a state for `load_with`. Only the outer optimizer changes, which ``undo`` restores."""
-        ranks, shared, outer = self._check_idle("load_state_dict", ended=True), self._globals, self._outer
+        """Convert and check a state for `load_with`. Only the outer optimizer changes; ``undo`` can restore it."""
+        ranks, shared, outer = self._check_idle("load_state_dict", exchanges_ended=True), self._globals, self._outer
         found = LOCAL_STEPS.read_own(state, ranks)
         found = fit(found, shared.specs, self.fragments, self._schedule, outer is not None)
         inner = [reducer.prepare_state(each) for reducer, each in zip(self.reducers, found["reducers"], strict=True)]
@@ -490,7 +488,7 @@ class LocalSteps:
             for each in inner:
                 each.commit()
             shared.set(parameters)
-            self._place = found["round"], found["local_step"], found["passed"]
+            self._position = found["round"], found["local_step"], found["passed"]
             self._paces = (Pace(found["round"], found["steps"], found["round_seconds"]),) * 2
             self._timer = StepTimer(self._timer.clock, found["step_seconds"])
             self._exchanges = exchanges
@@ -503,18 +501,19 @@ class LocalSteps:
     def rebuild(self, comm: transport.Comm, parameters: Mapping[str, object], *, joining: bool = False) -> Rebuilt:
         """Continue with the ranks of another communicator, such as `shrink` or `grow` returned. Collective over them.
 
-        Exchanges in flight are ended: complete ones are applied, failed ones stay in the residuals. Then all ranks get
-        the global parameters and the outer optimizer's state of the lowest rank that is not new, and the most advanced
-        place in the schedule. If it fails because another rank died, shrink and call it again.
+        It ends exchanges in flight: complete ones are applied, and pseudo-gradients of failed ones stay in the
+        residuals. Then all ranks get the global parameters and the outer optimizer's state of the lowest rank that is
+        not new, and the most advanced position in the schedule. If it fails because another rank died, call `shrink`
+        and then `rebuild` again.
 
         Args:
-            comm: as of the constructor.
-            parameters: the local parameters. Those of a new rank are set to the global ones, others stay.
-            joining: whether this rank is new. At least one rank must not be.
+            comm: as in the constructor.
+            parameters: the local parameters. If this rank is new, they are set to the global ones.
+            joining: whether this rank is new. At least one rank must not be new.
 
         Returns:
-            As `Reducer.rebuild`. ``step`` is the round, and ``steps_apart`` counts local steps of a rank that takes
-            ``sync_every`` in a round.
+            As `Reducer.rebuild`. ``step`` is the round, and ``steps_apart`` counts steps of the schedule,
+            ``sync_every`` per round.
 
         Raises:
             InvalidInputError: all ranks join, or the outer optimizer's state cannot be sent or loaded. All ranks raise.
@@ -526,7 +525,7 @@ class LocalSteps:
             self._globals.check(parameters, self._globals.specs)
             with suppress(SparseCommError):  # the pseudo-gradients of failed exchanges are in the residuals
                 self.finish(parameters)
-            self._exchanges, self._due, self._phase = {}, deque(), Phase.RESTING
+            self._exchanges, self._due_events, self._phase = {}, deque(), Phase.RESTING
             self._deadline.reset()
             ranks, shared, sync_every = transport.transport_of(comm), self._globals, self._schedule.sync_every
             nanoseconds = 0 if joining else self._timer.nanoseconds()
@@ -543,13 +542,13 @@ class LocalSteps:
             round_no, passed = divmod(max(member.step for member in members.stay), sync_every)
             seconds = [1e-9 * member.words[-1] for member in members.all]
             self._paces = (self._schedule.pace_after(Pace(round_no), round_no, seconds),) * 2
-            self._place = round_no, passed * self._local_steps(round_no) // sync_every, passed
+            self._position = round_no, passed * self._local_steps(round_no) // sync_every, passed
             shared.compared.update(range(len(self.fragments)))
             elements = sum(spec.size for spec in shared.specs.values())
             return members.rebuilt(elements, steps_of_unit=sync_every, unit="round")
 
     def _names(self, keys: Iterable[tuple[int, ...]]) -> list[str]:
-        """Return the names of the fragments with which these keys or events begin."""
+        """Return the names of the parameters in the fragments of these events, or keys of exchanges."""
         return [name for fragment, *_ in keys for name in self.fragments[fragment]]
 
     def _connect(self) -> transport.Transport:
@@ -557,18 +556,18 @@ class LocalSteps:
             self._comm = transport.transport_of(self._comm)
         return self._comm
 
-    def _check_idle(self, doing: str, *, ended: bool = False) -> transport.Transport:
-        """Rest, and return the transport. Refuse after an interrupt, if late, and if ``ended`` during an exchange."""
+    def _check_idle(self, doing: str, *, exchanges_ended: bool = False) -> transport.Transport:
+        """Check that no call was interrupted, this rank is not late, and, if asked, no exchange is in flight. Rest."""
         ranks = self._connect()
         self.rest()
         if self._phase is Phase.LEFT_OUT:
             raise InvalidInputError(
                 f"rank {ranks.rank}: {doing} by a rank that was left out of an exchange since its last local step; "
-                "call step or finish first, and call rest before anything that takes long"
+                "call step or finish first, and call rest before you do anything else that takes long"
             )
         if self._phase is Phase.EXCHANGING:
             raise InvalidInputError(f"rank {ranks.rank}: {doing} after an interrupted step; call finish first")
         pending = any(exchange.outcome is Outcome.PENDING for exchange in self._exchanges.values())
-        if ended and pending:
+        if exchanges_ended and pending:
             raise InvalidInputError(f"rank {ranks.rank}: {doing} with an exchange in flight; call finish first")
         return ranks

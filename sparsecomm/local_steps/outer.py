@@ -1,4 +1,4 @@
-"""Outer optimizers, which update the global parameters with the mean of the pseudo-gradients, and their states."""
+"""Outer optimizers, which update the global parameters with the mean of the pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class OuterOptimizer(Protocol):
 
     Optional methods:
 
-    - ``step_together(arrays)`` replaces ``step``. It is called once per usable exchange, with a dictionary from each
-      name to the pair (parameter, gradient). If an interrupt leaves a step partly made, the next call repeats it whole.
+    - ``step_together(arrays)`` replaces ``step``. It is called once per usable exchange, with a pair (parameter,
+      gradient) by name. After an interrupt, it is called again with the same names.
     - ``fit(specs)`` is called after ``load_state_dict``. It raises `InvalidInputError` if the loaded state does not fit
       the parameters.
     - ``snapshot()`` returns a function that restores the current state.
     """
 
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
-        """Update a global parameter in place, once per usable exchange, with the same bits on all ranks.
+        """Update a global parameter in place, once per usable exchange. All ranks must compute the same bits.
 
-        Both arrays are flat, float32 (float64 for float64), of NumPy, or of CuPy on a GPU. ``gradient``, the mean
-        pseudo-gradient, may be overwritten.
+        Both arrays are flat NumPy arrays, or CuPy arrays on a GPU, in float32 (float64 for float64). ``gradient``, the
+        mean pseudo-gradient, may be overwritten.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -52,8 +52,8 @@ class NesterovSGD:
 
     Args:
         learning_rate: must be positive.
-        momentum: from 0 to below 1; 0 keeps no velocities.
-        nesterov: look ahead by one step.
+        momentum: at least 0 and below 1; with 0 there are no velocities.
+        nesterov: use Nesterov momentum.
     """
 
     def __init__(self, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True) -> None:
@@ -73,7 +73,7 @@ class NesterovSGD:
             self._velocities[name] = velocity
 
     def preview(self, name: str, parameter: Array, gradient: Array) -> Array:
-        """Return the parameter after `step`, with NaN where the velocity would become infinite. Nothing changes."""
+        """Return what `step` would make of the parameter, with NaN where the velocity would become infinite."""
         change, velocity = self._change(name, gradient)
         after: Array = parameter - change
         return after if velocity is None else after + 0 * velocity
@@ -115,7 +115,7 @@ class NesterovSGD:
 
 
 def load_outer(outer: OuterOptimizer, state: Any, specs: Mapping[str, TensorSpec], undo: Undo) -> object:
-    """Load a state into an outer optimizer, which ``undo`` restores. Return the state that it then has."""
+    """Load a state into an outer optimizer, and return its new state. ``undo`` can restore the old one."""
     with reading("outer", f"what {type(outer).__name__}.state_dict() returned"):
         if hasattr(outer, "snapshot"):
             undo.append(outer.snapshot())
@@ -128,7 +128,7 @@ def load_outer(outer: OuterOptimizer, state: Any, specs: Mapping[str, TensorSpec
 
 
 def _restore(outer: OuterOptimizer, state: Mapping[str, Any], attributes: dict[str, Any]) -> None:
-    """Load a state; if the optimizer refuses it, restore at least its attributes."""
+    """Load a state. If the optimizer refuses it, restore at least its attributes."""
     try:
         outer.load_state_dict(state)
     except Exception:

@@ -1,4 +1,4 @@
-"""What the ranks of a new communicator compare and send in `LocalSteps.rebuild`."""
+"""The comparison and the broadcast of `LocalSteps.rebuild`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ _LABEL = zlib.crc32(b"members of local steps") or 1
 
 
 def compared_members(
-    transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], word: int
+    transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], nanoseconds: int
 ) -> Members:
-    """Gather the `Members` of a new communicator, and compare their settings, by name. Collective.
+    """Gather the `Members` of a new communicator. If settings differ, all ranks raise an error. Collective.
 
-    ``word`` becomes the last of `Member.words`.
-
-    Raises:
-        CollectiveMismatchError: a setting differs from that of the lowest rank that does not join. All ranks raise.
+    `Member.words` ends with ``nanoseconds``, which may differ between ranks.
     """
     try:
         library = version("sparsecomm")
@@ -43,13 +40,13 @@ def compared_members(
             before,
             joining,
             step,
-            [*(zlib.crc32(repr(value).encode()) for value in settings.values()), word],
+            [*(zlib.crc32(repr(value).encode()) for value in settings.values()), nanoseconds],
             _LABEL,
         )
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
             f"rank {transport.rank}: LocalSteps.rebuild: another rank makes another call, or has another version of "
-            f"sparsecomm than this one, {library}. {error}"
+            f"sparsecomm; this rank has {library}. {error}"
         ) from error
     for rank, member in enumerate(members.all):
         for (name, value), expected, got in zip(settings.items(), members.stay[0].words, member.words, strict=False):
@@ -65,11 +62,7 @@ def compared_members(
 def broadcast_outer(
     transport: Transport, root: int, outer: OuterOptimizer | None, specs: Mapping[str, TensorSpec]
 ) -> None:
-    """Give all ranks the state of rank ``root``'s outer optimizer. Collective.
-
-    Raises:
-        InvalidInputError: the state cannot be sent, or a rank cannot load it. All ranks raise, and nothing has changed.
-    """
+    """Load the state of rank ``root``'s outer optimizer on all ranks, or raise an error on all. Collective."""
     data, failed = np.empty(0, np.uint8), ""
     if transport.rank == root:
         try:

@@ -1,4 +1,4 @@
-"""The division of a model into fragments, and of training into rounds: `SyncSchedule`, `Pace` and `StepTimer`."""
+"""The division of a model into fragments, and of training into rounds and steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
 __all__ = ["Event", "Pace", "StepTimer", "SyncSchedule", "split_by_size", "split_names"]
 
-_GAIN = 1.03  # the pace changes only if rounds get shorter by this factor: measured speeds are never quite the same
+_GAIN = 1.03  # the pace changes only if it makes ranks busier by this factor, because measured speeds fluctuate
 _ROUNDING = 1 + 1e-9
 
 
 def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each fragment, from their number or their names, and from the size of each tensor."""
+    """Return the names of each fragment. ``fragments`` is their number, or their names; ``sizes`` is by tensor."""
     if is_real(fragments):
         if (number := to_int(fragments, 1, len(sizes))) is None:
             raise InvalidInputError(f"fragments={quote(fragments)}: must be from 1 to {len(sizes)}, one tensor in each")
@@ -43,7 +43,7 @@ def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ..
 
 
 def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
-    """Split names into ``count`` runs of neighbours, each with at least one name and about equally many elements."""
+    """Split names into ``count`` groups of neighbours, each with at least one name and about equally many elements."""
     names, total = list(sizes), sum(sizes.values())
     parts: list[list[str]] = [[]]
     done = 0
@@ -67,22 +67,23 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The numbers of local steps in rounds: the same on all ranks."""
+    """Each rank's number of local steps in a round, from the round ``round`` on. The same on all ranks."""
 
-    round: int = 0  # the first round to which it applies
+    round: int = 0
     steps: tuple[int, ...] = ()  # by rank; empty: ``sync_every`` each
     seconds: float = 0.0  # the expected duration of a round without its exchanges; 0: unknown
 
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """After which steps the exchange of each fragment begins and is applied, and how many steps each rank takes.
+    """The steps after which the exchange of each fragment begins and is applied, and the local steps of each rank.
 
     Fragment i of F is applied after step (i + 1) * sync_every // F of each round (Streaming DiLoCo: Douillard et al.,
     2025, Section 2). Its exchange begins ``delay`` steps earlier, but not before the first step of the training.
 
-    Steps are counted over all rounds, in local steps of a rank that takes ``sync_every`` in a round. `passed` converts
-    the local steps of other ranks. So all ranks begin and apply the same exchanges in the same order.
+    A round has ``sync_every`` steps of the schedule, which are counted over all rounds. A rank may take more or fewer
+    local steps in a round; `passed` converts them to steps of the schedule, so that all ranks begin and apply the same
+    exchanges in the same order.
 
     The attributes are arguments of `sparsecomm.LocalSteps`; ``fragments`` is a number, and ``deadline`` 0 for none.
     """
@@ -136,15 +137,15 @@ class SyncSchedule:
         return [Event(i, round_no, False) for i in range(self.fragments) if self.applied_at(i, round_no) == step]
 
     def events(self, first: int, last: int) -> list[Event]:
-        """Return what is due after the steps ``first + 1`` to ``last``, in order."""
+        """Return the events after the steps ``first + 1`` to ``last``, in order."""
         return [e for step in range(first + 1, last + 1) for e in (*self.begins(step), *self.applies(step))]
 
     def passed(self, local_step: int, local_steps: int) -> int:
-        """Return the number of steps of a round that have passed for a rank that takes ``local_steps`` in it."""
+        """Return how many steps of a round have passed after ``local_step`` of a rank's ``local_steps`` in it."""
         return min(self.sync_every, local_step * self.sync_every // local_steps)
 
     def next_beginning(self, step: int) -> int:
-        """Return the first step after ``step`` after which an exchange begins."""
+        """Return the next step, later than ``step``, after which an exchange begins."""
         return next(later for later in range(step + 1, step + 2 * self.sync_every + 1) if self.begins(later))
 
     def steps_between(self, fragment: int, round_no: int) -> int:
@@ -153,58 +154,57 @@ class SyncSchedule:
         return self.begun_at(fragment, round_no) - before
 
     def pace_after(self, pace: Pace, round_no: int, seconds: Sequence[float], late: Collection[int] = ()) -> Pace:
-        """Return the pace from a round on, after ``pace``.
+        """Return the pace from the round ``round_no`` on, which follows ``pace``.
 
-        ``seconds`` is the duration of a local step of each rank, 0 if it is unknown; for ``late`` ranks a lower bound.
+        ``seconds`` is the duration of each rank's local step: 0 if unknown, a lower bound for ``late`` ranks.
         """
         if min(seconds) <= 0 or len(late) == len(seconds):
             return Pace(round_no, pace.steps, pace.seconds)
         if not self.by_speed:
             return Pace(round_no, (), self.sync_every * median(t for i, t in enumerate(seconds) if i not in late))
         total = self.sync_every * len(seconds)
-        until = _least_idle(total, seconds)
-        fitting = [_steps_within(until, t) for t in seconds]
-        # At least one step falls between the application of a fragment and the beginning of its next exchange.
+        duration = _round_seconds(total, seconds)
+        fitting = [_steps_in(duration, t) for t in seconds]
+        # Between the application of a fragment and the beginning of its next exchange, each rank needs a local step.
         min_steps = -(-self.sync_every // (self.sync_every - self.delay))
         new = tuple(max(min_steps, n) for n in fitting)
         old = pace.steps if len(pace.steps) == len(seconds) else (self.sync_every,) * len(seconds)
-        excess = sum(new) - sum(fitting)  # of ranks that are too slow even for `min_steps`
+        excess = sum(new) - sum(fitting)  # of ranks that are too slow for `min_steps`
         if abs(sum(old) - excess - total) < len(seconds) and _busy(new, seconds) <= _GAIN * _busy(old, seconds):
             new = old
-        return Pace(round_no, new, until)
+        return Pace(round_no, new, duration)
 
 
-def _steps_within(until: float, seconds: float) -> int:
-    return int(until / seconds * _ROUNDING)
+def _steps_in(duration: float, seconds: float) -> int:
+    return int(duration / seconds * _ROUNDING)
 
 
 def _busy(steps: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return how many ranks compute on average while a round lasts."""
+    """Return how many ranks compute, on average over a round."""
     each = [n * t for n, t in zip(steps, seconds, strict=True)]
     return sum(each) / max(each)
 
 
-def _least_idle(total: int, seconds: Sequence[float]) -> float:
-    """Return the duration of a round of about ``total`` steps in which ranks are idle for the smallest share of it.
+def _round_seconds(total: int, seconds: Sequence[float]) -> float:
+    """Return the duration of a round that keeps ranks busiest, in which they take about ``total`` local steps in all.
 
-    The number of steps of all ranks may differ from ``total`` by less than the number of ranks. Of several such
-    durations, the one whose number is closest to it is taken.
+    That number may differ from ``total`` by less than the number of ranks. The closest one decides ties.
     """
     rate, slack = sum(1 / t for t in seconds), len(seconds)
     first, last = max(1, total - slack + 1) / rate, (total + 2 * slack) / rate
     found = []
     for end in {n * t for t in seconds for n in range(math.ceil(first / t / _ROUNDING), int(last / t) + 1)}:
-        steps = [_steps_within(end, t) for t in seconds]
+        steps = [_steps_in(end, t) for t in seconds]
         if abs(sum(steps) - total) < slack:
             found.append((-round(_busy(steps, seconds), 9), abs(sum(steps) - total), end))
     return min(found)[2]
 
 
 class StepTimer:
-    """Measures the local steps of this rank, from the end of one call of `LocalSteps.step` to the next call."""
+    """Measures the local steps of this rank, each from the end of a call of `LocalSteps.step` to the next call."""
 
     def __init__(self, clock: Callable[[], float], estimate: float = 0.0) -> None:
-        self.clock, self.estimate = clock, estimate  # seconds of a local step, as measured so far
+        self.clock, self.estimate = clock, estimate  # the latest estimate in seconds of a local step
         self.started: float | None = None  # when the current local step began; ``None``: it is not measured
         self._spent, self._steps = 0.0, 0
 
@@ -216,14 +216,14 @@ class StepTimer:
             self.started = None
 
     def nanoseconds(self) -> int:
-        """Return the duration of a local step since the last call of this method; 0: unknown.
+        """Update the estimate by the steps since the last call, and return it; 0: unknown.
 
-        A slower rank holds up the others, so the estimate rises at once and falls gradually.
+        The estimate rises at once and falls gradually, because a rank that is slower than estimated delays the others.
         """
         if self._steps:
             mean = self._spent / self._steps
             self.estimate = max(mean, math.sqrt(mean * self.estimate))
             self._spent, self._steps = 0.0, 0
-        running = 0.0 if self.started is None else self.clock() - self.started  # for a rank that is late
+        running = 0.0 if self.started is None else self.clock() - self.started  # long if this rank is late
         seconds = max(self.estimate, running)
         return min(max(1, round(1e9 * seconds)), 1 << 62) if seconds > 0 else 0

@@ -1,4 +1,4 @@
-"""The state dict of `LocalSteps`: its fields, and the checks against the settings of the object that loads it."""
+"""The state dict of `LocalSteps`: its fields, and the checks before it is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_local_step(value: Any, found: Mapping[str, Any]) -> bool:
 
 
 def _is_passed(value: Any, found: Mapping[str, Any]) -> bool:
-    # Unless ranks take local steps by speed, each local step is one of the schedule.
+    # Without ``by_speed``, each local step is a step of the schedule.
     return _is_below_sync_every(value, found) and bool(found["steps"] or value == found["local_step"])
 
 
@@ -83,7 +83,7 @@ def _reducers(old: list[StateDict], rank: int, size: int) -> list[StateDict]:
 
 
 def _from_version_3(state: Mapping[str, Any]) -> StateDict:
-    """Return a state of version 3, which kept what a late rank had sent, as one of version 4."""
+    """Convert a state of version 3, whose "late" has another meaning, to version 4."""
     if state.get("late"):
         raise InvalidInputError(
             "state: an earlier version of sparsecomm saved it while this rank was late for an exchange; load it with "
@@ -137,15 +137,15 @@ def fit(
     schedule: SyncSchedule,
     outer: bool,
 ) -> StateDict:
-    """Check fields that `LOCAL_STEPS` has read against the settings of local steps. Return them with new, flat arrays.
+    """Check the fields of a state against the settings of a `LocalSteps`. Return them with new, flat arrays.
 
-    The states of the outer optimizer and of the reducers are neither checked nor changed. ``outer``: whether there is
-    an outer optimizer.
+    ``outer`` says whether there is an outer optimizer. The states of the outer optimizer and of the reducers are
+    neither checked nor changed.
     """
     names = [list(each) for each in found["fragments"]]
     if names != [list(each) for each in fragments]:
         raise InvalidInputError(
-            f"state: it has {len(names)} fragments, and this LocalSteps {len(fragments)}, or other names in them; "
+            f"state: it has {len(names)} fragments, and this LocalSteps has {len(fragments)}, or their names differ; "
             "build the same model with the same fragments"
         )
     saved, here = (found["sync_every"], found["fragment_sync_delay"]), (schedule.sync_every, schedule.delay)
@@ -157,8 +157,8 @@ def fit(
     if found["steps"] and not schedule.by_speed:
         if found["local_step"] or found["passed"] or found["exchanges"]:
             raise InvalidInputError(
-                "state: it was saved in the middle of a round, in which ranks take local steps by speed; create "
-                "LocalSteps with by_speed=True, and change it between rounds"
+                "state: it was saved in the middle of a round with by_speed=True; create LocalSteps with it, and "
+                "change it between rounds"
             )
         found["steps"] = ()
     if (found["outer"] is not None) != outer:

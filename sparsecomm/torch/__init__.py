@@ -1,18 +1,18 @@
 """sparsecomm in PyTorch.
 
-- In place of `torch.optim.AdamW`: `SparseAdamW`, which exchanges gradients itself.
+- For AdamW: `SparseAdamW`, which replaces `torch.optim.AdamW` and exchanges gradients itself.
 - For SGD with `DistributedDataParallel`: ``state = sparsecomm.torch.register(ddp)``, or `SparseState` and
   `sparse_hook` if a framework registers hooks itself.
 - With FSDP2 in several replicas: ``state = sparsecomm.torch.register_fsdp(model, comm=replicas)``.
 - For SGD in your own loop: `DistributedOptimizer`.
-- Over slow links, with an exchange after many local steps only: `DiLoCo`.
-- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``. The dense sum is in ``out``.
+- For very slow links: `DiLoCo`, which exchanges only once in many local steps.
+- For one tensor: ``sparsecomm.sparse_allreduce(x, 0.001, residual=r, op="mean", out=x)``.
 - Programs started by ``torchrun`` need no MPI: `ProcessGroupTransport` uses the process group. Call
   `torch.distributed.init_process_group` before the first call.
 
-**Means.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of the entries that were sent.
-Residuals store the rest, by parameter. Clipping ``p.grad`` after ``backward()`` clips the mean; pass ``clip=`` to clip
-the gradients that accumulate.
+**Means.** After ``loss.backward()`` every ``p.grad`` holds the mean over all ranks of the entries that were sent
+(`SparseAdamW` leaves ``p.grad`` as it is). Residuals store the rest, by parameter. Clipping ``p.grad`` after
+``backward()`` clips the mean; pass ``clip=`` to clip each rank's gradient before the exchange.
 
 **No gradient means no step.** A parameter that is frozen, or that no rank used, does not change, as in PyTorch. Its
 residual is kept until it trains again, or until ``discard()`` drops it. If only some ranks used a parameter, the other
@@ -22,16 +22,13 @@ ranks contribute zeros, and all get the mean.
 Run such passes under ``no_sync()``, or call ``discard()``.
 
 **The same weights** on all ranks are required: see `broadcast_parameters`. The first step checks them
-(`sparsecomm.check_weights`); with ``check_weights_every`` later steps do, too.
+(`sparsecomm.check_weights`); ``check_weights_every`` repeats the check in later steps.
 
 **Loss scaling (AMP).** Pass the scaler: ``scaler=``. An infinity on one rank then makes all scalers skip the step. The
 finite gradients of that step stay in the residuals, which follow the loss scale.
 
-**DTensors** of FSDP2 or tensor parallelism are exchanged by their local shards. ``comm`` must be a process group of
-ranks that hold the same shards. Plain FSDP is refused, because each rank holds another part of the gradient.
-
-**Sparse gradients** of ``nn.Embedding(sparse=True)`` are refused. Dense ones cost nothing here, since only their
-largest entries are sent.
+**DTensors** (FSDP2, tensor parallelism): each rank exchanges its local shards. ``comm`` must be a process group of
+ranks that hold the same shards. Plain FSDP is refused, because each rank holds a different part of the gradient.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""`SparseAdamW` for PyTorch. It converts tensors; `LazyAdamW` makes the steps."""
+"""`SparseAdamW` for PyTorch, which converts tensors and lets `LazyAdamW` make the steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, from_host
-from sparsecomm.torch.exchange import Exchange, is_void
+from sparsecomm.torch.exchange import Exchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
 from sparsecomm.transport import Comm, transport_of
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 __all__ = ["SparseAdamW"]
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
-FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # of a parameter's state, beside "step"
+FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 
 class AdamWOptions(TypedDict, total=False):
-    """Keyword arguments of `SparseAdamW` that go to its `sparsecomm.Reducer`, and into its checks."""
+    """Keyword arguments that `SparseAdamW` passes on to its `sparsecomm.Reducer`, and to the checks of weights."""
 
     comm: Comm
     wire: WireName
@@ -49,7 +49,7 @@ class AdamWOptions(TypedDict, total=False):
 
 
 class SparseAdamW(SparseOptimizer):
-    """AdamW for slow links, in place of `torch.optim.AdamW`: it exchanges gradients itself, in 1/42 of the bytes.
+    """A replacement for `torch.optim.AdamW` on slow links: it exchanges gradients itself, in 1/42 of the bytes.
 
         optimizer = sparsecomm.torch.SparseAdamW(model.named_parameters(), lr=1e-3)
         for x, y in data:                      # different data on each rank
@@ -62,25 +62,25 @@ class SparseAdamW(SparseOptimizer):
     `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank. Use the model itself, not
     `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local` on it).
 
-    By default `step` exchanges gradients. So you may accumulate gradients over several backward passes, clip them (each
-    rank by its own norm), and use a `torch.amp.GradScaler` as usual: a rank whose gradients have overflowed contributes
-    nothing to that step, and only its own scaler lowers its scale.
+    By default, `step` exchanges gradients. Before it, you may accumulate gradients over several backward passes, and
+    clip them (each rank by its own norm). You may use a `torch.amp.GradScaler` as usual: a rank whose gradients have
+    overflowed contributes nothing to that step, and only its own scaler lowers its scale.
 
-    The state of a parameter is that of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``:
-    for each weight the step of its last update, int32. To load a state of `torch.optim.AdamW`, call
+    A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
+    tensor with the step of each weight's last update. To load a state of `torch.optim.AdamW`, call
     ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
-        named_parameters: ``model.named_parameters()``, or groups: dictionaries with such pairs as "params", and
-            settings of their own, for example ``weight_decay=0`` for biases and norms.
+        named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
+            their own settings, for example ``weight_decay=0`` for biases and norms.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`, also by group. ``lr`` may be a tensor, which
             is read in each step. ``lr * weight_decay`` must be below 1, and ``eps`` above 0.
-        amsgrad, foreach, capturable, differentiable, fused: not supported: true values are refused.
+        amsgrad, foreach, capturable, differentiable, fused: not supported; true values raise an error.
         density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
-        overlap: exchange during backward passes, by hooks. Then do not change gradients after ``backward()``,
-            accumulate them under `no_sync`, and use no scaler.
+        overlap: exchange during backward passes. Then do not change gradients after ``backward()``, accumulate them
+            under `no_sync`, and do not use a scaler.
         check_weights_every: as in `SparseState`; moments are compared as well.
 
     Raises:
@@ -120,9 +120,9 @@ class SparseAdamW(SparseOptimizer):
                 f"{unknown[0]} is not an option of SparseAdamW; expected some of "
                 f"{', '.join(AdamWOptions.__annotations__)}"
             )
-        self._complete = False
+        self._constructed = False
         super().__init__(groups, defaults)
-        self._complete = True
+        self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         for group in self.param_groups:
             rule_of(group)
@@ -132,24 +132,24 @@ class SparseAdamW(SparseOptimizer):
     _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups: all ranks exchange the parameters that the optimizer was made with."""
-        if self._complete:
+        """Refuse new groups, because the set of exchanged parameters is fixed."""
+        if self._constructed:
             raise InvalidInputError("add_param_group: make a new SparseAdamW, with all groups, on all ranks")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
-        """Exchange gradients, unless backward passes have, and update the parameters. Collective.
+        """Exchange gradients, unless backward passes have done so, and update the parameters. Collective.
 
         If a gradient of some rank is not finite, no rank changes anything.
 
         Raises:
             WeightMismatchError: weights or moments differ between ranks.
-            SparseCommError: as `sparsecomm.Reducer.wait`. The gradients are in the residuals.
+            SparseCommError: as in `sparsecomm.Reducer.wait`. The gradients are in the residuals.
         """
         exchange = self._exchange
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         if not exchange.attached:
-            raise InvalidInputError("step after remove(), which has ended the exchange; make a new SparseAdamW")
+            raise InvalidInputError("step after remove(), which ended the exchange; create a new SparseAdamW")
         if self.overlap and overflow is not None:
             raise InvalidInputError("overlap=True does not support a GradScaler; leave overlap out, or use bfloat16")
         exchange.check_frozen()
@@ -160,14 +160,14 @@ class SparseAdamW(SparseOptimizer):
                 exchange.exchanged = False
             with torch.enable_grad():
                 loss = closure()
-        if not exchange.exchanged and is_void(self, exchange.named.values()) and exchange.make_empty_state():
+        if not exchange.exchanged and changes_nothing(self, exchange.named.values()) and exchange.make_empty_state():
             return loss
         exchange.exchange(1.0 if scale is None else 1 / float(scale), drop=overflow is not None and bool(overflow))
         exchange.apply()
         return loss
 
     def _load_own(self, state_dict: State) -> None:
-        """Load groups, and moments in their own dtype: PyTorch would convert them to the dtype of the weights."""
+        """Load groups by PyTorch, but moments here, because PyTorch would convert them to the dtype of the weights."""
         saved, groups = state_dict["state"], copy.deepcopy(state_dict["param_groups"])
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})
         pairs = zip(self.param_groups, groups, strict=True)
@@ -177,13 +177,13 @@ class SparseAdamW(SparseOptimizer):
 
 
 def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
-    """Return torch's groups, and all names with their parameters."""
+    """Return groups as PyTorch takes them, and all names with their parameters."""
     if isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Mapping):
         named_parameters = list(named_parameters)
-    given, groups, named = named_parameters, [], []
-    if not (isinstance(given, list) and given and all(isinstance(each, dict) for each in given)):
-        given = [{"params": given}]
-    for group in given:
+    by_group, groups, named = named_parameters, [], []
+    if not (isinstance(by_group, list) and by_group and all(isinstance(each, dict) for each in by_group)):
+        by_group = [{"params": by_group}]
+    for group in by_group:
         pairs = interop.named(group.get("params"), "named_parameters")
         groups.append({**group, "params": [parameter for _, parameter in pairs]})
         named += pairs
@@ -203,7 +203,7 @@ def rule_of(group: Mapping[str, Any]) -> AdamWRule:
 
 @deferred
 class AdamWExchange(Exchange):
-    """The exchange of the parameters of a `SparseAdamW`. The moments are the state of the optimizer."""
+    """The exchange of a `SparseAdamW`. Its moments are tensors in the optimizer's state."""
 
     always_skips_nonfinite = True
 
@@ -211,13 +211,13 @@ class AdamWExchange(Exchange):
         super().__init__(named, density, dense_below=OPTIONS["dense_below"], **options)
         self._optimizer = weakref.ref(optimizer)
         self._adamw: LazyAdamW | None = None
-        self._weights: dict[str, torch.Tensor] | None = None  # contiguous, while a step changes them
+        self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
 
     @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._zeros)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state)
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:
@@ -232,28 +232,25 @@ class AdamWExchange(Exchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def exchange(self, scale: float = 1.0, *, drop: bool = False) -> None:
-        """Sum all gradients times ``scale``, unless a backward pass has done so. Collective.
-
-        ``drop``: leave out the gradients of this rank.
-        """
+        """Sum gradients times ``scale``, without this rank's if ``drop``, unless backward passes have. Collective."""
         if self.exchanged:
             return
-        gradients = {name: None if drop else self._mine(name, self._gradient_of(p)) for name, p in self.named.items()}
+        gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
 
         def wait() -> Step:
             done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, self._rules(), scale)
-            return self._not_begun() if done is None else done
+            return self._empty_step() if done is None else done
 
         self.ending_step(wait)
         if not self.adamw.moments:
             self.make_empty_state()
             self._reset(exchanged=True)
 
-    def _not_begun(self) -> Step:
+    def _empty_step(self) -> Step:
         return Step(self.reducer.step, self.reducer.density, usable=False)
 
     def apply(self) -> None:
-        """Update the parameters by the latest exchange, once. After an interrupt, call it again to continue."""
+        """Update the parameters by the latest exchange. After an interrupt, call it again to continue."""
         last = self.reducer.last
         if not self.exchanged or last is None:
             self.exchanged = False
@@ -264,34 +261,34 @@ class AdamWExchange(Exchange):
         for name, parameter in self.named.items():
             shard = self._local(parameter)
             if shard.data_ptr() != self._weights[name].data_ptr():
-                shard.copy_(self._weights[name])  # outside the graph
+                shard.copy_(self._weights[name])  # not recorded by autograd
         self._write_steps()
         self._weights, self.exchanged = None, False
 
     def synchronize(self) -> Step:
-        """Exchange gradients, as `SparseAdamW.step` does, or the end of a backward pass with ``overlap``."""
+        """Exchange gradients: called by the user, or with ``overlap`` at the end of a backward pass."""
         self.check_consistent()
         self.exchange()
-        return self.reducer.last or self._not_begun()
+        return self.reducer.last or self._empty_step()
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
-        """Push a gradient during a backward pass. Before there are moments, the end of the pass does it."""
+        """Push a gradient during a backward pass. If there are no moments yet, leave it to `synchronize`."""
         self.adamw.open(self._replicated, self._rules())
         if self.adamw.moments:
-            self.adamw.push(name, self._mine(name, gradient), self._rules()[name])
+            self.adamw.push(name, self._shard(name, gradient), self._rules()[name])
 
-    def _mine(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
     @deferred
-    def _ready(self, parameter: torch.Tensor) -> None:
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.used else None
-        if self.exchanged and last is not None and last.usable and self._pass is None and self.exchanging:
+        if self.exchanged and last is not None and last.usable and self._pass_id is None and self.exchanging:
             raise InvalidInputError(
-                "a backward pass has begun before step() applied what the one before it exchanged. Call step() after "
-                "each pass, or use no_sync() for passes that only accumulate gradients"
+                "a backward pass began before step() applied the previous exchange. Call step() after each backward "
+                "pass, or use no_sync() for passes that only accumulate gradients"
             )
-        super()._ready(parameter)
+        super()._gradient_ready(parameter)
 
     def _rules(self) -> dict[str, AdamWRule]:
         rules: dict[str, AdamWRule] = {}
@@ -302,49 +299,44 @@ class AdamWExchange(Exchange):
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
-    def _zeros(self, spec: TensorSpec) -> Moments:
-        """Make the state of a parameter, and return its moments."""
+    def _new_state(self, spec: TensorSpec) -> Moments:
+        """Set a parameter's state in the optimizer to zeros, and return its moments."""
         parameter = self.named[spec.name]
         real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
         tensors = [_zeros_like(parameter, dtype) for dtype in (real, real, torch.int32)]
-        self.optimizer.state[parameter] = {"step": _step(0), **dict(zip(FIELDS, tensors, strict=True))}
+        self.optimizer.state[parameter] = {"step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=True))}
         return Moments(*map(_flat, tensors))
 
     def _write_steps(self) -> None:
         for name in self.adamw.moments:
-            self.optimizer.state[self.named[name]]["step"] = _step(self.adamw.steps[name])
+            self.optimizer.state[self.named[name]]["step"] = _step_tensor(self.adamw.steps[name])
 
     def make_empty_state(self) -> bool:
-        """Make a state of zeros if there are no moments, and return whether there are none.
-
-        A saved state may be loaded into it: `torch.distributed.checkpoint` makes a step of zeros at a rate of 0 first.
-        """
+        """Make a state of zeros if there is none, for PyTorch to load into. Return whether there are no moments yet."""
         if not self.adamw.moments and not self.optimizer.state:
             for spec in self.adamw.specs.values():
-                self._zeros(spec)
+                self._new_state(spec)
         return not self.adamw.moments
 
     def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
-        """Replace the optimizer's state by a saved state by parameter, also of `torch.optim.AdamW`.
-
-        Raises:
-            InvalidInputError: it does not fit. The state has changed in part.
-        """
+        """Load a saved state by parameter, also of `torch.optim.AdamW`. On an error, it may be loaded in part."""
         if not _has_moments(saved.values()):
             return
         if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:
-            raise InvalidInputError(f"state: {lacking[0]} has no moments, and others have; expected all, or none")
+            raise InvalidInputError(
+                f"state: {lacking[0]} has no moments, but other parameters have; expected all or none"
+            )
         for name, spec in self.adamw.specs.items():
             state = saved[self.named[name]]
             fields = {field: _host(state.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)}
             step = float(state["step"])
             found, count = read_moments({**fields, "step": int(step) if step.is_integer() else step}, spec)
-            for ours, theirs in zip(self._zeros(spec), found, strict=True):
+            for ours, theirs in zip(self._new_state(spec), found, strict=True):
                 ours[:] = from_host(theirs, ours)
-            self.optimizer.state[self.named[name]]["step"] = _step(count)
+            self.optimizer.state[self.named[name]]["step"] = _step_tensor(count)
 
-    def adopt(self) -> None:
-        super().adopt()
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._weights = None
         state = self.optimizer.state
         states = {name: state[p] for name, p in self.named.items() if p in state}
@@ -366,23 +358,23 @@ class AdamWExchange(Exchange):
 
 
 def _has_moments(states: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether states of parameters have moments. States of zeros, as before the first gradient, have none."""
+    """Return whether states of parameters have moments. States of zeros, before the first gradient, do not count."""
     return any(state and (float(state["step"]) or bool(local(state["exp_avg_sq"]).any())) for state in states)
 
 
 def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return contiguous zeros. In host memory NumPy allocates them, because it asks Linux for huge pages."""
+    """Return contiguous zeros. NumPy allocates them in host memory, because it asks Linux for huge pages."""
     if parameter.device.type == "cpu" and not is_sharded(parameter):
         return torch.from_numpy(np.zeros(tuple(parameter.shape), str(dtype).removeprefix("torch.")))
     return torch.zeros_like(parameter.detach(), dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _step(count: int) -> torch.Tensor:
+def _step_tensor(count: int) -> torch.Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
 def _host(tensor: torch.Tensor | None) -> Array | None:
-    """Return a saved tensor, or its shard, as an array in host memory; ``None`` for a missing "last_step"."""
+    """Return a saved tensor, or this rank's shard, as an array in host memory. A missing "last_step" is ``None``."""
     if tensor is None:
         return None
     host = local(tensor).cpu()
@@ -390,7 +382,7 @@ def _host(tensor: torch.Tensor | None) -> Array | None:
 
 
 def _flat(tensor: torch.Tensor) -> Array:
-    """Return a contiguous tensor, or its shard, as a flat array of NumPy or CuPy without a copy."""
+    """Return a contiguous tensor, or this rank's shard, as a flat NumPy or CuPy array that shares its memory."""
     flat = local(tensor).view(-1)
     if flat.device.type == "cpu":
         return flat.numpy()

@@ -39,8 +39,8 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 
     Args:
         folder, step, comm, keep: see `sparsecomm.save`.
-        objects: by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods; `load` returns
-            all other values. All types must be ones that ``torch.load(weights_only=True)`` reads.
+        objects: objects with ``state_dict`` and ``load_state_dict``, and other values, which `load` returns, by name.
+            ``torch.load(weights_only=True)`` must be able to read all types.
     """
     CheckpointFolder(TorchFormat(), folder, comm).save(step, objects, keep)
 
@@ -48,7 +48,7 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
 def load(
     folder: Folder, objects: Mapping[str, object], *, comm: Comm = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Load the newest checkpoint that all ranks can read into all objects that can load it: see `sparsecomm.load`.
+    """Load the newest checkpoint that all ranks can read into ``objects``: see `sparsecomm.load`. Collective.
 
     If the world size has changed, residuals are distributed over the new ranks (`sparsecomm.reshard`), and everything
     else comes from the old rank 0. With `DiLoCo`, all ranks then start from the global parameters.
@@ -65,13 +65,13 @@ def load(
 
 
 class TorchFormat(Format):
-    """The format of ``torch.save`` (.pt). ``torch.load(weights_only=True)`` reads it and runs no code."""
+    """The format of ``torch.save`` (.pt), read with ``weights_only=True``, which runs no code."""
 
     suffix = ".pt"
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
-        try:  # without the elements of tensors
+        try:  # whether it can be loaded again, without the elements of tensors
             torch.save(mapped(value, torch.Tensor, _without_elements), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -107,19 +107,18 @@ def _not_sharded(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _checksums() -> Iterator[None]:
     """Make ``torch.save`` write checksums even if the program has turned them off."""
-    get, turn = (getattr(torch.serialization, f"{verb}_crc32_options", lambda *_: True) for verb in ("get", "set"))
-    before = get()
-    if not before:
-        turn(True)
+    enabled = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+    if not enabled:
+        torch.serialization.set_crc32_options(True)
     try:
         yield
     finally:
-        if not before:
-            turn(False)
+        if not enabled:
+            torch.serialization.set_crc32_options(False)
 
 
 class Stateful:
-    """An adapter that saves an object of this library with `torch.distributed.checkpoint`.
+    """Saves an object of this library with `torch.distributed.checkpoint`.
 
         dcp.save({"model": model, "sparse": Stateful(state)}, checkpoint_id=folder)
         dcp.load({"model": model, "sparse": Stateful(state, folder)}, checkpoint_id=folder)
@@ -127,9 +126,10 @@ class Stateful:
     The state of each rank is a tensor of bytes. The world size may change.
 
     Args:
-        obj: a `SparseState`, an optimizer, a `DiLoCo`, a `Reducer`, or another object with such methods.
+        obj: a `SparseState`, an optimizer, a `DiLoCo`, a `Reducer`, or another object with ``state_dict`` and
+            ``load_state_dict``.
         checkpoint: the folder or the ``StorageReader`` to load from; ``None`` to save.
-        name: a name that differs between the objects of one checkpoint.
+        name: a name that is unique in the checkpoint.
         comm: the ranks; ``None``: all ranks.
     """
 
@@ -139,7 +139,7 @@ class Stateful:
         self._obj, self._name, self._checkpoint, self._comm = obj, name, checkpoint, comm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's state as bytes; to load, return empty tensors for the bytes to load."""
+        """Return this rank's state as bytes; with a checkpoint to load, empty tensors that PyTorch fills."""
         transport = transport_of(self._comm)
         if self._checkpoint is None:
             data = io.BytesIO()
@@ -172,7 +172,7 @@ class Stateful:
         self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))
 
     def _key(self, rank: int, size: int) -> str:
-        # PyTorch joins keys with dots.
+        # A name must not contain dots, with which PyTorch joins keys.
         return f"{parse.quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
     def _rank_in(self, key: str) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from sparsecomm.reducer.options import Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.exchange import is_void
+from sparsecomm.torch.exchange import changes_nothing
 from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
 from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
 from sparsecomm.transport import Comm
@@ -35,33 +35,33 @@ __all__ = ["DiLoCo"]
 
 
 class DiLoCo(Adapter):
-    """Trains a model by local steps, and averages sparsely once per round how far the ranks have moved.
+    """Trains a model by local steps, and averages sparsely once per round by how much each rank has moved it.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=30)
-        for x, y in data:                                     # each rank its own
+        for x, y in data:                                     # different data on each rank
             inner.zero_grad()
-            loss(model(x), y).backward()                      # no DDP: gradients stay here
-            inner.step()                                      # exchanges at the end of a round
+            loss(model(x), y).backward()                      # without DDP
+            inner.step()                                      # also exchanges, at the end of a round
 
     `sparsecomm.LocalSteps` has the defaults, and describes rounds, schedules, frozen parameters, errors and NaN;
     ``inner.step()`` raises its errors. Parameters that are frozen when DiLoCo is created, and buffers such as running
-    means, do not take part. It exchanges until `remove`, or to the end of a ``with`` block.
+    means, are not exchanged. DiLoCo exchanges until `remove`, or to the end of a ``with`` block.
 
     If there are several inner optimizers, pass the one that steps last. `torch.amp.GradScaler` skips steps on single
     ranks, which makes rounds uneven: train in bfloat16, or with ``by_speed``. With FSDP2 or tensor parallelism, each
-    rank exchanges its shards with the ranks of ``comm``, which hold the same shards. Leave the dimension that
-    replicates out of FSDP's mesh, so that only DiLoCo averages over replicas.
+    rank exchanges its shards with the ranks of ``comm``, which hold the same shards. Leave the replicating dimension
+    out of FSDP's mesh, so that only DiLoCo averages over replicas.
 
     Args:
-        model: the same on all ranks: see `broadcast_parameters`. The first local step compares.
+        model: a model with the same weights on all ranks (`broadcast_parameters`). The first local step compares them.
         inner_optimizer: an optimizer of the model's parameters. Each of its steps is a local step.
         outer_optimizer: an optimizer over ``model.parameters()``, such as ``torch.optim.SGD(model.parameters(), lr=0.7,
-            momentum=0.9, nesterov=True)`` (Douillard et al., 2023). It must treat elements one by one, as SGD and Adam
-            do. Until `remove`, its groups hold the global parameters, in float32 at least, of DTensors this rank's
-            shards. ``None``: global = global - mean, and residuals replace momentum (SparseLoCo: Sarfi et al., 2025).
+            momentum=0.9, nesterov=True)`` (Douillard et al., 2023). It must update elements independently, as SGD and
+            Adam do. Until `remove`, its groups hold the global parameters in float32 or float64, or this rank's shards
+            of them. ``None``: global = global - mean, and residuals replace momentum (SparseLoCo: Sarfi et al., 2025).
         density: as in `sparsecomm.LocalSteps`; 1.0 is dense DiLoCo with exact means.
-        fragments: the number of fragments; or for each a module, or names of parameters.
+        fragments: the number of fragments; or a list with a module, or names of parameters, for each fragment.
         comm: the ranks that train together, or hold the same shards; ``None``: all.
         options: of `sparsecomm.LocalSteps` and `sparsecomm.Reducer`, with the defaults of the former. ``clip`` is not
             supported with DTensors.
@@ -93,7 +93,7 @@ class DiLoCo(Adapter):
             stepped = {parameter for group in inner_optimizer.param_groups for parameter in group["params"]}
             if stepped.isdisjoint(named.values()):
                 raise InvalidInputError("inner_optimizer: it has none of the model's parameters")
-            self._orders = {name: _order(name, parameter) for name, parameter in named.items()}
+            self._orders = {name: _memory_order(name, parameter) for name, parameter in named.items()}
             outer = None
             if outer_optimizer is not None:
                 outer = TorchOuter(outer_optimizer, named, self._views())
@@ -107,14 +107,14 @@ class DiLoCo(Adapter):
         self._compared = False
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """Return views of the local parameters outside the graph, in contiguous memory, which are written in place."""
+        """Return contiguous views of the local parameters, to be written in place. Autograd does not record it."""
         return {name: local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
     # -- local steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
-        if is_void(inner, self._parameters.named.values()):
+        if changes_nothing(inner, self._parameters.named.values()):
             return
         if not self._compared:
             self._parameters.connect()
@@ -123,11 +123,11 @@ class DiLoCo(Adapter):
         self._core.step(self._views())
 
     def finish(self) -> None:
-        """Wait for the exchanges in flight, and apply them now. Begin none. Collective."""
+        """Wait for the exchanges in flight, and apply them now. Collective."""
         self._core.finish(self._views())
 
     def global_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the global parameters: the model to evaluate and to save, the same on all ranks (of DTensors: shards).
+        """Return the global parameters, or this rank's shards of them: the model to evaluate and to save.
 
         They are views in float32 (float64 for float64), which change with every exchange.
         """
@@ -139,7 +139,7 @@ class DiLoCo(Adapter):
 
     @torch.no_grad()
     def write_global_parameters(self) -> None:
-        """Write the global parameters to the model, of DTensors this rank's shards: the result, after `finish`."""
+        """Write the global parameters to the model. After `finish`, this is the trained model."""
         parameters = self.global_parameters()
         for name, parameter in self._parameters.named.items():
             local(parameter).copy_(parameters[name])
@@ -155,7 +155,7 @@ class DiLoCo(Adapter):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Finish, unless an exception ends the block; and remove."""
+        """Call `finish`, unless an exception ends the block, and `remove`."""
         try:
             if kind is None:
                 self.finish()
@@ -165,9 +165,9 @@ class DiLoCo(Adapter):
     # -- states and other ranks ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return this rank's state, with the outer optimizer's: see `sparsecomm.LocalSteps.state_dict`.
+        """Return this rank's state, with arrays as tensors: see `sparsecomm.LocalSteps.state_dict`.
 
-        Arrays are tensors. Save the model and the inner optimizer beside it, on each rank: ranks differ within a round.
+        Save the model and the inner optimizer, too, on each rank, because they differ within a round.
         """
         state: StateDict = mapped(self._core.state_dict(), np.ndarray, torch.from_numpy)
         return state
@@ -175,8 +175,8 @@ class DiLoCo(Adapter):
     def load_state_dict(self, state: State) -> None:
         """Load what `state_dict` returned on this rank, or `sparsecomm.reshard` made. Collective.
 
-        Load the model and the inner optimizer, too. After resharding in the middle of a round, load the global
-        parameters into the model.
+        Load the model and the inner optimizer, too. After resharding in the middle of a round, do not
+        load the model: call `write_global_parameters` after this.
         """
 
         def prepare(undo: Undo) -> Prepared:
@@ -205,8 +205,8 @@ class DiLoCo(Adapter):
         return rebuilt
 
 
-def _order(name: str, parameter: torch.Tensor) -> list[int]:
-    """Return the order of dimensions in which the memory of a tensor is contiguous, such as channels last."""
+def _memory_order(name: str, parameter: torch.Tensor) -> list[int]:
+    """Return the permutation of dimensions that makes a tensor contiguous; not the identity for channels last."""
     t = local(parameter)
     strides = t.stride()
     order = sorted(range(t.ndim), key=lambda d: (-strides[d], d))
@@ -214,8 +214,8 @@ def _order(name: str, parameter: torch.Tensor) -> list[int]:
         if t.permute(found).is_contiguous():
             return found
     raise InvalidInputError(
-        f"{name}: its memory, of shape {tuple(t.shape)} and strides {strides}, has gaps or overlaps; give "
-        "the parameter memory of its own, parameter.data.clone()"
+        f"{name}: its memory has gaps or overlaps (shape {tuple(t.shape)}, strides {strides}); give the parameter "
+        "memory of its own, by parameter.data.clone()"
     )
 
 
@@ -229,37 +229,39 @@ def _names(fragments: Any, named: dict[str, torch.Tensor]) -> Any:
         if isinstance(part, nn.Module):
             names = [by_id.get(id(parameter)) for parameter in part.parameters() if parameter.requires_grad]
             if None in names:
-                raise InvalidInputError(f"fragments: {type(part).__name__} has parameters that are not the model's")
+                raise InvalidInputError(
+                    f"fragments: {type(part).__name__} has parameters that do not belong to the model"
+                )
             part = names
         found.append(part)
     return found
 
 
 class TorchOuter:
-    """Updates the global parameters with an optimizer that was created over a model's: see `sparsecomm.OuterOptimizer`.
+    """A `sparsecomm.OuterOptimizer` that steps the global parameters with a PyTorch optimizer.
 
-    Until `give_back`, its groups hold parameters of this object. In a step, the parameters of an exchange share the
-    memory of the global ones and have the means as gradients. The optimizer skips the others, which have no gradient.
+    Until `give_back`, its groups hold stand-ins for the model's parameters. In a step, the stand-ins of exchanged
+    parameters share the memory of the global ones, and have the means as gradients. Others have no gradient.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
     ) -> None:
-        """Replace the parameters ``named`` of an optimizer, which may have others. ``views``: their memory here."""
+        """Replace the parameters ``named`` in an optimizer. ``views`` are their local shards, for shapes and types."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if missing := [name for name, parameter in named.items() if id(parameter) not in known]:
             raise InvalidInputError(
                 f"outer_optimizer: it lacks {missing[0]!r}; create it over model.parameters(). If another DiLoCo uses "
-                "it, call its remove() first"
+                "it, call remove() of that DiLoCo first"
             )
         self._optimizer = optimizer
-        self._own = {name: nn.Parameter(v if v.dtype == torch.float64 else v.float()) for name, v in views.items()}
-        self._exchange(dict(zip(map(id, named.values()), self._own.values(), strict=True)))
-        self._theirs = {id(own): parameter for own, parameter in zip(self._own.values(), named.values(), strict=True)}
+        self._standins = {name: nn.Parameter(v if v.dtype == torch.float64 else v.float()) for name, v in views.items()}
+        self._replace(dict(zip(map(id, named.values()), self._standins.values(), strict=True)))
+        self._replaced = {id(s): p for s, p in zip(self._standins.values(), named.values(), strict=True)}
 
     def give_back(self) -> None:
         """Put the model's parameters into the optimizer's groups again."""
-        self._exchange(self._theirs)
+        self._replace(self._replaced)
 
     # See `sparsecomm.OuterOptimizer` for these methods.
 
@@ -269,13 +271,13 @@ class TorchOuter:
     def step_together(self, arrays: Mapping[str, tuple[Array, Array]]) -> None:
         try:
             for name, (parameter, gradient) in arrays.items():
-                own = self._own[name]
-                own.data = from_dlpack(parameter).view(own.shape)
-                own.grad = from_dlpack(gradient).view(own.shape)
+                standin = self._standins[name]
+                standin.data = from_dlpack(parameter).view(standin.shape)
+                standin.grad = from_dlpack(gradient).view(standin.shape)
             self._optimizer.step()
         finally:
             for name in arrays:
-                self._own[name].grad = None
+                self._standins[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = copy.deepcopy(mapped(self._optimizer.state_dict(), torch.Tensor, torch.Tensor.cpu))
@@ -284,7 +286,7 @@ class TorchOuter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
             self._optimizer.load_state_dict(copy.deepcopy(mapped(dict(state), np.ndarray, torch.from_numpy)))
-            try_step(self._optimizer, self._own.values())
+            try_step(self._optimizer, self._standins.values())
         except Exception as error:
             raise InvalidInputError(
                 f"outer state: loading it, and making a step with it, raised {type(error).__name__}: {error}; expected "
@@ -294,10 +296,10 @@ class TorchOuter:
     def snapshot(self) -> Callable[[], None]:
         return snapshot(self._optimizer)
 
-    def _exchange(self, others: Mapping[int, torch.Tensor]) -> None:
-        """Replace the parameters with these ids, in groups and state."""
+    def _replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        """Replace the parameters with these ids in groups and state."""
         for group in self._optimizer.param_groups:
-            group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
         state = self._optimizer.state
-        for parameter in [parameter for parameter in state if id(parameter) in others]:
-            state[others[id(parameter)]] = state.pop(parameter)
+        for parameter in [parameter for parameter in state if id(parameter) in by_id]:
+            state[by_id[id(parameter)]] = state.pop(parameter)

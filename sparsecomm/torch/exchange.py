@@ -1,11 +1,11 @@
-"""`Exchange`: sums the gradients of named parameters by a `Reducer`, from hooks in backward passes or by calls."""
+"""`Exchange`, which averages the gradients of named parameters by a `Reducer`, during or after backward passes."""
 
 from __future__ import annotations
 
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["Exchange", "ExchangeOptions", "Scaler", "in_backward_pass", "is_void", "is_zero", "queue_callback"]
+__all__ = ["Exchange", "ExchangeOptions", "Scaler", "changes_nothing", "in_backward_pass", "is_zero", "queue_callback"]
 
 
 def _is_scale(value: object, _: object) -> bool:
@@ -42,12 +42,12 @@ def _is_scale(value: object, _: object) -> bool:
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
 
-# The exchange of each parameter that has, or had, one.
+# The latest exchange of each parameter, which may have ended.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
 class Scaler(Protocol):
-    """The part of `torch.amp.GradScaler` that is used."""
+    """The method of `torch.amp.GradScaler` that an exchange calls."""
 
     def get_scale(self) -> float: ...
 
@@ -65,17 +65,17 @@ class Exchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 
     The reducer lays out its buckets at the first use, because frameworks may move parameters to another device before.
-    After `begin`, hooks push gradients as backward passes make them, until `remove`, or until this object is deleted.
+    From `begin` to `remove`, or until this object is deleted, hooks push gradients as backward passes make them.
 
     Attributes:
         names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
         attached: True from `begin` to `remove`.
         exchanging: False within `no_sync`.
-        exchanged: gradients are means, and no optimizer step has used them.
-        divided: an optimizer step has raised while it used means: weights may have changed in part.
+        exchanged: True while gradients are means that no optimizer step has used yet.
+        step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
 
-    always_skips_nonfinite = False  # also without a scaler
+    always_skips_nonfinite = False  # whether a step with NaN is skipped even without a scaler
 
     @with_options(ReducerOptions, Reducer.__init__)
     def __init__(
@@ -89,14 +89,7 @@ class Exchange(TrainedParameters):
         passes: int = 1,
         **options: Unpack[ReducerOptions],
     ) -> None:
-        """Check the arguments.
-
-        Args:
-            named: names and parameters; frozen ones are not exchanged.
-            density, options: as in `Reducer`.
-            comm, scaler, check_weights_every: as in `SparseState`.
-            passes: number of backward passes whose gradients add up before an exchange.
-        """
+        """Check the arguments: see `SparseState`. ``passes`` is the number of backward passes per exchange."""
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
@@ -104,18 +97,24 @@ class Exchange(TrainedParameters):
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
         self._scaler = scaler
-        self._scale: float | None = None  # loss scale of residuals and velocities
+        self._scale: float | None = None  # the loss scale of the residuals and velocities
         skips = scaler is not None or self.always_skips_nonfinite
-        self._reducer = Reducer(_host_specs(self.named), density, skip_nonfinite=skips, **options)
+        specs = {  # in host memory: parameters may still move to their device
+            name: TensorSpec(name, tuple(p.shape), FLOAT64 if p.dtype is torch.float64 else FLOAT32, interop.CPU)
+            for name, p in self.named.items()
+        }
+        self._reducer = Reducer(specs, density, skip_nonfinite=skips, **options)
         self.used, self._warned = False, False
-        self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # outputs for means, and contiguous memory
-        self._new: dict[str, torch.Tensor] = {}  # outputs for parameters without a gradient on this rank
+        self._outs: dict[
+            str, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # each gradient, and the contiguous memory for its mean
+        self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
         self._passes = passes
         self._hooks: list[RemovableHandle] = []
-        self._passed = 0  # backward passes since the last exchange
-        self._pass: int | None = None  # autograd's number of the backward pass that has begun
+        self._passes_done = 0  # backward passes since the last exchange
+        self._pass_id: int | None = None  # autograd's id of the current backward pass
         self.attached, self.exchanging = False, True
-        self.exchanged = self.divided = False
+        self.exchanged = self.step_failed = False
 
     @property
     def reducer(self) -> Reducer:
@@ -135,7 +134,6 @@ class Exchange(TrainedParameters):
         return repr(self._reducer)
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a DTensor, or another tensor itself: detached."""
         return local(tensor) if self._sharded else tensor.detach()
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -146,8 +144,8 @@ class Exchange(TrainedParameters):
         found = self.names.get(id(parameter))
         if found is None:
             raise InvalidInputError(
-                f"a gradient came for a parameter of shape {tuple(parameter.shape)} that is none of the "
-                f"{len(self.names)} that were named; expected those of model.named_parameters(), of this very model"
+                f"a gradient belongs to a parameter of shape {tuple(parameter.shape)} that is none of the "
+                f"{len(self.names)} that were named; pass named_parameters() of this model"
             )
         return found
 
@@ -160,9 +158,9 @@ class Exchange(TrainedParameters):
             if other is not None and other.attached:
                 raise InvalidInputError(
                     f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                    "register_fsdp, already; call its remove() first"
+                    "register_fsdp; call its remove() first"
                 )
-        ready = weakref.WeakMethod(self._ready)
+        ready = weakref.WeakMethod(self._gradient_ready)
 
         def hook(parameter: torch.Tensor) -> None:
             if (method := ready()) is not None:
@@ -182,7 +180,7 @@ class Exchange(TrainedParameters):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes only add to this rank's gradients: on all ranks, for the same passes."""
+        """Let backward passes only add to this rank's gradients. Use it on all ranks for the same passes."""
         before, self.exchanging = self.exchanging, False
         try:
             yield
@@ -190,65 +188,66 @@ class Exchange(TrainedParameters):
             self.exchanging = before
 
     @deferred
-    def _ready(self, parameter: torch.Tensor) -> None:
-        """Push a gradient that a backward pass has made, if no further pass adds to it."""
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Push a gradient of the last backward pass before an exchange."""
         if not self.exchanging:
             return
         self.check_consistent()
         this = torch._C._current_graph_task_id()
-        if self._pass is None:
+        if self._pass_id is None:
             queue_callback(self._end_pass)
-            self._pass, self.exchanged = this, False
-        elif self._pass != this:
+            self._pass_id, self.exchanged = this, False
+        elif self._pass_id != this:
             raise InvalidInputError(
-                "a backward pass has begun before the one before it ended. Either that one failed: call "
-                "synchronize(), which exchanges the gradients it has made, before you continue. Or this one is within "
-                "it, as in reentrant activation checkpointing: use use_reentrant=False"
+                "a backward pass began before the previous one ended. If the previous one failed, call synchronize() "
+                "first, which exchanges the gradients it has made. If they are nested, as in reentrant activation "
+                "checkpointing, use use_reentrant=False"
             )
-        if self._passed + 1 == self._passes:
+        if self._passes_done + 1 == self._passes:
             gradient = self._gradient_of(parameter)
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
 
     @deferred
     def _end_pass(self) -> None:
-        if self._passed + 1 == self._passes:
+        if self._passes_done + 1 == self._passes:
             self.synchronize()
         else:
-            self._pass, self._passed = None, self._passed + 1
+            self._pass_id, self._passes_done = None, self._passes_done + 1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def check_frozen(self) -> None:
-        """Check that parameters that were frozen at the beginning still are; otherwise ranks would drift apart."""
+        """Check that parameters that were frozen at the beginning still are: their gradients are not exchanged."""
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidInputError(
-                    f"{name} was frozen when the optimizer or the model was wrapped, so its gradient is not exchanged, "
-                    "but it requires a gradient now; wrap again after unfreezing (call remove() of the old wrapper), "
+                    f"{name} was frozen when the optimizer or the model was wrapped, and requires a gradient now, "
+                    "which would not be exchanged. Call remove() of the old wrapper and wrap again after unfreezing, "
                     "or wrap before you freeze"
                 )
 
     def check_consistent(self) -> None:
-        if self.divided:
+        if self.step_failed:
             raise InvalidInputError(
-                "the optimizer's step before this one was interrupted, or failed, while it changed weights, which may "
-                "differ between ranks now; load a checkpoint on all ranks, by load_state_dict()"
+                "the previous optimizer step failed, or was interrupted, while it changed weights, which may now "
+                "differ between ranks; load a checkpoint on all ranks, by load_state_dict()"
             )
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
-        """Push the gradient of a parameter, which the mean will replace: see `Reducer.push`.
+        """Push a parameter's gradient, which the mean replaces: see `Reducer.push`.
 
-        Args:
-            name: of the parameter.
-            gradient: of the parameter's shape, with any strides; a DTensor if the parameter is one.
-            absent: this rank has no gradient. The mean replaces ``gradient`` if another rank has one.
+        With ``absent``, this rank has no gradient, and the mean replaces ``gradient`` if another rank has one.
         """
         target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
-            self._follow_scale()
+            if self._scaler is not None:
+                scale = float(self._scaler.get_scale())
+                if self._scale is not None and scale != self._scale:
+                    reducer.scale(scale / self._scale)
+                self._scale = scale
             self._outs = {}
         mean = target.contiguous()  # the same tensor, if it is contiguous
         if not reducer.pushed(name):  # otherwise the push is refused
@@ -256,7 +255,7 @@ class Exchange(TrainedParameters):
         reducer.push(name, None if absent else mean, mean)
 
     def _local_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient, which must not be a sparse tensor."""
+        """Return this rank's shard of a gradient. Refuse sparse tensors."""
         if gradient.layout is not torch.strided:
             raise InvalidInputError(
                 f"the gradient of {name} is sparse ({gradient.layout}), which is not supported; make the layer with "
@@ -264,19 +263,11 @@ class Exchange(TrainedParameters):
             )
         return self._local(gradient)
 
-    def _follow_scale(self) -> None:
-        """Convert residuals to the present loss scale."""
-        if self._scaler is not None:
-            scale = float(self._scaler.get_scale())
-            if self._scale is not None and scale != self._scale:
-                self.reducer.scale(scale / self._scale)
-            self._scale = scale
-
     def synchronize(self) -> Step:
         """Replace all gradients by means. Collective; raises the errors of `Reducer.wait`.
 
-        A parameter that is frozen, or has no gradient on this rank, gets the mean if another rank has a gradient;
-        otherwise ``p.grad`` stays as it is. After an interrupt, call it again to continue.
+        A parameter without a gradient on this rank gets the mean if another rank has a gradient; otherwise ``p.grad``
+        stays as it is. Frozen parameters count as without one. After an interrupt, call it again to continue.
         """
         self.check_consistent()
         seen: set[int] = set()
@@ -292,10 +283,10 @@ class Exchange(TrainedParameters):
         return self.wait()
 
     def _own_memory(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
-        """Return a parameter's gradient, replaced by a copy if the mean cannot be written to it.
+        """Return a parameter's gradient, after replacing it by a copy if it shares memory.
 
-        `torch.autograd.grad` of a sum returns gradients whose elements share memory, and programs may assign one
-        gradient to two parameters: ``seen`` holds the addresses of the gradients so far.
+        The elements of a gradient of `torch.autograd.grad` may share memory, and programs may assign one tensor to two
+        parameters. ``seen`` collects the addresses of the gradients.
         """
         gradient = self._gradient_of(parameter)
         if gradient is None or gradient.layout is not torch.strided:
@@ -310,7 +301,7 @@ class Exchange(TrainedParameters):
         return gradient
 
     def wait(self) -> Step:
-        """Wait until means have replaced the gradients, and end the step. After an interrupt, call it again."""
+        """Wait until means have replaced the gradients. After an interrupt, call it again."""
         done = self.ending_step(self.reducer.wait)
         if done.nonfinite and not self._warned:
             self._warned = True
@@ -323,7 +314,7 @@ class Exchange(TrainedParameters):
         return done
 
     def ending_step(self, wait: Callable[[], Step]) -> Step:
-        """Call ``wait``. If it ends the reducer's step, with or without an error, end the step here, too."""
+        """Call ``wait``. When the reducer's step has ended, even by an error, write the means to the gradients."""
         number = self.reducer.step
         try:
             return wait()
@@ -332,7 +323,7 @@ class Exchange(TrainedParameters):
                 self._end_step(self.reducer.last)
 
     def _end_step(self, last: Step | None) -> None:
-        """Write the means of a step to the gradients; ``None``: the step has failed."""
+        """Write the means of the reducer's ``last`` step to the gradients; ``None``: that step has failed."""
         outs, self._outs, new, self._new = self._outs, {}, self._new, {}
         for name, (target, mean) in outs.items():
             if last is not None and name in last.without_gradient:
@@ -349,7 +340,7 @@ class Exchange(TrainedParameters):
 
     def _reset(self, *, exchanged: bool) -> None:
         self._outs, self._new = {}, {}
-        self._pass, self._passed, self.exchanged = None, 0, exchanged
+        self._pass_id, self._passes_done, self.exchanged = None, 0, exchanged
 
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
@@ -359,9 +350,9 @@ class Exchange(TrainedParameters):
     # -- other ranks, and state ---------------------------------------------------------------------------------------
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
-        """Continue with other ranks, in the next backward pass: see `Reducer.rebuild`.
+        """Continue with other ranks: see `Reducer.rebuild`.
 
-        Gradients that the last step has not summed are set to zero. Its means count as exchanged.
+        If the last step failed, gradients that it has summed are means, and others are set to zero.
         """
         self.check_comm(comm)
         transport, self.comm = transport_of(comm), comm
@@ -375,7 +366,7 @@ class Exchange(TrainedParameters):
         return rebuilt
 
     def state_dict(self) -> StateDict:
-        """Return the state of the reducer, with tensors in host memory, and the loss scale."""
+        """Return the reducer's state, with arrays as tensors in host memory, and the loss scale."""
         state: StateDict = mapped(self.reducer.state_dict(), np.ndarray, torch.from_numpy)
         return {**state, "format": SCHEMA.format, "loss_scale": self._scale}
 
@@ -384,7 +375,7 @@ class Exchange(TrainedParameters):
         self.load_with(lambda undo: self.prepare_state(state))
 
     def load_with(self, prepare: Callable[[Undo], Prepared], keys: Iterable[str] = ()) -> None:
-        """Load a state with the additions of an integration: see `Reducer.load_with`. Collective."""
+        """Load a state that has more fields, ``keys``: see `Reducer.load_with`. Collective."""
         self.reducer.load_with(prepare, ["loss_scale", *keys])
 
     def prepare_state(self, state: State) -> Prepared:
@@ -394,21 +385,15 @@ class Exchange(TrainedParameters):
 
         def commit() -> None:
             prepared.commit()
-            self._scale, self.divided = scale, False
+            self._scale, self.step_failed = scale, False
             self._reset(exchanged=False)
-            self.adopt()
+            self.on_state_loaded()
 
         return Prepared({**prepared.common, "loss_scale": scale or 0.0}, commit)
 
-    def adopt(self) -> None:
-        """Note that weights and the optimizer's state were loaded."""
+    def on_state_loaded(self) -> None:
+        """Let the next step compare the weights again, because they were loaded."""
         self._reducer.weights_checked = None
-
-
-def _host_specs(named: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Return specs for a check of options. The parameters may not be on their device yet."""
-    dtypes = {name: FLOAT64 if p.dtype is torch.float64 else FLOAT32 for name, p in named.items()}
-    return {name: TensorSpec(name, tuple(p.shape), dtypes[name], interop.CPU) for name, p in named.items()}
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -416,18 +401,17 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-def is_void(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether a step does nothing: all learning rates and gradients are zero.
+def changes_nothing(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether a step would change nothing, because all learning rates and gradients are zero.
 
-    ``get_state_dict`` of PyTorch makes such steps. They are not steps of the training, so nothing must be exchanged in
-    them: entries of residuals would be lost.
+    PyTorch's ``get_state_dict`` makes such a step. Do not exchange in it: entries of residuals would be lost.
     """
     gradients = (local(p.grad) for p in parameters if p.grad is not None)
     return not any(group.get("lr", 1) for group in optimizer.param_groups) and not any(g.any() for g in gradients)
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether all elements are zero. It usually reads few elements of other gradients; on a GPU it waits."""
+    """Return whether all elements are zero. On a CPU, stop at the first block that is not; on a GPU, wait for it."""
     if not gradient.is_cpu or not gradient.is_contiguous():
         return not gradient.any()
     flat = gradient.view(-1)
@@ -440,10 +424,10 @@ def is_zero(gradient: torch.Tensor) -> bool:
 
 
 def in_backward_pass() -> bool:
-    """Return whether this thread is in a backward pass, so that callbacks can be queued."""
+    """Return whether this thread is in a backward pass, as `queue_callback` requires."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the present backward pass, after callbacks queued earlier."""
+    """Call ``callback`` at the end of this backward pass, after callbacks queued earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,4 +1,4 @@
-"""Models that a framework of PyTorch wraps: the communication hook of DistributedDataParallel, and FSDP2."""
+"""Sparse sums for wrapped models: `register` for DistributedDataParallel, `register_fsdp` for FSDP2."""
 
 # Without `from __future__ import annotations`: DDP reads the annotations of hooks, and requires types.
 
@@ -47,8 +47,8 @@ class SparseState(Exchange):
         scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
             which one rank's gradient overflows.
         check_weights_every: call `sparsecomm.check_weights` for the parameters, also frozen ones, before each step
-            whose number is a multiple of this; 0: before the first step, and the first one after `load_state_dict`,
-            only; ``None``: never. It must be the same on all ranks.
+            whose number is a multiple of this; 0: only before the first step and the first step after
+            `load_state_dict`; ``None``: never. It must be the same on all ranks.
         options: those of `sparsecomm.Reducer` except ``op="sum"``: DDP averages.
 
     Raises:
@@ -65,10 +65,10 @@ class SparseState(Exchange):
         self._settings: dict[str, Any] = {**options, "density": density}
         self._saved: State | None = None
         self.bind(named_parameters, comm=comm, scaler=scaler)
-        self._forget_pass()
+        self._reset_pass()
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
-        """Set the parameters of an unpickled state. Collective if it had made a step."""
+        """Set the parameters of an unpickled state. Collective if the state has made a step."""
         super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
         if self._saved is not None:
             super().load_state_dict(self._saved)
@@ -77,8 +77,8 @@ class SparseState(Exchange):
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         """Continue with other ranks: see `SparseOptimizer.rebuild`. Collective over them.
 
-        A DDP model that has seen a rank die cannot be used any more: wrap the module in a new one, on a process group
-        of the remaining ranks, and register this state with it. DDP then broadcasts the weights.
+        A DDP model cannot be used after one of its ranks has died. Wrap the module in a new one, on a process group of
+        the remaining ranks, and register this state with it. DDP then broadcasts the weights.
         """
         means = dict(self._means)
         rebuilt = super().rebuild(comm, joining=joining)
@@ -86,13 +86,13 @@ class SparseState(Exchange):
             for name, parameter in self.named.items():
                 if name not in unsummed:
                     parameter.grad = means[parameter].clone() if parameter in means else torch.zeros_like(parameter)
-        self._forget_pass()
+        self._reset_pass()
         return rebuilt
 
     def load_state_dict(self, state: State) -> None:
         """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
         super().load_state_dict(state)
-        self._forget_pass()
+        self._reset_pass()
 
     def __repr__(self) -> str:
         return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
@@ -103,13 +103,13 @@ class SparseState(Exchange):
     def __setstate__(self, state: StateDict) -> None:
         self._settings, self._saved = state["options"], state["saved"]
         self.named, self.used = {}, False
-        self._forget_pass()
+        self._reset_pass()
 
     # -- a backward pass ----------------------------------------------------------------------------------------------
 
-    def _forget_pass(self) -> None:
+    def _reset_pass(self) -> None:
         self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
-        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and outputs for their means
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and the tensors for their means
         self._in_pass = False  # a backward pass has begun, and DDP has not written all gradients yet
 
     def run_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -128,7 +128,7 @@ class SparseState(Exchange):
             gradients = bucket.gradients()
             zeros = _zeros_among(gradients)
             for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
-                gradient = _as_laid_out(gradient, parameter)
+                gradient = _with_strides_of(gradient, parameter)
                 self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
                 self._means.append((parameter, gradient))
             if bucket.is_last():
@@ -142,16 +142,16 @@ class SparseState(Exchange):
         if not in_backward_pass():  # DDP's join() calls the hook with zeros on a rank that has no more batches
             self._means, self._in_pass = [], False
             return future
-        # DDP queues a callback that writes gradients when this returns. Gradients that it leaves out come after that.
+        # When this returns, DDP queues a callback that writes gradients. `_write_unused` must run after it.
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
         queue_callback(partial(queue_callback, partial(self._write_unused, before)))
         return future
 
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Write means that DDP leaves out: of parameters that no rank used in this pass, but in a pass before it.
+        """Write the means of parameters that no rank used in this pass, which DDP leaves out.
 
-        Their gradients were still there, so they were exchanged again, and part of them is now in residuals.
-        ``before``: the gradients before DDP wrote others, with their versions.
+        If they have gradients of an earlier pass, these were exchanged again, and residuals hold part of them.
+        ``before`` holds the gradients and their versions before DDP wrote some of them.
         """
         last = self.reducer.last
         for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
@@ -161,7 +161,7 @@ class SparseState(Exchange):
                 parameter.grad = mean.clone()
             elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
                 gradient.copy_(mean)
-        self._means, self._in_pass = [], False  # not before: an interrupt must not pass for the end
+        self._means, self._in_pass = [], False  # last, because an interrupted pass has not ended
 
     def _complete_futures(self, error: BaseException | None) -> None:
         futures, self._futures = self._futures, []
@@ -173,7 +173,7 @@ class SparseState(Exchange):
 
 
 def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
-    """Return which gradients are all zeros. On a GPU it waits for them once."""
+    """Return for each gradient whether it is zero. On a GPU, wait for all of them once."""
     if all(gradient.is_cpu for gradient in gradients):
         return [is_zero(gradient) for gradient in gradients]
     return (torch.stack([gradient.any() for gradient in gradients]) == 0).tolist()
@@ -184,11 +184,8 @@ def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
 
 
-def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of a gradient with its parameter's strides.
-
-    DDP gives gradients the memory layout of their parameters, for example channels last, but passes contiguous views.
-    """
+def _with_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of a gradient with its parameter's strides, as DDP stores it; the hook gets contiguous views."""
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride())
@@ -197,8 +194,8 @@ def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
 def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
 
-    The exchange of a bucket of ``state`` begins when it is complete, and overlaps with the backward pass; the hook of
-    DDP's last bucket waits for all.
+    The exchange of a bucket of ``state`` begins when its gradients are complete, and overlaps with the backward pass.
+    The hook of DDP's last bucket waits for all exchanges.
     """
     return state.run_hook(bucket)
 
@@ -211,12 +208,12 @@ def register(
 
         state = sparsecomm.torch.register(DistributedDataParallel(model))
 
-    For SGD, with or without momentum. The defaults are recommended in docs/guides/choosing.md. For a dense
+    Use it for SGD, with or without momentum. The defaults are explained in docs/guides/choosing.md. For a dense
     baseline, pass ``density=1.0``: gradients are then the same as without this line. Adam and its variants divide by
     the size of gradients, and train worse with sparse means: use `SparseAdamW` for these, without DDP.
 
     Args:
-        ddp: a DDP model before its first backward pass. Parameters that it ignores are not exchanged.
+        ddp: a DDP model before its first backward pass. Parameters that DDP ignores are not exchanged.
         comm: ``None``: the process group of ``ddp``.
         density, scaler, check_weights_every, options: as in `SparseState`.
 
@@ -230,7 +227,7 @@ def register(
     if options.get("comm") is None:
         options["comm"] = ddp.process_group
     ignored = ddp.parameters_to_ignore
-    # DDP prefixes a "." to the names of the model's own parameters.
+    # DDP puts a "." before the names of parameters that the module itself holds.
     named = [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
     state = SparseState(named, density, **options)
     ddp.register_comm_hook(state, sparse_hook)
@@ -238,10 +235,10 @@ def register(
 
 
 def keep_local(ddp: DistributedDataParallel) -> None:
-    """Let DDP leave each rank's gradients as they are, if a framework wraps a model in DDP unnecessarily.
+    """Stop DDP from averaging gradients.
 
-    For `SparseAdamW` and `DiLoCo`. It does not work with `DistributedOptimizer`, whose means DDP would overwrite; use
-    `register` instead. DDP's ``join()`` is not supported.
+    Use it with `SparseAdamW` and `DiLoCo` if a framework wraps the model in DDP. It does not work with
+    `DistributedOptimizer`, whose means DDP would overwrite; use `register` instead. DDP's ``join()`` is not supported.
 
     Args:
         ddp: a DDP model before its first backward pass.
@@ -256,8 +253,8 @@ def keep_local(ddp: DistributedDataParallel) -> None:
 def _local_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if not in_backward_pass():
         raise InvalidInputError(
-            "join() of a DistributedDataParallel model after keep_local(): a rank that has no more batches would miss "
-            "the exchanges of the optimizer; train on the same number of batches on all ranks"
+            "DistributedDataParallel.join() is not supported after keep_local(), because a rank that has no more "
+            "batches would miss the exchanges of the optimizer; train on the same number of batches on all ranks"
         )
     future = _future_of(bucket.buffer())
     future.set_result(bucket.buffer())
@@ -272,7 +269,7 @@ def _check_free(ddp: DistributedDataParallel) -> None:
         sharded = kind.startswith(("FSDP", "FullySharded"))
         hint = "; use register_fsdp for replicas of a model that FSDP2 shards" if sharded else ""
         raise InvalidInputError(f"ddp: got {kind}; expected torch.nn.parallel.DistributedDataParallel{hint}")
-    if getattr(ddp, "_comm_hooks", ()):  # private to torch, whose own error says less
+    if getattr(ddp, "_comm_hooks", ()):  # a private attribute, for a clearer error than PyTorch's
         raise InvalidInputError(
             "ddp: a communication hook is registered already, and DistributedDataParallel takes one; keep the state "
             "that the first register returned, or wrap the module in a new DistributedDataParallel"
@@ -286,7 +283,7 @@ def _check_free(ddp: DistributedDataParallel) -> None:
 def register_fsdp(
     model: torch.nn.Module, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
 ) -> "ShardedState":
-    """Sum the gradients of a model that FSDP2 shards, sparsely across the replicas of its shards.
+    """Average the gradients of a model that FSDP2 shards, sparsely across the replicas of its shards.
 
         mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
@@ -295,16 +292,16 @@ def register_fsdp(
     FSDP sums a gradient within the group that shards it. Then each rank exchanges its shard with the ranks that hold
     the same shard, while the backward pass continues. Leave the replicating dimension out of the mesh that you pass to
     FSDP, because FSDP would sum densely along it. The mesh may have tensor-parallel dimensions. Parameters that FSDP
-    does not shard are not exchanged. Passes without ``set_requires_gradient_sync`` only add up gradients, like passes
-    under ``state.no_sync()``.
+    does not shard are not exchanged. After ``set_requires_gradient_sync(False)``, backward passes only add up
+    gradients, like passes under ``state.no_sync()``.
 
     Args:
         model: a model with at least one module wrapped by `torch.distributed.fsdp.fully_shard`, before its first
             forward pass.
         density: as in `sparsecomm.Reducer`, for each rank's shards.
         comm: the process group of the ranks that hold the same shards as this one.
-        scaler, check_weights_every: as in `SparseState`; each rank checks its shards. An overflow that only some
-            shards have seen makes all scalers skip the step, and drops the sums of the other shards.
+        scaler, check_weights_every: as in `SparseState`, for this rank's shards. If only some shards overflow, all
+            scalers skip the step, and the sums of the other shards are lost.
         options: those of `sparsecomm.Reducer` except ``clip``. ``op`` is "mean" by default; pass "sum" if you have
             called ``set_gradient_divide_factor``.
 
@@ -318,11 +315,11 @@ def register_fsdp(
 
 
 class ShardedState(Exchange):
-    """The exchange of a model's shards across replicas, as `register_fsdp` returns it. `remove` ends it.
+    """The exchange of a model's shards across replicas, returned by `register_fsdp`. `remove` ends it.
 
-    Under `no_sync` FSDP still sums within its group, so that no rank has to store a whole gradient. If a shard group
-    has lost a rank, FSDP cannot continue in it; the other groups `rebuild` over groups of ranks that hold the same
-    shards.
+    Under `no_sync` FSDP still sums within its group, so that no rank has to store a whole gradient. FSDP cannot
+    continue in a shard group that has lost a rank. Ranks of the other groups call `rebuild`, each with the remaining
+    ranks that hold the same shards.
     """
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`, which sums gradients over all ranks, for training loops without DistributedDataParallel."""
+"""`DistributedOptimizer`, which averages gradients over all ranks without DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.exchange import Exchange, ExchangeOptions, is_void
+from sparsecomm.torch.exchange import Exchange, ExchangeOptions, changes_nothing
 from sparsecomm.torch.optimizer_state import comparable, in_order_of, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer", "SparseOptimizer"]
 
 KEY = "sparsecomm"  # in state_dict
-NAMES = "parameter_names"  # in state_dict, in the order in which the optimizer numbers its parameters
+NAMES = "parameter_names"  # in state_dict, in the optimizer's order of parameters
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
@@ -49,23 +49,23 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             loss(model(x), y).backward()      # the exchange overlaps with it, and is complete at its end
             optimizer.step()
 
-    The result is the same object, whose class now also is a `SparseOptimizer`: schedulers, scalers and
-    ``clip_grad_norm_`` work on it. Make schedulers afterwards. For SGD, with or without momentum; for Adam and its
-    variants, use `SparseAdamW`. A warning says so.
+    It returns the same optimizer, which is then also a `SparseOptimizer`. Schedulers, scalers and ``clip_grad_norm_``
+    work as before; create schedulers afterwards. Use it for SGD, with or without momentum. It warns about Adam and its
+    variants; use `SparseAdamW` for these.
 
     If you run two backward passes before a step, the second adds to the mean of the first, and the sum is exchanged.
     This is correct, but costs two exchanges, and velocities (``momentum=``) take part in both: use
     ``backward_passes_per_step`` or ``no_sync`` instead. Use ``use_reentrant=False`` for activation checkpointing.
 
-    ``synchronize()`` exchanges gradients that did not come from ``backward()``; `step` calls it if necessary. The
-    exchange ends with ``remove()``, or when the optimizer is deleted: on all ranks.
+    ``synchronize()`` exchanges gradients that did not come from ``backward()``; `step` calls it if necessary. Call
+    ``remove()`` or delete the optimizer, on all ranks, to end the exchange.
 
     Args:
-        optimizer: of these parameters. Other parameters of it are not exchanged.
-        named_parameters: of the model.
+        optimizer: an optimizer of these parameters. Gradients of its other parameters are not exchanged.
+        named_parameters: ``model.named_parameters()``.
         density: as in `sparsecomm.Reducer`.
         comm: as in `sparsecomm.sparse_allreduce`.
-        backward_passes_per_step: the number of passes whose gradients add up before an exchange.
+        backward_passes_per_step: the number of backward passes whose gradients add up before an exchange.
         scaler, check_weights_every: as in `SparseState`.
         options: those of `sparsecomm.Reducer`, with ``op="mean"`` by default.
 
@@ -91,9 +91,9 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
         )
     if not (isinstance(density, float) and density == 1.0) and not _follows_gradient(optimizer):
         warnings.warn(
-            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses their signs alone. The "
+            f"{type(optimizer).__name__} divides gradients by the size of earlier ones, or uses only their signs. The "
             "entries of sparse means are rare and large, so models train worse than with dense means. Use "
-            "sparsecomm.torch.SparseAdamW instead, or local steps (sparsecomm.torch.DiLoCo). You can ignore this at "
+            "sparsecomm.torch.SparseAdamW or local steps (sparsecomm.torch.DiLoCo) instead. You can ignore this at "
             "densities near 1",
             stacklevel=2,
         )
@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := [name for name, parameter in exchange.named.items() if parameter not in known]:
         raise InvalidInputError(
-            f"named_parameters: {listed(unknown)} are not parameters of the optimizer; name only those that it updates"
+            f"named_parameters: {listed(unknown)} are not parameters of the optimizer; pass only parameters that it has"
         )
     exchange.begin()
     if not isinstance(optimizer, SparseOptimizer):
@@ -113,7 +113,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
 
 
 def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether steps are proportional to gradients, as far as the class of the optimizer tells."""
+    """Return whether the optimizer's steps are proportional to gradients, judging by its class."""
     known = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
     if known is torch.optim.Optimizer:
         return not any({"betas", "eps"} & group.keys() for group in optimizer.param_groups)  # they divide by magnitudes
@@ -124,7 +124,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     """An optimizer that exchanges gradients: `SparseAdamW`, or the result of `DistributedOptimizer`."""
 
     _exchange: Exchange
-    _apart = False  # whether residuals are left out of its state
+    _residuals_apart = False  # whether `state_dict` leaves out residuals
 
     @property
     def reducer(self) -> Reducer:
@@ -139,11 +139,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Continue with the ranks of another communicator, after some were lost or have joined. Collective over them.
 
         Residuals and velocities of this rank stay. After a backward pass that failed, ``p.grad`` is the mean if the
-        ranks had agreed on it, and zero otherwise; those gradients are in the residuals. Continue with ``step()``.
+        ranks had agreed on it. Otherwise it is zero, and the gradient is in the residual. Continue with ``step()``.
 
         Args:
             comm: from `sparsecomm.shrink` or `sparsecomm.grow`, or a process group of the remaining ranks.
-            joining: this rank is new. You must broadcast weights and the optimizer's own state.
+            joining: whether this rank is new. You must broadcast weights and the optimizer's own state to it.
         """
         return self._exchange.rebuild(comm, joining=joining)
 
@@ -152,7 +152,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._exchange.discard(names)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes only add to this rank's gradients: on all ranks, for the same passes."""
+        """Let backward passes only add to this rank's gradients. Use it on all ranks for the same passes."""
         return self._exchange.no_sync()
 
     def remove(self) -> None:
@@ -160,7 +160,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._exchange.remove()
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
-        """Update the parameters. Exchange gradients first, unless a backward pass has. See the optimizer's own."""
+        """Exchange gradients, unless a backward pass has done so, and make the optimizer's own step."""
         exchange = self._exchange
 
         def evaluate() -> Loss:
@@ -175,12 +175,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             return super().step(closure)
         exchange.check_frozen()
         exchange.check_consistent()
-        if closure is None and not exchange.exchanged and not is_void(self, exchange.named.values()):
+        if closure is None and not exchange.exchanged and not changes_nothing(self, exchange.named.values()):
             exchange.synchronize()
         try:
             loss = super().step(None if closure is None else evaluate)
         except BaseException:
-            exchange.divided, exchange.exchanged = exchange.exchanged, False
+            exchange.step_failed, exchange.exchanged = exchange.exchanged, False
             raise
         exchange.exchanged = False
         return loss
@@ -190,24 +190,24 @@ class SparseOptimizer(torch.optim.Optimizer):
     def residuals_apart(self) -> Exchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
-        For frameworks that save the state of rank 0 and load it on all ranks, and for ``get_state_dict`` of
-        `torch.distributed.checkpoint`. Save the returned object on each rank: see `sparsecomm.torch.save`, `Stateful`.
+        Use it with frameworks that save the state of rank 0 and load it on all ranks, and with ``get_state_dict`` of
+        `torch.distributed.checkpoint`. Save the returned object on each rank by `sparsecomm.torch.save` or `Stateful`.
         """
-        self._apart = True
+        self._residuals_apart = True
         return self._exchange
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, and this rank's residuals under "sparsecomm", unless they are kept apart."""
+        """Return the optimizer's state, with this rank's residuals under "sparsecomm" unless they are kept apart."""
         names = [self._exchange.names.get(id(p), "") for group in self.param_groups for p in group["params"]]
         own: StateDict = {**super().state_dict(), NAMES: names}
-        return own if self._apart else {**own, KEY: self._exchange.state_dict()}
+        return own if self._residuals_apart else {**own, KEY: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: State) -> None:
         """Load a state that `state_dict` returned on this rank. Collective: all ranks load, or none.
 
-        The state of each parameter is found by its name, or by its position if the state has no names. The settings of
-        groups and the state of the named parameters must be equal on all ranks. If residuals are kept apart, only the
-        optimizer's own state is loaded, and nothing is compared.
+        Parameters are matched by name, or by position if the state has no names. The settings of groups and the state
+        of the named parameters must be equal on all ranks. If residuals are kept apart, only the optimizer's own state
+        is loaded, and nothing is compared between ranks.
 
         Raises:
             InvalidInputError: the state of some rank has no residuals, or does not fit this model, optimizer or world
@@ -215,22 +215,22 @@ class SparseOptimizer(torch.optim.Optimizer):
             CollectiveMismatchError: another rank does not load a state.
         """
         exchange = self._exchange
-        if self._apart:
+        if self._residuals_apart:
             self._load_own(self._by_name(state_dict))
-            exchange.adopt()
+            exchange.on_state_loaded()
             return
 
         def prepare(undo: Undo) -> Prepared:
             rest = dict(state_dict)
             if KEY not in rest:
                 raise InvalidInputError(
-                    f"state_dict: there are no residuals ({KEY!r}) in it: it is of a plain optimizer, or a framework "
-                    "has left them out. Expected what state_dict() of this kind of optimizer returned. To continue "
-                    "without, or to load them by themselves, call residuals_apart() before"
+                    f"state_dict: it has no residuals ({KEY!r}): a plain optimizer saved it, or a framework left them "
+                    "out. Pass what state_dict() of this kind of optimizer returned. To continue without residuals, or "
+                    "to load them separately, call residuals_apart() first"
                 )
             prepared = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
-            with reading("the optimizer's own part", "that of the same optimizer over the same parameters"):
+            with reading("the optimizer's own part", "the state of the same optimizer over the same parameters"):
                 self._load_own(self._by_name(rest))
                 own = comparable(self, exchange.named)
             return Prepared({**prepared.common, "optimizer": own}, prepared.commit)
@@ -248,6 +248,6 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(
-            "an optimizer that exchanges gradients cannot be copied or pickled: its hooks are those of one model. Save "
-            "its state_dict(), or copy the model, and wrap a plain optimizer of the copy"
+            "an optimizer that exchanges gradients cannot be copied or pickled, because its hooks belong to one model. "
+            "Save its state_dict(), or copy the model and wrap a plain optimizer of the copy"
         )

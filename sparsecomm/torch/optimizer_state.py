@@ -1,4 +1,4 @@
-"""States and steps of any PyTorch optimizer: convert, compare, reorder and restore a state; try a step on a copy."""
+"""Convert, compare, reorder and restore the state of any PyTorch optimizer, and try a step on a copy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None]:
     """Return a function that restores the groups, the state and the attributes of an optimizer.
 
-    `torch.optim.Optimizer.load_state_dict` replaces these objects without changing them, so references suffice. A
-    class that overrides this method, and is not one of ``ours``, may write into tensors, so their values are copied.
+    `torch.optim.Optimizer.load_state_dict` replaces values without writing into them, so references suffice. A class
+    outside of ``ours`` that overrides this method may write into tensors, so these are copied.
     """
     state = optimizer.state
     containers: list[Any] = [vars(optimizer), state, *optimizer.param_groups]
@@ -54,16 +54,13 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
 
 
 def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: StateDict, saved: Any) -> StateDict:
-    """Return a saved state with its parameters in the order of an optimizer, which goes by position.
+    """Reorder a ``state_dict`` for an optimizer, because PyTorch matches parameters by position.
 
-    Args:
-        optimizer: the optimizer that loads the state.
-        names: its names by ``id(parameter)``. A parameter without a name counts as one with an empty name.
-        state: the return value of ``state_dict`` of such an optimizer.
-        saved: the names of the parameters when the state was saved, in order.
+    ``names`` are the optimizer's, by ``id(parameter)``; ``saved`` are the names in the state, in its order. A parameter
+    without a name counts as one with an empty name.
     """
     if len(state["param_groups"]) != len(optimizer.param_groups):
-        return state  # the optimizer refuses it
+        return state  # `load_state_dict` refuses it
     groups = []
     for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
         wanted = [names.get(id(p), "") for p in ours["params"]]
@@ -84,7 +81,7 @@ def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], stat
 def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]) -> object:
     """Return the settings of the groups and the state of the named parameters, as plain values for a checksum.
 
-    Entries that belong to no parameter are included. The name of its type replaces an object that is no plain value.
+    State that belongs to no parameter is included. Other objects are represented by the name of their type.
     """
     state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
     groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
@@ -103,12 +100,12 @@ def _plain(value: Any) -> object:
 
 @torch.no_grad()
 def try_step(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Make a step of these parameters with a copy of an optimizer, and raise what it raises. Nothing changes.
+    """Step these parameters with a copy of an optimizer, to raise what the step raises. Nothing changes.
 
-    The copy has one element of each parameter, or all of a parameter whose state has tensors of other shapes than the
-    parameter and of more than one element.
+    The copy has only the first element of each parameter, unless the parameter's state has a tensor with several
+    elements and a shape of its own, as in Adafactor.
     """
-    copies: dict[int, Any] = {}  # for `deepcopy`, by ``id``
+    copies: dict[int, Any] = {}  # the memo of `deepcopy`
     stepped = set(map(id, parameters))
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -1,7 +1,4 @@
-"""Parameters that ranks train together: their names, the local shards of DTensors, and checks that ranks hold the same.
-
-`TrainedParameters` holds the parameters of a training; `broadcast_parameters` gives all ranks the same values.
-"""
+"""The parameters that ranks train together: `TrainedParameters`, `broadcast_parameters`, and shards of DTensors."""
 
 from __future__ import annotations
 
@@ -25,11 +22,11 @@ __all__ = [
 ]  # fmt: skip
 
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
-# Classes of torch.distributed.tensor, which takes long to import.
+# Classes of torch.distributed.tensor, which is slow to import.
 DTensor: TypeAlias = Any
 DeviceMesh: TypeAlias = Any
 
-# Attributes in which wrappers store the wrapped module, and which are therefore parts of parameter names.
+# Attributes that hold a wrapped module, and so appear in parameter names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _HYBRID = (
     "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
@@ -40,15 +37,15 @@ _HYBRID = (
 
 @deferred
 class TrainedParameters:
-    """Named parameters that ranks train together: all ranks hold the same ones, or the same shards of DTensors.
+    """The named parameters of a model. All ranks of ``comm`` hold the same parameters, or the same shards of DTensors.
 
     Attributes:
-        named: the parameters that require gradients, by name without prefixes of wrappers.
+        named: the parameters that require gradients, by name, without the prefixes that wrappers add.
         comm: the communicator of the ranks.
     """
 
     def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
-        """Check the arguments: ``clip`` is not supported with DTensors. Nothing is sent."""
+        """Check the arguments; ``clip`` is only checked, and must be ``None`` with DTensors. Nothing is sent."""
         self.named, self._frozen = _trained_and_frozen(named)
         for name, parameter in self.named.items():
             if parameter.is_complex():
@@ -61,33 +58,29 @@ class TrainedParameters:
         self.comm = comm
         if clip is not None and self._sharded:
             raise InvalidInputError(
-                "clip: must be None with DTensors, because each rank knows the norm of its shards only; clip the mean, "
-                "by torch.nn.utils.clip_grad_norm_"
+                "clip: must be None with DTensors, because each rank knows only the norm of its own shards; clip the "
+                "mean with torch.nn.utils.clip_grad_norm_"
             )
 
     def check_comm(self, comm: Comm) -> None:
-        """Check that the ranks of a communicator hold the same shards, as far as meshes tell. Nothing is sent."""
+        """Check by the DTensors' meshes that the ranks of ``comm`` hold the same shards. Nothing is sent."""
         _check_replicated(self.named, comm)
 
     def connect(self) -> Transport:
-        """Return the transport of the ranks. Collective if there are DTensors.
-
-        Raises:
-            CollectiveMismatchError: the ranks hold different shards.
-        """
+        """Return the transport. With DTensors, first compare the ranks' shards, which is collective."""
         comm = transport_of(self.comm)
-        shards = [_described(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
+        shards = [_describe(name, parameter) for name, parameter in self.named.items() if is_sharded(parameter)]
         if shards and comm.size > 1:
             _compare(
                 comm,
                 ["shards", *shards],
-                f"the ranks of comm hold different shards; rank {comm.rank} has {len(shards)} DTensors, the first of "
-                f"them {shards[0]}. Expected ranks that hold the same: {_HYBRID}",
+                f"the ranks of comm hold different shards; rank {comm.rank} has {len(shards)} DTensors, beginning with "
+                f"{shards[0]}. Pass ranks that hold the same shards: {_HYBRID}",
             )
         return comm
 
     def with_frozen(self, tensors: Mapping[str, object]) -> dict[str, object]:
-        """Return tensors by name, and the frozen parameters that are not sharded: all must be equal on all ranks."""
+        """Return ``tensors`` and the unsharded frozen parameters, by name: all that must be equal on all ranks."""
         frozen = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
         return {**tensors, **frozen}
 
@@ -101,8 +94,9 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
     frozen: dict[str, torch.Tensor] = {}
     for name, parameter in first.values():
         if not isinstance(parameter, torch.Tensor):
-            what = f"{name} is of type {type(parameter).__name__}"
-            raise InvalidInputError(f"named_parameters: {what}; expected pairs, as from model.named_parameters()")
+            raise InvalidInputError(
+                f"named_parameters: {name} is of type {type(parameter).__name__}; pass model.named_parameters()"
+            )
         if parameter.requires_grad and name in trained:
             raise InvalidInputError(f"named_parameters: the name {name!r} appears twice; names must be unique")
         (trained if parameter.requires_grad else frozen)[name] = parameter
@@ -118,11 +112,7 @@ def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def unwrapped_names(names: Iterable[str]) -> list[str]:
-    """Return parameter names without the parts that wrappers add.
-
-    These are the parts of `torch.compile`, activation checkpointing and FSDP anywhere in a name, and "module." of
-    DistributedDataParallel at the beginning of all names.
-    """
+    """Return parameter names without the parts that wrappers add: `_WRAPPERS` anywhere, "module." at the start."""
     found = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
     while found and all(name.startswith("module.") for name in found):
         found = [name.removeprefix("module.") for name in found]
@@ -134,12 +124,13 @@ def broadcast_parameters(
 ) -> None:
     """Copy the tensors of rank ``root`` to all ranks, bit for bit. Collective.
 
-    The ranks first compare names, dtypes and shapes. Each tensor is one broadcast, by MPI or over the connections of
-    the process group's transport. A tensor on a GPU uses the group itself, if that has a backend for it.
+    The ranks first compare names, dtypes and shapes. Each tensor is then sent in one broadcast, by MPI or
+    over the connections of the process group's transport. For a tensor on a GPU, the process group itself broadcasts,
+    if it has a backend for GPUs.
 
     Args:
         tensors: ``model.state_dict()`` or ``model.named_parameters()``, of any dtypes and strides; written in place.
-            Of a DTensor, this rank's shard is written. Other objects are ignored.
+            For a DTensor, this rank's shard is written. Objects that are not tensors are ignored.
         root: a rank of ``comm``.
         comm: as in `DistributedOptimizer`.
 
@@ -148,19 +139,19 @@ def broadcast_parameters(
         CollectiveMismatchError: the ranks' tensors differ in number, names, dtypes or shapes, or ``root`` differs.
             Nothing was written.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died. Some tensors may have been
-            written, and one in part.
+            written, one of them in part.
     """
     named = [(name, t) for name, t in interop.named(tensors) if isinstance(t, torch.Tensor)]
     _check_replicated(dict(named), comm, summed=False)
     transport = transport_of(comm)
     if not isinstance(root, int) or not 0 <= root < transport.size:
         raise InvalidInputError(f"root={root!r}: must be a rank from 0 to {transport.size - 1}")
-    described = [_described(name, t) for name, t in named]
+    described = [_describe(name, t) for name, t in named]
     _compare(
         transport,
         [f"broadcast from {root}", *described],
         f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; rank "
-        f"{transport.rank} has root={root} and {len(named)} tensors, the first of them {[*described, 'none'][0]}",
+        f"{transport.rank} has root={root} and {len(named)} tensors, beginning with {[*described, 'none'][0]}",
     )
     for _, tensor in named:
         tensor = local(tensor)
@@ -186,7 +177,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or another tensor itself: detached, and without a copy."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself: detached, not copied."""
     detached: DTensor = tensor.detach()
     shard: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
     return shard
@@ -195,68 +186,67 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of a parameter, with the parameter's placements.
 
-    Autograd may leave a part of the sum on each rank of a mesh (``Partial``). The gradient is then replaced by its sum
-    over the mesh, which is collective over it.
+    Autograd may leave a partial sum on each rank of a mesh (``Partial``). Then this replaces ``parameter.grad`` by the
+    sum, which is collective over the mesh.
     """
-    gradient, dtensor = parameter.grad, parameter  # type: DTensor, DTensor
-    if gradient is not None and is_sharded(parameter) and gradient.placements != dtensor.placements:
-        parameter.grad = gradient = gradient.redistribute(placements=dtensor.placements)
-    result: torch.Tensor | None = gradient
-    return result
+    p: DTensor = parameter
+    if is_sharded(parameter) and p.grad is not None and p.grad.placements != p.placements:
+        p.grad = p.grad.redistribute(placements=p.placements)
+    return parameter.grad
 
 
 def _check_replicated(named: Mapping[str, torch.Tensor], comm: Comm, *, summed: bool = True) -> None:
-    """Check that all ranks of ``comm`` hold the same shards, as far as meshes tell. Nothing is sent.
+    """Check by the DTensors' meshes that all ranks of ``comm`` hold the same shards. Nothing is sent.
 
-    ``summed``: also check that PyTorch does not sum the gradients over these ranks itself.
+    ``summed``: also check that PyTorch does not already sum the gradients over these ranks.
     """
     group = group_of(comm)
     if not isinstance(group, dist.ProcessGroup):
         return
     ranks = dist.get_process_group_ranks(group)
     which = "all ranks (comm is None)" if comm is None else f"the ranks {ranks} of comm"
-    layouts: dict[tuple[DeviceMesh, Any], str] = {}  # with the name of the first parameter
+    layouts: dict[tuple[DeviceMesh, Any], str] = {}  # mesh and placements: the first parameter that has them
     for name, parameter in named.items():
         if is_sharded(parameter):
             t: DTensor = parameter
             layouts.setdefault((t.device_mesh, t.placements), name)
     for (mesh, placements), name in layouts.items():
-        apart = _dimensions_apart(mesh, ranks)
-        if sharded := [d for d in apart if not placements[d].is_replicate()]:
+        spanned = _dimensions_spanned(mesh, ranks)
+        if sharded := [d for d in spanned if not placements[d].is_replicate()]:
             raise InvalidInputError(
-                f"{name} is a DTensor, sharded over {_dimension(mesh, sharded[0])} of its mesh, along which {which} "
-                "lie: each holds another part of it, so their gradients cannot be summed. Pass ranks that hold the "
-                f"same shard: {_HYBRID}"
+                f"{name} is a DTensor, sharded over {_dimension_name(mesh, sharded[0])} of its mesh: {which} hold "
+                "different parts of it, so their gradients cannot be summed. Pass ranks that hold the same shard: "
+                f"{_HYBRID}"
             )
-        if apart and summed:
+        if spanned and summed:
             raise InvalidInputError(
-                f"{name} is a DTensor, replicated over {_dimension(mesh, apart[0])} of its mesh, along which {which} "
-                "lie: PyTorch itself sums its gradients there, densely and in each step. Leave the dimension out "
-                f"of the mesh: {_HYBRID}"
+                f"{name} is a DTensor, replicated over {_dimension_name(mesh, spanned[0])} of its mesh: PyTorch "
+                f"already sums its gradients over {which}, densely and in each step. Leave the dimension out of the "
+                f"mesh: {_HYBRID}"
             )
 
 
-def _dimensions_apart(mesh: DeviceMesh, ranks: list[int]) -> list[int]:
-    """Return the dimensions of a mesh in which the coordinate of a rank of ``ranks`` differs from this rank's."""
+def _dimensions_spanned(mesh: DeviceMesh, ranks: list[int]) -> list[int]:
+    """Return the dimensions of a mesh in which some of ``ranks`` have another coordinate than this rank."""
     matches = (mesh.mesh == rank for rank in ranks)
     others = [match.nonzero()[0].tolist() for match in matches if match.any()]
     return [d for d, mine in enumerate(mesh.get_coordinate() or ()) if any(other[d] != mine for other in others)]
 
 
-def _dimension(mesh: DeviceMesh, d: int) -> str:
+def _dimension_name(mesh: DeviceMesh, d: int) -> str:
     return f"dimension {d}" if mesh.mesh_dim_names is None else f"dimension {mesh.mesh_dim_names[d]!r}"
 
 
-def _compare(transport: Transport, texts: list[str], otherwise: str) -> None:
-    """Check that all ranks have the same texts; otherwise raise an error that begins with ``otherwise``. Collective."""
-    try:  # a sum that ends when all ranks have begun it, and that fails on all of them if labels differ
+def _compare(transport: Transport, texts: list[str], problem: str) -> None:
+    """Raise `CollectiveMismatchError`, beginning with ``problem``, if the ranks' ``texts`` differ. Collective."""
+    try:  # a dense sum, which fails on all ranks if their labels differ
         sparse_allreduce(np.zeros(1, np.float32), 1, comm=transport, algorithm="dense", label="\n".join(texts))
     except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(f"{otherwise}. {error}") from error
+        raise CollectiveMismatchError(f"{problem}. {error}") from error
 
 
-def _described(name: str, t: DTensor) -> str:
-    """Return a text with a tensor's name, dtype and shape, and with this rank's shard of it."""
+def _describe(name: str, t: DTensor) -> str:
+    """Return a tensor's name, dtype and shape as text, and which shard of it this rank has."""
     text = f"{name}, {t.dtype} {tuple(t.shape)}"
     if not is_sharded(t):
         return text

@@ -198,7 +198,7 @@ def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path, forks: Run) -> Non
     needs("torch", "sklearn")
     for ranks, expected, pattern in (
         (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),
-        (2, 0, r"(?s)(nothing to train, since the checkpoint is of 1 epochs: pass more by --epochs, .*?){2}"),
+        (2, 0, r"(?s)(nothing to train: the checkpoint has 1 epochs; pass a larger --epochs, .*?){2}"),
         (4, 1, r"(?s)(tensors are sharded over a mesh of other ranks; start with the saved world size.*?){4}"),
     ):
         words = ROOT / "examples/fsdp_hybrid.py", "--epochs", 1, "--folder", tmp_path

@@ -63,14 +63,14 @@ def test_one_kind_of_optimizers(ddp: DistributedDataParallel) -> None:
 def test_means_that_ddp_would_write_over(ddp: DistributedDataParallel) -> None:
     sgd = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, ddp.module.named_parameters())
-    with pytest.raises(sc.InvalidInputError, match="pass a plain optimizer, and a hook will exchange"):
+    with pytest.raises(sc.InvalidInputError, match="pass a plain optimizer, for which a hook exchanges"):
         attach(ddp, [optimizer], 0.01, {})
     optimizer.remove()
 
 
 def test_a_process_alone_is_told_how_to_start() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(sc.InvalidInputError, match="because this process is alone; start several with torchrun"):
+    with pytest.raises(sc.InvalidInputError, match="because there is only one process; start it with torchrun"):
         attach(model, [torch.optim.SGD(model.parameters())], 0.01, {})
 
 

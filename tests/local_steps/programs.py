@@ -166,7 +166,7 @@ def left_out(local: Any) -> None:
     local = getattr(local, "_core", local)
     for exchange in local._exchanges.values():
         exchange.wait()
-        local._follow_speeds(exchange)
+        local._update_pace(exchange)
     local.leave_out()
 
 

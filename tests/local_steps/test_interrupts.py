@@ -53,10 +53,10 @@ def trained(
         counted = (local.round, local.local_step) != place
         if local._phase is Phase.LEFT_OUT or not (counted or was_late):  # it came before the step was counted
             local.step(parameters)
-        if local._due:
+        if local._due_events:
             with pytest.raises(sc.InvalidInputError, match="after an interrupted step; call finish first"):
                 local.state_dict()
-            local._end(local._perform(parameters))  # as the next step does
+            local._end_call(local._perform(parameters))  # as the next step does
     local.finish(parameters)
     residuals = {name: reducer.residual(name) for reducer in local.reducers for name in reducer.names}
     return bits(parameters), bits(local.global_parameters()), bits(residuals)

@@ -91,7 +91,7 @@ def failing(local: sc.LocalSteps, parameters: Any, rank: int, step: int, error: 
     ("uneven", "error", "match"),
     [
         (True, sc.CollectiveMismatchError, "rank 1 exchanges fragment 0 for round 0 after 2 local .*same sync_every"),
-        (False, sc.WeightMismatchError, "parameters of rank 1 in fragment 0 are not"),
+        (False, sc.WeightMismatchError, "parameters of rank 1 in fragment 0 differ"),
     ],
 )
 def test_ranks_that_differ_are_told_on_all_ranks_and_nothing_is_lost(uneven: bool, error: Any, match: str) -> None:

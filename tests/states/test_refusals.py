@@ -145,7 +145,7 @@ LOCAL_STEPS = {
     "steps of the schedule": Damage(with_(passed=1), "'passed'. is "),
     "fragments": Damage(with_(fragments=[["f"], ["a"]]), "'reducers'. is "),
     "other fragments": Damage(
-        lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or other names in them"
+        lambda s: s | {"fragments": s["fragments"][::-1], "exchanges": []}, "or their names differ"
     ),
     "sync_every": Damage(with_(sync_every=5, exchanges=[]), "in the middle of a round, with sync_every=5"),
     "shape": Damage(nested("global_parameters", lambda p: p | {"b": ONE}), r"'b'\] has shape \(3,\); expected \(7,\)"),
@@ -200,7 +200,7 @@ TORCH_ADAMW = {
     "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
     "none of one": Damage(removed("state", 2), "scale has no moments"),
     "another moment": Damage(filled("state", 0, "exp_avg", value=0.5, at=0), "rank 0 and rank 1 differ in optimizer"),
-    "no residuals": Damage(removed("sparsecomm"), "it is of a plain optimizer"),
+    "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }
 
 
@@ -220,7 +220,7 @@ OPTIMIZER = {
     "text": replaced("x"),
 }
 DISTRIBUTED = {
-    "plain": Damage(removed("sparsecomm"), "there are no residuals"),
+    "plain": Damage(removed("sparsecomm"), "it has no residuals"),
     "world size": Damage(nested("sparsecomm", with_(world_size=7)), r"world_size'. is 7"),
     "step": Damage(nested("sparsecomm", with_(step=7)), r"rank 0 and rank 1 differ in step \(3 and 7\)"),
     "foreign": Damage(nested("state", lambda state: {99: {"x": 1}, **state}), "rank 1"),

@@ -308,7 +308,7 @@ class _Training:
             return
         if hook and step == 0:  # in which DDP itself would wait for the others
             return
-        if not hook and self.holder._exchange._pass is None and not self.holder._exchange.divided:
+        if not hook and self.holder._exchange._pass_id is None and not self.holder._exchange.step_failed:
             return
         try:
             self.train(step)

@@ -232,7 +232,7 @@ def test_wrong_arguments_leave_all_as_it_was() -> None:
         (inner, inner, {}, "outer_optimizer is inner_optimizer"),
         (torch.optim.SGD(other.parameters()), outer, {}, "inner_optimizer: it has none of the model's"),
         (inner, half, {}, r"outer_optimizer: it lacks '1\.weight'"),
-        (inner, outer, {"fragments": [other]}, "fragments: Linear has parameters that are not the model's"),
+        (inner, outer, {"fragments": [other]}, "fragments: Linear has parameters that do not belong to the model"),
         (inner, outer, {"fragments": [model[0], model[0], model[1:]]}, "repeated"),
         (inner, outer, {"fragments": 6}, "fragments=6: must be from 1 to 5"),
         (inner, outer, {"sync_every": 0}, "sync_every=0"),
@@ -251,5 +251,5 @@ def test_wrong_arguments_leave_all_as_it_was() -> None:
         DiLoCo(model, inner, outer)
     diloco.remove()
     model[0].weight = nn.Parameter(torch.ones(4, 8)[:, ::2])
-    with pytest.raises(sc.InvalidInputError, match=r"0\.weight: its memory, of shape .* has gaps"):
+    with pytest.raises(sc.InvalidInputError, match=r"0\.weight: its memory has gaps or overlaps"):
         DiLoCo(model, torch.optim.SGD(model.parameters()))

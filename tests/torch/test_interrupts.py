@@ -142,7 +142,7 @@ def test_an_interrupt_when_passes_are_counted_does_not_lose_one() -> None:
             loss().backward()
         for _ in range(2):
             if optimizer.reducer.step == 0:
-                if optimizer._exchange._pass is None:
+                if optimizer._exchange._pass_id is None:
                     loss().backward()
                 else:
                     with pytest.raises(sc.InvalidInputError, match=r"call synchronize\(\)"):
