@@ -89,7 +89,13 @@ class Exchange(TrainedParameters):
         passes: int = 1,
         **options: Unpack[ReducerOptions],
     ) -> None:
-        """Check the arguments: see `SparseState`. ``passes`` is the number of backward passes per exchange."""
+        """Check the arguments, and note them.
+
+        Args:
+            named, density, comm, scaler, check_weights_every: as in `SparseState`.
+            passes: number of backward passes per exchange.
+            options: those of `sparsecomm.Reducer`.
+        """
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
