@@ -101,7 +101,7 @@ class Counters:
         rows += [(name, time_text(getattr(self, name) / steps)) for name in times]
         if self.setup_sent or self.setup_received:
             sent, received = bytes_text(self.setup_sent), bytes_text(self.setup_received)
-            rows.append(("set-up", f"{sent} sent, {received} received, in all: link measurement, agreement"))
+            rows.append(("set-up", f"{sent} sent, {received} received in total, to measure links and to agree"))
         if self.ranks_lost:
             rows.append(("lost", f"{self.ranks_lost} ranks, {self.elements_lost:,} elements of residuals"))
         return "\n".join(f"{name:<20} {text}" for name, text in rows)
@@ -114,7 +114,7 @@ def plan_lines(plans: Iterable[Plan | None]) -> list[str]:
         return []
     counts = Counter(f"{plan.choice.algorithm.name} with {plan.choice.wire.name}" for plan in made)
     taken = ", ".join(f"{name} ({count} buckets)" if count > 1 else name for name, count in counts.items())
-    lines = [f"{'takes':<20} {taken}"]
+    lines = [f"{'algorithm':<20} {taken}"]
     chosen = [(plan.choice.seconds, plan.costs.source) for plan in made if plan.costs is not None]
     if chosen:
         lines.append(f"{'by costs':<20} {'; '.join(dict.fromkeys(source for _, source in chosen))}")

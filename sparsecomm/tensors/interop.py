@@ -218,7 +218,7 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
     except FAULTS as error:
         raise InvalidInputError(
             f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as from "
-            "named_parameters()"
+            "model.named_parameters()"
         ) from error
     return found
 

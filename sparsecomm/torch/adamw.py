@@ -12,7 +12,7 @@ import torch
 
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import to_bool, with_options
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, did_you_mean
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import DENSITY, AdamWRule
 from sparsecomm.reducer import Rebuilt, Step
@@ -116,9 +116,10 @@ class SparseAdamW(SparseOptimizer):
         groups, named = _groups_of(named_parameters)
         self.overlap = to_bool("overlap", overlap)
         if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
+            known = [*defaults, "density", "dense_steps", "overlap", *AdamWOptions.__annotations__]
             raise InvalidInputError(
-                f"{unknown[0]} is not an option of SparseAdamW; expected some of "
-                f"{', '.join(AdamWOptions.__annotations__)}"
+                f"{unknown[0]} is not an option of SparseAdamW; expected some of {', '.join(known)}"
+                f"{did_you_mean(unknown[0], known)}"
             )
         self._constructed = False
         super().__init__(groups, defaults)

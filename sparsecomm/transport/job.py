@@ -115,7 +115,7 @@ def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Seque
     start = f"Start the program with the mpirun of that MPI{_mpirun_of(library)}"
     if _TORCHRUN in launchers:
         world = f"torch.distributed is not initialized, and {world}"
-        advice = f"{initialize}. {start} if ranks should use MPI."
+        advice = f"{initialize}. If ranks should use MPI instead: {start[0].lower()}{start[1:]}."
     elif _SLURM in launchers:
         advice = (
             f"{start}; or with `srun --mpi=TYPE`, with a type that this MPI supports (`srun --mpi=list`). "

@@ -41,7 +41,7 @@ def lines_of(report: str) -> dict[str, str]:
 def test_what_a_reducer_takes_and_why(options: dict[str, Any], nodes: list[int], costs: str | None) -> None:
     def program(transport: simulated.SimulatedTransport) -> dict[str, str]:
         reducer = reducer_of(transport, **({"bucket_bytes": None} | options))
-        assert "takes" not in lines_of(reducer.report())
+        assert "algorithm" not in lines_of(reducer.report())
         for step in range(2):  # after the first one buckets are filled anew
             reducer.reduce(gradients(10 * step + transport.rank))
         return lines_of(reducer.report())
@@ -49,9 +49,9 @@ def test_what_a_reducer_takes_and_why(options: dict[str, Any], nodes: list[int],
     results = simulated.run(4, program, node_of_rank=nodes, **NETWORK)
     for found in (result.value for result in results):
         assert found.get("by costs") == costs
-        assert " with " in found["takes"]
+        assert " with " in found["algorithm"]
         if "wire" in options:
-            assert found["takes"].startswith("tree with plain")
+            assert found["algorithm"].startswith("tree with plain")
         if costs is not None:
             assert found["predicted"]
 
@@ -107,7 +107,7 @@ def test_what_local_steps_take_is_what_explain_says() -> None:
 
     for best, found in run(4, program, **NETWORK):
         assert found["this rank, per round"] == "mean of 2 rounds"
-        assert found["takes"] == best
+        assert found["algorithm"] == best
         assert found["by costs"] == MEASURED
 
 
