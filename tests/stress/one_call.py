@@ -42,6 +42,7 @@ class Call:
     residual: NDArray[Any]
     out: NDArray[Any] = field(default_factory=lambda: np.full(N, UNTOUCHED, np.float32))
     error: BaseException | None = None
+    number: int = 0  # of this rank's last call on the communicator, which may be a measurement of links
 
     def __post_init__(self) -> None:
         self.before = self.residual.copy()
@@ -61,6 +62,7 @@ class Call:
                 sc.sparse_allreduce(self.x, K, comm=comm, **options)
         except (Interrupted, Exception) as error:
             self.error = error
+        self.number = sc.last_call(comm).number
 
     @property
     def untouched(self) -> bool:

@@ -50,9 +50,10 @@ class Signals(Attack):
             call.make(ranks.comm, alarm if signals else None)
             self._end(alarm)
             usual = usual if signals else average(time.perf_counter() - began, usual)
-            of_ranks = ranks.gather((call.error is not None, call.residual, not_begun(call)))
-            failed, residuals, alone = zip(*of_ranks, strict=True)
-            self._judge(f"rank {ranks.rank}, call {number}", call, held, signals, any(alone))
+            of_ranks = ranks.gather((call.error is not None, call.residual, call.number, not_begun(call)))
+            failed, residuals, numbers, alone = zip(*of_ranks, strict=True)
+            apart = any(alone) or len(set(numbers)) > 1
+            self._judge(f"rank {ranks.rank}, call {number}", call, held, signals, apart)
             if any(failed):
                 self.counts["rounds with an interrupt"] += ranks.rank == 0
                 self.counts["rounds that some ranks finished"] += ranks.rank == 0 and not all(failed)
@@ -78,7 +79,7 @@ class Signals(Attack):
             simulated.run(P, program)
             self._end(alarm)
             usual = usual if signals else average(time.perf_counter() - began, usual)
-            alone = any(map(not_begun, calls))
+            alone = any(map(not_begun, calls)) or len({call.number for call in calls}) > 1
             for rank, call in enumerate(calls):
                 self._judge(f"rank {rank}, call {number}", call, held, signals, alone)
             if all(call.error is None for call in calls):
@@ -101,7 +102,10 @@ class Signals(Attack):
             self.counts[f"interrupts in {place}"] += 1
 
     def _judge(self, which: str, call: Call, held: list[Any], signals: bool, alone: bool) -> None:
-        """Check the state after a call; ``alone``: ranks wait for one that was interrupted before the call began."""
+        """Check the state after a call.
+
+        ``alone``: ranks wait for one that was interrupted before the call began, or while it measured links for it.
+        """
         which, committed = f"{which}, {call.algorithm}", call.committed(held)
         if call.error is None:
             self.counts["calls done"] += 1
