@@ -1,6 +1,7 @@
 """Refuse a checkout whose compiled modules are missing or out of date, and say how to build them.
 
-`sparsecomm` imports this module first. Started in a checkout, Python imports its sources, not an installed package.
+`sparsecomm` imports this module first. If you start Python in a checkout, ``import sparsecomm`` loads the checkout,
+not an installed package.
 """
 
 from __future__ import annotations

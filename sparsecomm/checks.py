@@ -1,4 +1,4 @@
-"""Checks of arguments, which may be any object: printing, comparing or converting it may raise."""
+"""Checks of arguments. An argument may be any object, so printing, comparing or converting it may raise."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def check_choice(name: str, value: object, known: Collection[str]) -> None:
 
 
 def with_options(options: type, declared: Callable[..., object], **defaults: object) -> Callable[[_F], _F]:
-    """Return a decorator that lists keyword arguments in the signature of a function with ``**options``.
+    """Return a decorator that replaces ``**options`` in a function's signature with the single keyword arguments.
 
     `help`, notebooks and the documentation show this signature. Type checkers use ``**options: Unpack[...]`` instead.
 
     Args:
-        options: the TypedDict of the options.
-        declared: a function whose parameters have the annotations and defaults.
-        defaults: defaults that differ.
+        options: the TypedDict that names the keyword arguments.
+        declared: a function with the same parameters. Their annotations and defaults are copied from it.
+        defaults: defaults that override those of ``declared``, by name.
     """
     parameters = inspect.signature(declared).parameters
     keywords = [

@@ -30,8 +30,8 @@ class Algorithm:
             and packing.
         reselects: whether the result has at most k entries.
         rejects: whether the result may lack indices that ranks selected. The library then returns these entries to the
-            ranks' residuals. Otherwise the result is the sum of all selections, minus dropped entries.
-        by_chunk: whether ranks may select by chunk.
+            ranks' residuals. If false, the result is the sum of all ranks' selected entries, except for dropped ones.
+        by_chunk: whether the argument ``chunk`` (each rank selects k entries of each chunk) is supported.
         automatic: whether "auto" may choose it.
         between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
         unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.

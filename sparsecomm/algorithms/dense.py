@@ -1,28 +1,31 @@
 """The dense sum of all gradients, which is faster than sparse algorithms at high density.
 
-Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3), each to all ranks at once. If ranks
-share the link of a node: a ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 2009).
+Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3). In each of them, a rank sends to all
+other ranks at once. If several ranks share the link of their node, the library uses a ring instead (Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009).
 
-Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, e bytes per element; along the ring 2 (P - 1) alpha.
+Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, with e bytes per element. The ring costs 2 (P - 1) alpha
+instead of the first two terms.
 
-    The gradient is split into P segments, one per rank. Every rank sends each other rank that rank's segment, adds up
-    its own segment, and sends the sum to all.
+    The gradient is split into P segments; rank r owns segment r. Every rank sends each segment to its owner. The owner
+    adds up the copies of its segment, and sends the sum to all ranks.
 
     rank          0         1         2         3         4         5         6
     sends      s1 ... s6  s2 ... s0  s3 ... s1   ...                              one to each
     adds up      s0        s1        s2        s3        s4        s5        s6
 
-    Along the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank adds its own. The sums
-    take P - 1 more steps to reach all ranks. Each byte leaves a node once.
+    On the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank on the way adds its copy of
+    the segment. The sums take P - 1 more steps to reach all ranks. Each byte leaves a node once.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
-    If every rank has its own node, and the bytes of all gradients take less time than the latency, every rank sends its
-    whole gradient to all others. All add up all segments: alpha + (P - 2) gap + (P - 1) e n beta.
+    If every rank has its own node, and the gradients are so short that their bytes take less time than the latency,
+    every rank sends its whole gradient to all others, and adds up all segments itself. This takes one trip:
+    alpha + (P - 2) gap + (P - 1) e n beta.
 
-k is not used. All three ways add up a segment in the order of the ring. Nothing is dropped; the residual becomes zero.
+k is ignored. All three variants add up a segment in the order of the ring, so their results are equal. Nothing is
+dropped; the residual becomes zero.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from sparsecomm.tensors.sparse import Array, SparseVector
 
 __all__ = ["ALGORITHM"]
 
-_MAX_SENT = 1 << 16  # maximum elements that a rank sends in a single trip, in case the cost of bytes is unknown
+_MAX_SENT = 1 << 16  # limits the elements that a rank sends in one trip, even if the cost of bytes is unknown
 
 
 def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
@@ -58,7 +61,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
 
 
 def _at_once(comm: Communicator, segments: list[Array]) -> None:
-    """Add up all ranks' segments, in place, in the order of the ring."""
+    """Add up all ranks' segments in place, in two trips: send segments to their owners, then sums to all ranks."""
     rank, size, own = comm.rank, comm.size, segments[comm.rank]
     theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
     around = [theirs[(rank + distance) % size] for distance in range(1, size)] + [own]
@@ -70,7 +73,7 @@ def _at_once(comm: Communicator, segments: list[Array]) -> None:
 
 
 def _in_one_trip(comm: Communicator, total: Array, segments: list[Array]) -> None:
-    """Add up all ranks' segments on every rank, in place, in the order of the ring."""
+    """Add up all ranks' segments in place, in one trip: every rank receives all gradients and computes all sums."""
     size, begin = comm.size, 0
     totals = comm.exchange_segments(dict.fromkeys(range(size), total), dict.fromkeys(range(size), len(total)), 0)
     totals[comm.rank] = total.copy()
@@ -95,7 +98,10 @@ def _along_ring(comm: Communicator, segments: list[Array]) -> None:
 
 
 def _shares_links(P: int, num_nodes: int) -> bool:
-    """Return whether ranks share the link of their node. It would carry several copies of a message to all ranks."""
+    """Return whether several ranks share the link of a node.
+
+    If a rank sent a message directly to all ranks, this link would carry one copy per rank on the other nodes.
+    """
     return 1 < num_nodes < P
 
 

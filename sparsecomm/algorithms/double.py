@@ -1,4 +1,4 @@
-"""The largest sums of each range of indices, whose owner keeps the other sums: error feedback on both sides.
+"""The largest sums of each range of indices. Error feedback on both sides: ranks and owners keep a residual.
 
 Source: Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with double-pass error-compensated
 compression", ICML 2019, with one owner per range instead of one server.
@@ -9,11 +9,12 @@ Each line below is one trip:
                  each owner adds them to all of its own elements in its range
     gather       each owner sends its largest sums to all, and keeps the others
 
-Ranges have equal lengths and are the same in every call. A rank selects, and the result contains, a share of k in each
-range.
+Ranges have equal lengths and are the same in every call. Each range has about the same share of k. Each rank selects
+that number of entries in the range, and the result contains at most that number.
 
-The rank that sends records rounding errors as dropped. Sums that do not win stay in their owner's residual, which adds
-to them in the next call. So small entries of all ranks reach the result although no rank alone would select them.
+The sender of an entry records its rounding error as dropped. The owner keeps the sums that it does not send in its
+residual, and adds to them in the next call. So an index whose gradients are small on every rank can still reach the
+result, although no rank alone would select it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ on public cloud clusters", MLSys 2021, for Top-k. Any other algorithm can run be
     leaders      0 <-----------------> 3 <-----------> 5             the inner algorithm
     inside       0 -> 2, 0 -> 1      3 -> 4          5 -> 6
 
-Messages inside a node have the plain format. Leaders forward the result unchanged. Dropped: like the inner algorithm;
-if it reselects, the rank that merges inside a node also records rejected entries.
+Messages inside a node have the plain format. Leaders forward the result unchanged. Ranks record dropped entries as in
+the inner algorithm. If the inner algorithm reselects after each merge, merges inside a node do the same, and the
+merging rank records the rejected entries as dropped.
 """
 
 from __future__ import annotations

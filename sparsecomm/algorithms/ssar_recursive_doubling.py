@@ -1,10 +1,11 @@
-"""The exact sum of all ranks' top-k by recursive doubling, with nothing rejected.
+"""The exact sum of all ranks' top-k by recursive doubling. No entry is rejected.
 
 Source: Renggli et al., "SparCML: High-performance sparse communication for machine learning", SC 2019, Section 5
-(SSAR_Recursive_double). The pattern is that of `sparsecomm.algorithms.butterfly`, which has a drawing.
+(SSAR_Recursive_double). `sparsecomm.algorithms.butterfly` uses the same pattern and has a drawing of it.
 
-Fewer bytes are sent if ranks select the same indices. Lower ranks are added first. Each rank of a group with
-the same entries records an equal shard of the rounding errors as dropped. Nothing is rejected.
+Fewer bytes are sent if ranks select the same indices. Each merge adds the entries of the lower ranks first, so the
+result is the same on all ranks. After each step, all ranks of a group have the same entries. They round the
+entries before the next step, and each rank of the group records an equal shard of the rounding errors as dropped.
 """
 
 from __future__ import annotations

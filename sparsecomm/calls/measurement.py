@@ -1,8 +1,8 @@
-"""`costs_of`: the costs by which calls on a communicator are planned. `LinkMeasurement`: the call that measures them.
+"""`costs_of`: the costs for planning calls on a communicator. `LinkMeasurement`: the call that measures them.
 
-Without a profile for the communicator, latency and bandwidth are measured once (`sparsecomm.tuning.links`). Between
-nodes all algorithms need them, to decide whether small messages reach all ranks in one trip or in log2 P. On one node,
-only the choice of an algorithm needs them.
+If there is no profile for the communicator, the ranks measure latency and bandwidth once (`sparsecomm.tuning.links`).
+With several nodes, every algorithm uses these costs: they decide whether a rank sends small messages directly to all
+others (one trip) or forwards them in log2 P trips. On one node, the costs are used only to choose an algorithm.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sparsecomm.tuning.profile import KnownCosts
 
 @deferred
 def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -> KnownCosts:
-    """Return the costs by which calls are planned, the same on all ranks.
+    """Return the costs for planning calls. They are the same on all ranks.
 
-    Collective if they have to be measured; the measurement comes after the calls in the queue.
+    If the costs are unknown, this function measures them, after the calls in the queue. It is then collective.
 
     Args:
         transport: the ranks.
-        measurement: the result of `measurement_needed`, for a caller that needs its state after an error.
+        measurement: the result of `measurement_needed`. Pass it to check ``must_roll_back`` and ``failed`` after an
+            error.
 
     Raises:
         CollectiveMismatchError, TimeoutError, RankFailedError, TransportError: the measurement failed.
@@ -43,7 +44,11 @@ def costs_of(transport: Transport, measurement: LinkMeasurement | None = None) -
 
 @deferred
 def costs_for_steps(transport: Transport) -> KnownCosts:
-    """Return `costs_of`. If a thread makes calls, an interrupt ends only the wait; call this again to continue it."""
+    """Return the result of `costs_of`, for a step of a reducer.
+
+    If the queue has a thread, an interrupt (Ctrl-C) ends only the wait, and the thread continues the measurement. Call
+    this function again to wait for it.
+    """
     queue = queue_of(transport)
     if queue.measuring is None and (measurement := measurement_needed(transport)) is not None:
         queue.measuring = queue.submit(measurement)
@@ -58,10 +63,10 @@ def costs_matter(transport: Transport, options: Options) -> bool:
 
 
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
-    """Return the costs by which a plan chooses, or None on one node if its options leave nothing to choose.
+    """Return the costs for planning a call with ``options``.
 
-    To choose only a wire format, nothing is measured: known or assumed costs are used. For the other arguments and the
-    errors see `costs_of`.
+    If only the wire format has to be chosen on one node, nothing is measured: known or assumed costs are used. If
+    nothing has to be chosen there, the result is ``None``. For the other arguments and the errors, see `costs_of`.
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)
@@ -73,7 +78,7 @@ def measurement_needed(transport: Transport, options: Options | None = None) -> 
     if options is not None and not costs_matter(transport, options):
         return None
     measuring = queue_of(transport).measuring
-    if measuring is not None and _known(transport) is None:  # an interrupt ended a reducer's wait for it
+    if measuring is not None and _known(transport) is None:  # an interrupt ended `costs_for_steps`
         try:
             _wait_for(measuring, transport)
         except Exception:
@@ -149,4 +154,4 @@ class LinkMeasurement(Call):
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # a measurement by a tool does not change the costs of calls
             queue_of(self.transport).measured = self.costs
-        self.transport.counted = self._counted  # `last_call` reports only sums as successful
+        self.transport.counted = self._counted  # `last_call` must not report a measurement as a successful sum

@@ -37,7 +37,7 @@ __all__ = ["CallOptions", "Options", "Plan"]
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of functions that pass them on to `Options.of`."""
+    """Types of the keyword arguments that a function with ``**options`` passes to `Options.of`."""
 
     algorithm: AlgorithmName | Algorithm
     op: Op
@@ -46,7 +46,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call, as in `sparsecomm.sparse_allreduce`. The algorithm is a name."""
+    """The options of a call, as in `sparsecomm.sparse_allreduce`. ``algorithm`` is always a name, not an object."""
 
     algorithm: str = "auto"
     op: str = "sum"
@@ -58,7 +58,7 @@ class Options:
         return cls(name_of(algorithm), op, wire)
 
     def check(self, dtype: str, *, by_chunk: bool = False) -> None:
-        """Raise `InvalidInputError` if an option is unknown, or not supported for such gradients.
+        """Raise `InvalidInputError` if an option is unknown, or not supported with the dtype or the selection.
 
         Args:
             dtype: name of the gradient's element type.
@@ -87,7 +87,7 @@ class Options:
 
     @property
     def decided(self) -> bool:
-        """Whether nothing is left to choose, so that costs do not matter."""
+        """Whether the options fix both the algorithm and the wire format. The call then needs no costs."""
         return self.wire != "auto" and not self.chooses_algorithm
 
     @property
@@ -109,9 +109,10 @@ class Plan:
     """The plan of calls with one signature on one communicator. Only one of them may be in flight at a time.
 
     Attributes:
-        transport, backend: of the communicator, and of the gradient's device.
+        transport: the transport of the communicator.
+        backend: the backend of the gradient's device.
         k: number of entries that each rank selects.
-        chunks: how they are selected by chunk; ``None`` selects from the whole gradient.
+        chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
         choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
         costs: the costs that decided it; ``None`` if nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
@@ -137,12 +138,12 @@ class Plan:
             transport, backend, k, chunks: as in the attributes.
             dtype, shape, size: of the gradient.
             options: checked options.
-            costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose:
-                assumed costs are used, since the ranks' profiles may differ.
-            arrays: whether the caller passed a residual, and whether it passed an ``out``. The ranks must agree on both
-                and on the shape. ``None`` if the label of calls covers these.
+            costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose.
+                The plan then uses `profile.DEFAULT`, because the ranks may have different profiles.
+            arrays: two bools: whether the caller passed a residual, and whether it passed ``out``. The ranks compare
+                both and the shape. Pass ``None`` to skip this comparison, if the label of the calls covers it.
         """
-        config.timeout()  # raises if it cannot be used; calls read it themselves
+        config.timeout()  # raises early if SPARSECOMM_TIMEOUT is invalid; each call reads it again
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
         accumulator = dtype.accumulator
         assumed = profile.DEFAULT if costs is None else costs.costs

@@ -60,23 +60,24 @@ def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm
             sc.save(folder, step + 1, {"weights": weights, "sparse": reducer})
 
     A checkpoint exists on all ranks or on none, even if a rank dies. Older checkpoints are removed when the new one is
-    complete, verified and durable on all ranks. The newest checkpoint is the one that was saved last, even if training
-    has gone back to an earlier step; checkpoints of later steps then stay.
+    complete, verified and durable on all ranks. The newest checkpoint is the one that was saved last, not the one with
+    the highest step. If training returns to an earlier step, the checkpoints of later steps are not removed.
 
     Args:
         folder: created if needed. All ranks may share it, or each node may have its own. Only one job at a time may
             save into it.
         step: the number of the checkpoint, in steps or in epochs.
-        objects: objects by name. Objects with ``state_dict`` and ``load_state_dict`` are saved by these methods. `load`
-            returns all other values: ``None``, bools, numbers, strings, arrays (of NumPy, JAX, or another library with
-            ``__dlpack__``), and lists, tuples and dictionaries of them. The files are .npz archives without pickles.
+        objects: objects by name. For an object with ``state_dict`` and ``load_state_dict``, `save` stores its state
+            dict. Any other object is stored as a value, which `load` returns: ``None``, bools, numbers, strings, arrays
+            (of NumPy, JAX, or another library with ``__dlpack__``), and lists, tuples and dictionaries of them. The
+            files are .npz archives without pickles.
         comm: the ranks that save; ``None``: all ranks.
         keep: number of older checkpoints to keep: at least 1, the same on all ranks. Damaged ones do not count.
 
     Raises:
-        InvalidInputError: an argument is invalid, a rank could not write its file, a state could not be loaded again,
-            or another job saves into the folder. No rank has saved. (If only renaming a file failed, `load` finds the
-            new checkpoint.)
+        InvalidInputError: an argument is invalid, a rank could not write its file, a state has a value that `load`
+            would refuse, or another job saves into the folder. No rank has saved. (If only renaming a file failed,
+            `load` finds the new checkpoint.)
         CollectiveMismatchError: another rank saves another step, or other objects. No rank has saved.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
@@ -89,9 +90,9 @@ def load(
     """Load the newest checkpoint that all ranks can read. Collective.
 
     A checkpoint with a damaged file is skipped with a warning, and the one before it is tried. If the world size has
-    changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0;
-    with `LocalSteps`, start from the global parameters then. The state of `sparsecomm.jax.sparsify` is a value that
-    contains residuals, so load it with the same world size.
+    changed, residuals are distributed over the new ranks (`reshard`), and everything else comes from the old rank 0.
+    If you use `LocalSteps` and the world size has changed, start from the global parameters. The state of
+    `sparsecomm.jax.sparsify` is a value that contains residuals, so load it with the same world size.
 
     Args:
         folder, objects, comm: as in `save`. Objects with ``load_state_dict`` load their state.
@@ -101,8 +102,8 @@ def load(
         The checkpoint, or ``None`` if no rank sees a checkpoint.
 
     Raises:
-        InvalidInputError: no checkpoint can be read on all ranks, or contains all objects; or an object refuses its
-            state. The objects before it, in the order of ``objects``, have then been loaded.
+        InvalidInputError: no checkpoint that all ranks can read contains all objects. Or an object refuses its state;
+            the objects before it, in the order of ``objects``, have then been loaded.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
     return CheckpointFolder(Format(), folder, comm).load(objects, step)
@@ -145,7 +146,7 @@ class CheckpointFolder:
     def _on_all_or_none(
         self, label: str, prepare: Callable[[Undo], Prepared], action: str, keys: Sequence[str] = ()
     ) -> list[str]:
-        """Complete ``prepare`` on all ranks, or undo it on all, and return their notes: see `loading.load`."""
+        """Run ``prepare`` on all ranks, or undo it on all if one fails. Return each rank's `Prepared.note`."""
         return loading.load(self._transport, label, keys, prepare, action, self._interrupts)
 
     # -- save ---------------------------------------------------------------------------------------------------------
@@ -183,7 +184,9 @@ class CheckpointFolder:
         self._remove_older(survey, keep, step)
 
     def _remove_older(self, survey: _Survey, keep: int, step: int) -> None:
-        """Keep the newest ``keep`` older checkpoints that all ranks can read, and remove older ones. Collective.
+        """Remove old checkpoints after a save. Collective.
+
+        Besides the new checkpoint, the newest ``keep`` checkpoints that all ranks can read are kept.
 
         Checkpoints of later steps stay, because they may belong to another training.
         """
@@ -265,7 +268,7 @@ class CheckpointFolder:
         return values
 
     def _read(self, checkpoint: CheckpointId, objects: Mapping[str, object]) -> list[dict[str, Any]]:
-        """Return the states by name in each file that this rank loads. Collective."""
+        """Return one dictionary of states by name for each file that this rank loads. Collective."""
         states: list[dict[str, Any]] = []
 
         def read(path: Path, checkpoint: CheckpointId, rank: int) -> str:

@@ -38,7 +38,7 @@ _locks: dict[str, _Lock] = {}  # by the path of the folder
 
 
 def job_id_of(folder: Path) -> str:
-    """Return the job ID for which this process has locked a folder, or an empty string."""
+    """Return the job ID of this process's lock on a folder, or "" if this process has not locked the folder."""
     with _mutex:
         lock = _locks.get(os.path.realpath(folder))
         return "" if lock is None else lock.job_id
@@ -91,7 +91,11 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
 
 
 def _is_held(path: str, lock: _Lock) -> bool:
-    """Return whether this process still holds a lock. It loses the lock if it opens and closes the file elsewhere."""
+    """Return whether this process still holds a lock that it acquired earlier.
+
+    The kernel releases a POSIX lock as soon as the process closes any descriptor of the file. The file may also have
+    been deleted, replaced, or locked by another job.
+    """
     try:
         same_file = os.path.samestat(os.fstat(lock.file), os.stat(os.path.join(path, _FILE)))
         return same_file and _try_lock(lock.file, fcntl.LOCK_SH) and _read(lock.file)[:1] == [lock.job_id]

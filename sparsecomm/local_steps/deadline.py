@@ -21,7 +21,7 @@ from sparsecomm.transport import Transport
 __all__ = ["Deadline"]
 
 _log = logging.getLogger("sparsecomm")
-_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two checks whether another rank waits
+_MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two checks of whether another rank waits
 _MAX_WAIT = 1e6  # seconds
 
 
@@ -52,9 +52,10 @@ class _LastExchange:
 class Deadline:
     """Leaves this rank out of an exchange if its program reaches the exchange too late.
 
-    The deadline is ``factor`` times the expected time of the local steps after the end of the last exchange on this
-    rank; 0: no deadline. If another rank waits after the deadline, a thread begins the exchange without the
-    program. The program and the thread hold `lock` while they use the local steps.
+    The deadline starts when the last exchange ends on this rank. It lasts ``factor`` times the expected time of the
+    local steps until the next exchange. If ``factor`` is 0, there is no deadline. If another rank waits after the
+    deadline, a thread begins the exchange without the program. The program and the thread hold `lock` while they use
+    the local steps.
     """
 
     def __init__(self, factor: float) -> None:
@@ -65,7 +66,7 @@ class Deadline:
         self._started = False
 
     def exchange_begun(self, transport: Transport, step: int) -> None:
-        """Measure the time to the next exchange from the end of this one."""
+        """Record that an exchange began after ``step``. The next deadline counts from the end of this exchange."""
         self._last = _LastExchange(transport, step)
         self._wake.put(None)
 
@@ -74,7 +75,7 @@ class Deadline:
         self._last = None
 
     def step_begun(self, program: Program) -> None:
-        """Watch the local step that the program now takes."""
+        """Start the thread, or wake it if it sleeps, because the program begins a local step."""
         if not self._started:
             self._started = True
             finalize(program, self._wake.put, None)

@@ -1,4 +1,4 @@
-"""`LazyAdamW`: AdamW on the sums of a reducer, shared by the optimizers for arrays and for PyTorch."""
+"""`LazyAdamW`: AdamW with the sparse sums of a `Reducer`. The optimizers for arrays and for PyTorch both use it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class LazyAdamW:
         self.adopt({}, {})
 
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
-        """Continue with other moments and numbers of steps, which may belong to other weights."""
+        """Replace the moments and the step counts, and discard everything computed from the old ones.
+
+        The weights may have been replaced, too.
+        """
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
         self._pending: list[Update] | None = None  # the rest of an update that was interrupted
         self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # sums, and their updates
@@ -109,8 +112,8 @@ class LazyAdamW:
             scale: a factor of the gradients.
 
         Returns:
-            The outcome, for `update`; ``None`` if there are still no moments, because a gradient of some rank is not
-            finite, or no rank has a gradient.
+            The outcome; pass it to `update`. ``None`` if the first moments cannot be computed yet, because no rank has
+            a gradient, or a rank's gradient is not finite or its square overflows.
         """
         self.open(replicated, rules)
         if not self.moments:
@@ -124,7 +127,7 @@ class LazyAdamW:
         return self._reducer.wait(partial(self._accept, weights, rules))
 
     def open(self, replicated: Mapping[str, object], rules: Mapping[str, AdamWRule]) -> None:
-        """Begin a step, unless it has begun: compare weights and moments between the ranks if that is due."""
+        """Begin a step, unless it has begun. If a check is due, compare weights and moments between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
@@ -156,7 +159,10 @@ class LazyAdamW:
         self.moments, self._bounds = moments, {}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
-        """Push ``scale`` times a gradient (``None``: no gradient), divided by the units of its weights."""
+        """Push ``scale`` times a gradient, divided by each weight's unit: see `sparsecomm.optimizers.rule`.
+
+        Pass ``None`` if the tensor has no gradient.
+        """
         factor, squares = -scale if rule.maximize else scale, self.moments[name].squares
 
         def add(backend: Backend, x: Tensor, residual: Tensor, decay: float, if_finite: bool) -> bool:
@@ -165,7 +171,9 @@ class LazyAdamW:
         self._reducer.push_with(name, gradient, add)
 
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step to weights in place, once, unless the step is not usable.
+        """Apply the sums of a reducer's step to weights in place. A step that is not usable changes no weights.
+
+        Each step is applied only once.
 
         After an interrupt, call it again to continue.
         """
@@ -261,7 +269,10 @@ class LazyAdamW:
                         )
 
     def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
-        """Broadcast the moments of a rank that stayed, if ranks joined or were a step apart. Collective."""
+        """Broadcast the moments and step counts from the first rank that is not new. Collective.
+
+        Does nothing if no rank has joined and all ranks were in the same step.
+        """
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
@@ -294,7 +305,7 @@ def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, i
     """Return the checked moments of a tensor, flat and in host memory, and the number of its steps.
 
     ``saved``: the fields of `Moments` as NumPy arrays, and "step". ``last`` may be ``None``, as in a state of dense
-    AdamW, in which all weights have made all steps.
+    AdamW: the last update of every weight is then ``step``.
     """
     name = spec.name
     with reading(f"moments of {name}", "mean, squares, last and step"):

@@ -1,7 +1,7 @@
 """Gathers and broadcasts. Each function uses up to `ROUNDS` round numbers, beginning with ``round_no``.
 
 If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward received messages in
-log2 P steps. `Costs.at_once` decides, equally on all ranks.
+log2 P steps. `Costs.at_once` decides between the two, and decides the same on all ranks.
 """
 
 from __future__ import annotations
@@ -135,20 +135,20 @@ def _bruck(
 
 
 def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:
-    """Return the predicted seconds of `gather` for ``entries`` in all, an equal part from each sender.
+    """Return the predicted seconds of `gather`. ``entries`` is the total over all senders, which send equal shares.
 
-    If not all ranks are senders, some ranks have all entries before the last step and send them more than once.
+    If only some ranks are senders, some ranks have all entries before the last step and send them more than once.
     """
     P = problem.P
     num_senders = P if num_senders is None else num_senders
     if costs.at_once(P, problem.P if problem.num_nodes is None else problem.num_nodes):
-        sent = (P - 1) / num_senders  # fraction of all entries that a sender sends; other ranks receive all
+        sent = (P - 1) / num_senders  # entries that one sender sends / ``entries``
         nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
         return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
     repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)
     nbytes = repeats * entries * problem.entry_bytes + 16 * num_senders
     seconds = 0.0
-    for step in range(log2_ceil(P)):  # to the rank 2^step away, which up to 2^step ranks of a node share
+    for step in range(log2_ceil(P)):  # up to 2^step ranks of a node share its link in a step
         link = problem.link(costs, sharing=min(1 << step, problem.per_node))
         seconds += link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta
     return seconds

@@ -1,7 +1,7 @@
 """`load`: load a state on all ranks or on none, in three steps.
 
-1. **Prepare.** Each rank reads, converts and checks its state in new memory. All other changes can be undone. A rank
-   that fails or is interrupted (Ctrl-C) still takes part in step 2.
+1. **Prepare.** Each rank reads, converts and checks its state in new memory. If this step changes existing objects, it
+   registers functions that undo the changes. A rank that fails or is interrupted (Ctrl-C) still takes part in step 2.
 2. **Compare.** The ranks gather the values that must be equal on all ranks: numbers as text, and checksums of
    everything else. A rank that failed sends its error instead. An interrupt does not end this step.
 3. **Commit** on all ranks by assignments that cannot fail, or undo on all ranks.
@@ -66,11 +66,12 @@ def load(
 
     Args:
         transport: the ranks that take part.
-        label, keys: identify the call, the same on all ranks; ``keys`` are those of ``Prepared.common``.
-        prepare: step 1 above. Before it changes anything, it appends a function that undoes the change to its argument.
+        label, keys: identify the call, and must be the same on all ranks. ``keys`` are the keys of ``Prepared.common``.
+        prepare: step 1 above. Before each change, it appends a function to the list that it receives; the function
+            undoes the change.
         action: the action in words, for error messages.
-        interrupts: receives exceptions that signal handlers raise during step 2, for a caller that raises them later.
-            ``None``: the first one is raised when all ranks have loaded, or none has.
+        interrupts: a list to which exceptions that signal handlers raise during step 2 are appended. The caller must
+            raise them later. If ``None``, `load` raises the first one after it has committed or undone the changes.
 
     Returns:
         The notes of all ranks.
@@ -88,7 +89,7 @@ def load(
     own_error: BaseException | None = None
     pending: Interrupts = [] if interrupts is None else interrupts
     try:
-        with Opened():  # it reads files, and runs the code of users
+        with Opened():  # allow Ctrl-C here: ``prepare`` reads files and runs user code
             prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as raised:  # other ranks wait for this one
@@ -124,7 +125,10 @@ def load(
 def _gather_lines(
     transport: Transport, label: str, lines: Sequence[str], interrupts: Interrupts
 ) -> tuple[list[list[str]], BaseException | None]:
-    """Return the lines of each rank, or an empty list if the gather failed; and an error or ``None``."""
+    """Return the lines of each rank, and an error or ``None``.
+
+    The list is empty if the gather failed. An error with a list was raised after the gather had succeeded.
+    """
     printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     data = "\n".join(printable).encode()
     lengths, failed = _gather(transport, label, [len(data)], interrupts)
@@ -140,7 +144,7 @@ def _gather_lines(
 def _gather(
     transport: Transport, label: str, words: list[int], interrupts: Interrupts
 ) -> tuple[list[int], BaseException | None]:
-    """Return the words of all ranks, or an empty list if the gather failed; and an error or ``None``."""
+    """Return the words of all ranks, and an error or ``None``: see `_gather_lines`."""
     call = WordsGather(transport, words, zlib.crc32(label.encode()) or 1)
     handle, failed = queue_of(transport).submit(call), None
     while True:
@@ -171,7 +175,7 @@ def _compare(lines_by_rank: list[list[str]], keys: Sequence[str], rank: int, act
 
 
 def check_equal(key: str, texts: Sequence[str]) -> InvalidInputError | None:
-    """Return an error that names the first rank whose `compared_text` is not that of rank 0, or ``None``."""
+    """Return an error that names the first rank whose text differs from rank 0's text, or ``None``."""
     for rank, text in enumerate(texts):
         if text != texts[0]:
             return InvalidInputError(

@@ -56,7 +56,7 @@ def per_rank(expected: str, is_valid: IsValid, reshard: Reshard) -> Field:
 
 
 def summed() -> Field:
-    """Return a field of arrays by name, whose sum over all ranks `reshard` preserves."""
+    """Return a field that maps names to arrays. `reshard` preserves the sum of each array over all ranks."""
     return Field("arrays of floats by name", _is_arrays, summed=True)
 
 
@@ -194,8 +194,8 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     """Return a state for rank ``rank`` of ``size`` ranks, made from the states of all ranks of another world size.
 
     New rank r receives the sum of the residuals of the old ranks r, r + size, r + 2 size, ..., or zeros if there is no
-    old rank r. So the sum over all ranks does not change. Values that all ranks share stay the same. If ranks take
-    local steps by speed, all take the same number of steps until the new ranks have been measured.
+    old rank r. So the sum over all ranks does not change. Values that all ranks share stay the same. With
+    `LocalSteps` and ``by_speed``, all new ranks take the same number of local steps until their speeds are measured.
 
     Args:
         states: the values that ``state_dict`` returned on every old rank, in any order. They do not contain local

@@ -32,7 +32,7 @@ class CostQuery:
     contributors: bool = False  # whether the algorithm must know how many ranks contribute to each entry
 
     def problem(self, wire: Wire) -> Problem:
-        """Return the sizes that determine the cost with a wire format."""
+        """Return the parameters for predicting the time of this call with a wire format."""
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
         hidden = self.contributors or wire.kind is not EXACT
@@ -61,7 +61,7 @@ class Explanation:
     query: CostQuery  # the call
     costs: Costs
     source: str  # of the costs
-    candidates: Sequence[Candidate]  # the cheapest first, which is the choice
+    candidates: Sequence[Candidate]  # the cheapest first; the first one is chosen
 
     def __str__(self) -> str:
         q, link, node = self.query, self.costs.link, self.costs.node or self.costs.link
@@ -93,7 +93,9 @@ def _ns(seconds: float) -> str:
 
 
 def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
-    """Return the candidates, the cheapest first; ties go to the earlier of `alternatives` and the plainer format.
+    """Return the candidates, the cheapest first.
+
+    Candidates of equal cost keep the order of `alternatives` and, for one algorithm, the order of `WIRES`.
 
     Raises:
         InvalidInputError: no algorithm in ``query`` supports such a call.
@@ -133,7 +135,9 @@ _BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float3
 def bucket_bytes(
     P: int, num_nodes: int, density: float, costs: Costs, algorithm: str = "auto", wire: str = "auto"
 ) -> int:
-    """Return the bytes of the smallest float32 bucket in which an element costs at most 25 % more than in the largest.
+    """Return the chosen bucket size in bytes of float32.
+
+    It is the smallest size at which the cost per element is at most 25 % above the cost in the largest bucket.
 
     Small buckets start earlier and overlap more with the backward pass, but each one pays the latency.
     """

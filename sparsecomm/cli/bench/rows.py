@@ -1,4 +1,8 @@
-"""Measures one row: time, bytes and correctness. The oracle or, for rounded values, conservation is the check."""
+"""Measures the time, bytes and correctness of one row.
+
+The result must equal the oracle's result. If values are rounded, all ranks must have the same result instead, and the
+result plus the sum of the new residuals must equal the sum of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ Row = dict[str, Any]  # of the table and of the JSON file
 
 
 class Bench:
-    """The vectors of one size on this rank, for all its rows."""
+    """Measures all rows of one vector size. The rows share this rank's vectors."""
 
     def __init__(self, grid: argparse.Namespace, n: int, comm: World, start: CommonStart) -> None:
         self._grid, self._comm, self.n, self._start = grid, comm, n, start
@@ -30,8 +34,8 @@ class Bench:
     def measure(self, k: int, density: float, algorithm: str, wire: str) -> Row:
         """Make the calls of a row, and check them with ``--check``. Collective; the row is the same on all ranks.
 
-        Bytes are per call, of the rank with the most. As in nccl-tests, algbw is dense bytes / median time, and busbw
-        the rate at which a dense ring of the same duration would use each link.
+        Bytes are per call, on the rank with the most bytes. As in nccl-tests, algbw is dense bytes / median time, and
+        busbw is the bandwidth that a dense ring all-reduce with this median time would use on each link.
         """
         grid, comm, vectors, P = self._grid, self._comm, self._vectors, self._comm.Get_size()
         runner = Ours(algorithm, vectors, k, wire, grid.dtype.name, grid.breakdown)
@@ -90,7 +94,10 @@ class Bench:
 
 
 def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
-    """Split the median time as the calls with times near the median are split on their slowest ranks."""
+    """Split the median time into parts, in the same proportions as the calls with times near the median.
+
+    The proportions of a call are those of its slowest rank.
+    """
     seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
     calls = np.argsort(seconds.max(axis=0))
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
@@ -101,13 +108,13 @@ def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
 
 
 class Check:
-    """Counts wrong elements in the calls of one contender. Collective.
+    """Counts wrong elements in the calls of one contender: an algorithm, or a library to compare with. Collective.
 
     If the result is known, all calls have the same result and leave the same residual. If values are rounded, each call
     is checked by itself: rounding may depend on earlier calls.
     """
 
-    at = slice(None)  # elements whose sums over all ranks are compared
+    at = slice(None)  # elements at which `_lost` compares sums over all ranks; all by default
 
     def __init__(self, comm: World, accumulated: Vector, expected: Vector | None) -> None:
         """``accumulated`` is this rank's residual + x, ``expected`` the dense result or, if unknown, ``None``."""
@@ -138,7 +145,10 @@ class Check:
         return int(np.count_nonzero(out != expected) + np.count_nonzero(sparse != self.expected))
 
     def _lost(self, result: Vector, residual: Vector) -> int:
-        """Count elements at which result and residuals do not add up, beyond rounding; 0 except on rank 0."""
+        """Count elements at which result + residuals differ from the sum of the inputs by more than rounding.
+
+        Return the number on rank 0, and 0 on other ranks.
+        """
         total, left = self.summed(self.accumulated), self.summed(residual)
         rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
         lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))

@@ -80,7 +80,7 @@ cdef class Connections:
     cdef int rank, process
     cdef bytes token
     cdef uint64_t last_request
-    cdef dict in_flight  # number of a request -> the data of its message, and the request
+    cdef dict in_flight  # request number -> (data of the message, request object); keeps the data alive until `SENT`
 
     def __cinit__(self, int rank, int size, size_t limit, int streams):
         self.rank, self.process = rank, getpid()
@@ -186,7 +186,7 @@ cdef class Connections:
         return self.own.pending()
 
     def traffic(self, int rank):
-        """Return the traffic with a rank, as the fields of `PeerTraffic` after ``rank``."""
+        """Return the traffic with a rank as a tuple: the fields of `PeerTraffic` in order, without ``rank``."""
         cdef CTraffic found = self.own.traffic(rank)
         return found.sent, found.received, found.seconds, found.round_trip, found.retransmits, found.connections
 
