@@ -296,7 +296,7 @@ def draw(groups: list[Group], folder: Path) -> None:
 
 
 def draw_densities(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write beyond-32-density.png: the time of dense / that of the best sparse algorithm, against the density."""
+    """Write beyond-32-density.png: time of dense / time of the best sparse algorithm, by density."""
     figure, (axes,) = panels(1, 4.8, 4)
     for i, rate in enumerate(rates := sorted({row["rate"] for row in rows})):
         points = [(row["density"], row["dense"] / row["seconds"]) for row in rows if row["rate"] == rate]

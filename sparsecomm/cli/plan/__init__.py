@@ -217,7 +217,7 @@ _COLUMNS = [
 
 # -- the plot ---------------------------------------------------------------------------------------------------------
 
-_STYLES: dict[str, dict[str, Any]] = {  # the colour is that of the exchange
+_STYLES: dict[str, dict[str, Any]] = {  # the same colour for the same exchange
     DENSE: style("dense"),
     DENSE_LOCAL: style("dense") | {"marker": "s", "linestyle": "--"},
     ADAMW: style("SparseAdamW"),
