@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import rebuild
+from sparsecomm.local_steps import global_parameters, rebuild
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
 from tests.reducer.programs import run
@@ -188,3 +188,20 @@ def test_an_outer_state_that_cannot_be_sent_or_loaded_is_an_error_on_all_ranks(
     results = run(2, program)
     assert results[0] == results[1]
     assert not Evil.ran
+
+
+def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one parameter at a time is copied to the host, because a copy of the model may not fit."""
+    events: list[str] = []
+
+    class Ranks:
+        def broadcast(self, data: np.ndarray, root: int) -> None:
+            events.append(f"send {data.size}")
+            data.view(np.float32)[:] = root
+
+    copy = global_parameters.to_host
+    monkeypatch.setattr(global_parameters, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
+    shared = global_parameters.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
+    shared.broadcast(Ranks(), 7)
+    assert events == ["copy 2", "send 8", "copy 3", "send 12"]
+    assert [array.tolist() for array in shared.shaped().values()] == [[7, 7], [7, 7, 7]]
