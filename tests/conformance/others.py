@@ -56,6 +56,7 @@ def _demonstration(name: str) -> Outcome:
             if rank == 0:
                 torch.save(trained, f"{ours}.pt")
             print(f"exchanged {fixture.exchanged}")
+            assert fixture.exchanged or not ours, "no gradient was exchanged"
 
         def run(ours: bool) -> Ended:
             return run_ranks(2, lambda rank: program(rank, ours), SECONDS)
