@@ -244,7 +244,7 @@ const char* unpack_few(const char* data, size_t count, float* values) {
         memcpy(values + (count - others), last, others * sizeof(float));
         for (const uint64_t plane : planes) set |= plane >> others;
     }
-    return !good ? "magnitudes that no block has" : set ? "bits that are set beyond the end of an area" : nullptr;
+    return !good ? "a block of values with an invalid magnitude" : set ? "unused bits that are not zero" : nullptr;
 }
 
 template <unsigned BITS>

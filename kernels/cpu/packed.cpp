@@ -193,15 +193,18 @@ void pack(Sparse entries, Kind kind, bool int64_indices, bool float64_values, vo
     });
 }
 
+constexpr const char* TOO_SHORT = "too few bytes for the number of entries";
+constexpr const char* TOO_LONG = "too many bytes for the number of entries";
+
 const char* check_packed(const void* packed, size_t bytes, size_t count, size_t size, Kind kind, bool float64_values) {
     const auto* data = static_cast<const char*>(packed);
     if (count > size) return "more entries than the vector has elements";
-    if (count == 0) return bytes ? "bytes of no entries" : nullptr;
-    if (bytes < HEAD || bytes < count / 8) return "too few bytes";  // an entry takes at least one bit
+    if (count == 0) return bytes ? "data in a message without entries" : nullptr;
+    if (bytes < HEAD || bytes < count / 8) return TOO_SHORT;  // an entry takes at least one bit
     const Head head(data, kind);
     if (head.first >= size || head.span >= size - head.first) return "indices beyond the end of the vector";
     const Layout at(count, head.span, head.kind, float64_values);
-    if (bytes != at.end) return bytes < at.end ? "too few bytes" : "too many bytes";
+    if (bytes != at.end) return bytes < at.end ? TOO_SHORT : TOO_LONG;
     return nullptr;
 }
 
@@ -214,14 +217,15 @@ const char* unpack(const void* packed, size_t bytes, size_t count, size_t size, 
     const Layout at(count, head.span, head.kind, float64_values);
     if (!clean(data + HEAD, at.low_bits) || !clean(data + at.high, at.high_bits) ||
         !all_zero(data + at.padding, data + at.end))
-        return "bits that are set beyond the end of an area";
+        return "unused bits that are not zero";
     const bool all = with_index(int64_indices, [&](auto zero) {
         auto* index = static_cast<decltype(zero)*>(indices);
         const bool found = unpack_high(zero)(data + at.high, at.values - at.high, head.first, count, at.l, index);
         if (found) unpack_low(data + HEAD, count, at.l, index);
         return found;
     });
-    return all ? unpack_values(data, count, head.kind, at, values) : "indices of more or fewer entries";
+    if (!all) return "a number of indices that differs from the number of entries";
+    return unpack_values(data, count, head.kind, at, values);
 }
 
 size_t quantize_values(const float* values, size_t count, Kind kind, float* rounded, float* errors) {

@@ -112,9 +112,9 @@ class CallSignature:
         op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
         dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
         wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
-        chosen = f", costs of checksum {self.costs:08x}" if self.costs else ""
+        chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
-        labelled = f", label {self.label:08x}" if self.label else ""
+        labelled = f", label {self.label:08x} (checksum)" if self.label else ""
         shaped = f" of {shape}" if shape else ""
         given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
         return (
@@ -144,7 +144,10 @@ class CallSignature:
                 "and settings"
             )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
-            advice = "give all ranks the same profile (SPARSECOMM_PROFILE), or none, so that they measure"
+            advice = (
+                'the ranks use different measured costs, by which "auto" selects; give all ranks the same profile '
+                "(SPARSECOMM_PROFILE), or none, so that they measure together"
+            )
         elif MEASUREMENT in (self.algorithm, other.algorithm):
             advice += "; ranks without a profile measure, so give all ranks the same one (SPARSECOMM_PROFILE), or none"
         for name in _OPTIONAL:
