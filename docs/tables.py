@@ -38,6 +38,13 @@ TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTAL
 HIERARCHICAL = "hierarchical"
 _LSTM = 196_743  # weights of the LSTM of bench/experiments/convergence
 N, K = 25_600_000, 25_600  # for bytes per entry
+_ROUNDED = {
+    EXACT.name: "exact",
+    "int8": "rounded to 8 bits",
+    "int4": "rounded to 4 bits",
+    "int2": "rounded to 2 bits",
+    "sign": "rounded to 1 bit, the sign",
+}
 
 
 def algorithms() -> list[list[str]]:
@@ -64,7 +71,7 @@ def wires() -> list[list[str]]:
     rows = [["`wire=`", "bytes per entry at density 0.001, float32", "values"]]
     for name, wire in WIRES.items():
         nbytes = wire.bytes_per_entry(K, VectorType(N, np.dtype(np.int32), np.dtype(np.float32)))
-        values = "exact" if wire.kind is EXACT else f"rounded to {wire.kind.name}"
+        values = _ROUNDED.get(wire.kind.name, f"rounded to {wire.kind.name}")
         rows.append([f'`"{name}"`', f"{nbytes:.1f}".removesuffix(".0"), values])
     rows.append(
         [
@@ -96,7 +103,7 @@ def facts(name: str) -> list[list[str]]:
             "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no",
         ],
         ['`op="mean_of_contributors"`', _knows(algorithm.contributors_unknown)],
-        ["Between nodes", between],
+        ["Name, to use it only between nodes", between],
         ["Source", algorithm.source],
     ]
 
@@ -112,7 +119,7 @@ def dense_is_shorter() -> list[list[str]]:
         "tree": lambda P: 2 * math.log2(P) * 8,
         "allgather": lambda P: (P - 1) * 8,
     }
-    rows = [["", *(f"P = {P}" for P in ranks)]]
+    rows = [["algorithm", *(f"P = {P}" for P in ranks)]]
     return rows + [[f"`{name}`", *(f"{dense[P] / moved(P):.2f}" for P in ranks)] for name, moved in sparse.items()]
 
 
@@ -136,7 +143,7 @@ def _knows(reason: str) -> str:
 
 def literals() -> list[list[str]]:
     """Return the rows of the table of option types that list names."""
-    rows = [["type", "of", "names"]]
+    rows = [["type", "option that it annotates", "names that the option accepts"]]
     for name, of in (("AlgorithmName", "algorithm"), ("Op", "op"), ("WireName", "wire"), ("Scope", "scope")):
         alias = getattr(typing, name)
         names = (each for part in get_args(alias) for each in (get_args(part) or [part]))
@@ -255,9 +262,10 @@ def _adamw_rows(*, betas: bool) -> list[list[str]]:
         first = (model, f"{beta2:g}", str(P)) if betas else ()
         order = (model, beta2, way != "dense", -outcome["bytes"], P) if betas else (np.mean(losses),)
         rows.append((order, [*first, *row]))
-    head = ["model", "beta2", "P"] * betas + ["way", "settings", "rate", "nats", "above dense"]
+    head = ["model", "beta2", "ranks"] * betas
+    head += ["method", "settings", "learning rate", "final loss, nats", "loss above dense"]
     return [
-        [*head, "bytes per weight", "dense ring / this"],
+        [*head, "bytes per weight and step", "bytes of a dense ring / bytes of this method"],
         *(row for _, row in sorted(rows, key=lambda each: each[0])),
     ]
 
@@ -271,7 +279,8 @@ def gpt2() -> list[list[str]]:
         settings = f"density={setting['density']}, wire={setting['wire']}" if way == "sparse" else ""
         key = setting["steps"], setting["beta2"], settings
         groups.setdefault(key, {}).setdefault(setting["rate"], {})[setting["seed"]] = outcome
-    rows = [["steps", "beta2", "settings", "rate", "seeds", "held out", "training", "above dense", "dense ring / this"]]
+    head = ["steps", "beta2", "settings", "learning rate", "seeds", "loss on held-out text", "training loss"]
+    rows = [[*head, "held-out loss above dense", "bytes of a dense ring / bytes of this method"]]
     for (steps, beta2, settings), by_rate in sorted(groups.items()):
         for rate, found in sorted(by_rate.items()):
             theirs = groups[steps, beta2, ""].get(rate, {})
@@ -321,15 +330,16 @@ def few_bits() -> list[list[str]]:
         row += [f"0.9, rate x {rule['rate']:g}"]
         row += [f"{outcome['loss']:.3f}", f"{outcome['loss'] - dense[rule['seed']]:+.3f}"]
         rows.append((P, each, [*row, number_text(each / 1e3), number_text(each * 900 / 1e6)]))
-    head = ["P", "gradients", "density", "values", "warm-up", "momentum", "nats", "above dense"]
+    head = ["ranks", "method", "density", "format of values", "share of the steps in the warm-up"]
+    head += ["momentum, learning rate", "final loss, nats", "loss above dense"]
     rows.sort(key=lambda row: row[:2])
-    return [[*head, "kB per step", "MB in total"], *(row for *_, row in rows)]
+    return [[*head, "kB sent per rank and step", "MB sent per rank in the whole training"], *(row for *_, row in rows)]
 
 
 def torch_versions() -> list[list[str]]:
     """Return the rows of the table of PyTorch versions that packaging/other_torch.py tested."""
     runs = json.loads((RESULTS / "torch-versions.json").read_text())
-    rows = [["PyTorch", "Python", "tests passed", "left out", "date"]]
+    rows = [["PyTorch", "Python", "tests passed", "tests left out, and why", "date"]]
     for version, run in runs.items():
         rows.append([version, run["versions"]["python"], str(run["passed"]), "; ".join(run["skipped"]), run["date"]])
     return rows

@@ -263,7 +263,8 @@ def formula_lines(cells: list[Cell]) -> list[str]:
 
 def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
     """Return the tables of docs/reports/paper.md, as lists of cells, the heading first."""
-    errors = [["P", "steps", "within 20 %", "median error", "largest error", "median error without the compute time"]]
+    of_step = [f"{which} error of a step" for which in ("median", "largest")]
+    errors = [["ranks", "steps compared", "steps within 20 %", *of_step, "median error without the compute time"]]
     for P in sorted({row["P"] for row in found}):
         its = [row for row in found if row["P"] == P]
         step_errors = [abs(row["error_of_step"]) for row in its]
@@ -272,7 +273,8 @@ def pages(found: list[Row], own: list[Cell]) -> dict[str, list[list[str]]]:
         errors.append(
             [str(P), str(len(its)), within, f"{median(step_errors):.1%}", f"{max(step_errors):.1%}", f"{parts:.0%}"]
         )
-    links = [["model", "ns per byte", "dense, ms", "Top-k, ms", "gTop-k, ms", "ours, ms", "over dense", "over Top-k"]]
+    times = [f"{name}, ms" for name in ("dense", "Top-k", "gTop-k", "sparsecomm")]
+    links = [["model", "ns per byte", *times, "speed-up over dense", "speed-up over Top-k"]]
     for group in grouped(own):
         steps = {method: each.step for method, each in group.items()}
         line = [group["ours"].model, f"{1e9 * group['ours'].link.beta:g}"]

@@ -89,12 +89,13 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def pages(rows: list[Row], last: bool = False) -> dict[str, list[list[str]]]:
     """Return the tables as lists of cells, the heading first; speed-ups and costs at the ``last`` P only, if asked."""
-    heading = ["model", "P", *(f"{name} (published)" for name in ("dense", "Top-k", "gTop-k")), "ours", "efficiency"]
-    throughputs = [heading]
-    speeds = [["model", "over dense", "ceiling", "published", "over Top-k", "ceiling", "published", "over gTop-k"]]
-    costs = [
-        ["model", "algorithm", "compute", "select", "exchange", "exchange alone", "formula", "ratio", "bytes sent"]
-    ]
+    methods = [f"{name}: measured (published)" for name in ("dense", "Top-k", "gTop-k")]
+    throughputs = [["model", "ranks", *methods, "sparsecomm", "efficiency of sparsecomm"]]
+    kinds = [f"{name}: {kind}" for name in ("dense", "Top-k") for kind in ("measured", "ceiling", "published")]
+    speeds = [["model", *(f"speed-up over {kind}" for kind in (*kinds, "gTop-k: measured"))]]
+    times = ("compute", "select", "exchange in a step", "exchange alone", "formula")
+    others = ("exchange alone / formula", "bytes sent by the busiest rank")
+    costs = [["model", "algorithm", *(f"{name}, ms" for name in times), *others]]
     for model, P, its in _by_method(rows):
         if "ours" not in its:
             continue

@@ -67,10 +67,13 @@ def main() -> int:
     rows = list(_rows(found, sent, sites, options.exchanges))
     columns: list[report.Column] = [
         ("link", lambda row: row["link"]),
-        ("n", lambda row: f"{row['n'] / 1e6:g}M"),
+        ("elements", lambda row: f"{row['n'] / 1e6:g}M"),
         ("exchange", lambda row: row["exchange"]),
-        *((f"{which}, ms", lambda row, which=which: _text(row.get(which))) for which in reversed(folders)),
-        ("sent, kB", lambda row: row["sent"] and f"{row['sent'] / 1e3:.1f}"),
+        *(
+            (f"{which} checkout, ms: median (minimum - maximum)", lambda row, which=which: _text(row.get(which)))
+            for which in reversed(folders)
+        ),
+        ("sent by rank 0, kB", lambda row: row["sent"] and f"{row['sent'] / 1e3:.1f}"),
     ]
     run = report.about("-m bench.utilisation.calls", sys.argv[1:], threads=1)
     table = report.table(rows, columns, title="an exchange: median (least - most)", title_justify="left")

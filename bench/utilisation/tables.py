@@ -88,8 +88,16 @@ def _published_rows(cells: Found) -> list[list[str]]:
     return rows
 
 
-PUBLISHED_HEAD = ["H", "link", "here, %", "published, %", "published exchange, our 30 ms steps, %", "here / that",
-                  "exchange here, s", "published, s"]  # fmt: skip
+PUBLISHED_HEAD = [
+    "H",
+    "link",
+    "measured here, %",
+    "published, %",
+    "from the published exchange and 30 ms steps, %",
+    "measured here / from the published exchange",
+    "exchange here, s",
+    "published exchange, s",
+]
 
 
 def published_table(rows: list[Row]) -> Table:
@@ -126,7 +134,8 @@ def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
 def _by_network(cells: Found, methods: tuple[str, ...], every: list[int]) -> list[list[str]]:
     """Return a row for each delay, loss and H, a column for each rate; in each cell the methods beside each other."""
     rates = sorted({cell.network.rate for cell in cells})
-    table = [["RTT, ms", "loss", *(["H"] if len(every) > 1 else []), *map(rate_text, rates)]]
+    heads = [f"{rate_text(rate)}: {' / '.join(methods)}" for rate in rates]
+    table = [["round trip, ms", "packet loss", *(["H"] if len(every) > 1 else []), *heads]]
     for loss, rtt in sorted({(cell.network.loss, cell.network.rtt) for cell in cells}):
         for H in every:
             its = [[cells.get(Cell(Network(rate, rtt, loss), method, H)) for method in methods] for rate in rates]
@@ -142,7 +151,8 @@ def _method(row: Row) -> str:
 
 def _plans(rows: list[Row], name: str, group: Callable[[Row], str]) -> list[list[str]]:
     """Return the errors of plans of cells held out, by group, of all of them, and of the cells that calibrate."""
-    table = [[name, "cells", f"within {GOOD:g} points", "median error, points", "largest error, points", "at"]]
+    errors = ["median error, points", "largest error, points", "cell with the largest error"]
+    table = [[name, "cells", f"cells within {GOOD:g} points", *errors]]
     rows = [row for row in rows if row.get("planned") is not None]
     groups: dict[str, list[Row]] = {}
     for row in filter(is_held_out, rows):

@@ -88,8 +88,8 @@ def test_dense_cells_stand_beside_the_published_ones() -> None:
     rows = [row(rate, "dense", H, same), row(rate, "dense", H, 0.5, rtt=0.08), row(rate, "blocking", H, 0.9)]
     head, line = tables.pages(rows)["utilisation_published"]
     found = dict(zip(head, line, strict=True))
-    assert found["here / that"] == "1.00"
-    assert found["exchange here, s"] == found["published, s"] == "8.24"
+    assert found["measured here / from the published exchange"] == "1.00"
+    assert found["exchange here, s"] == found["published exchange, s"] == "8.24"
 
 
 def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
@@ -100,11 +100,19 @@ def test_tables_say_what_was_measured_and_how_far_plans_are() -> None:
     ]  # fmt: skip
     made = tables.pages(rows)
     assert made["utilisation_local"] == [
-        ["RTT, ms", "loss", "H", "50 Mb/s", "1 Gb/s"],
+        [
+            "round trip, ms",
+            "packet loss",
+            "H",
+            *(f"{rate}: {' / '.join(tables.LOCAL)}" for rate in ("50 Mb/s", "1 Gb/s")),
+        ],
         ["0", "0 %", "8", "0.55 / - / -", "12 / 55 / -"],
         ["80", "0 %", "8", "- / - / -", "- / - / 95"],
     ]
-    assert made["utilisation_steps"] == [["RTT, ms", "loss", "50 Mb/s", "1 Gb/s"], ["0", "0 %", "4.0 / -", "- / -"]]
+    assert made["utilisation_steps"] == [
+        ["round trip, ms", "packet loss", *(f"{rate}: {' / '.join(tables.STEPS)}" for rate in ("50 Mb/s", "1 Gb/s"))],
+        ["0", "0 %", "4.0 / -", "- / -"],
+    ]
     assert [line[:5] for line in made["utilisation_plan"][1:]] == [
         ["delayed", "1", "1", "1.0", "-1.0"], ["all held out", "1", "1", "1.0", "-1.0"],
         ["not held out", "2", "1", "5.5", "+10.0"],
