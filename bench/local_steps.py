@@ -74,7 +74,10 @@ def count_bytes(args: argparse.Namespace) -> None:
         ("received, MB", report.number("received", ".3f", 1e-6)),
         ("bits sent per entry selected", lambda row: f"{row['bits']:.2f}" if "bits" in row else None),
         *(
-            (f"theirs, {name} / it", lambda row, way=way: f"{of[row['ranks'], way] / of[row['ranks'], row['way']]:.2f}")
+            (
+                f"SparseLoCo {name} / this",
+                lambda row, way=way: f"{of[row['ranks'], way] / of[row['ranks'], row['way']]:.2f}",
+            )
             for name, way in (("in pairs", pairs), ("by a store", store))
         ),
         *((f"s at {name}", report.number(name)) for name in RATES),
@@ -156,7 +159,7 @@ def measure_round(args: argparse.Namespace) -> None:
     columns = [
         ("exchange of a round", lambda name: name),
         ("ms (quartiles)", lambda name: quartiles_text(ms[name])),
-        ("dense / it", lambda name: f"{ms['gloo, dense'][1] / ms[name][1]:.1f}"),
+        ("dense / this", lambda name: f"{ms['gloo, dense'][1] / ms[name][1]:.1f}"),
         ("MB sent by rank 0", lambda name: f"{sent[name] / 1e6:.3f}" if name in sent else None),
     ]
     title = f"exchange of pseudo-gradients of {n / 1e6:g}M weights, {K} of each {CHUNK}, {args.wire}, P = {world.size}"

@@ -150,7 +150,7 @@ def _publish_steps(
     columns = [
         ("contender", lambda label: label),
         ("ms (quartiles)", lambda label: quartiles_text(medians[label])),
-        ("dense / it", lambda label: f"{dense / medians[label][1]:.2f}"),
+        ("dense / this", lambda label: f"{dense / medians[label][1]:.2f}"),
         ("sent per step", sent.get),
     ]
     title = f"time per step, {parameters / 1e6:.1f}M parameters, density {density:g}, P = {world.size}"

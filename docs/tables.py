@@ -209,7 +209,7 @@ def slow_links_losses() -> list[list[str]] | str:
         found.setdefault(name, {})[s["sync_every"]] = entry["outcome"]["loss"]
     every = sorted({H for losses in found.values() for H in losses})
     rows = [[name, *(f"{its[H]:.3f}" if H in its else "-" for H in every)] for name, its in sorted(found.items())]
-    return [["pseudo-gradients", *(f"H = {H}" for H in every)], *rows] if rows else ""
+    return [["exchange of pseudo-gradients", *(f"final loss, H = {H}" for H in every)], *rows] if rows else ""
 
 
 def _adamw_trainings() -> dict[tuple[str, float, int, str, str], tuple[float, dict[int, dict[str, float]]]]:

@@ -382,7 +382,7 @@ GRID = Grid(
         "seeds": len,
         "%": mean("accuracy", "{:.1f}".format),
         "bytes per weight": mean("bytes", number_text),
-        "ring / it": mean("ring", "{:.1f}".format),
+        "ring / this": mean("ring", "{:.1f}".format),
     },
     lambda rule, seeds: (rule.model, rule.ranks, rule.optimizer, fmean(o["loss"] for o in seeds)),
 )

@@ -211,14 +211,17 @@ def table(groups: Groups) -> Table:
     columns: list[report.Column] = [
         ("P", lambda s: s.ranks),
         ("H", lambda s: s.sync_every),
-        ("pseudo-gradients", lambda s: s.name),
-        ("nats (seeds)", lambda s: mean_and_range([outcome["loss"] for outcome in groups[s].values()])),
+        ("exchange of pseudo-gradients", lambda s: s.name),
+        (
+            "final loss, nats (range over seeds)",
+            lambda s: mean_and_range([outcome["loss"] for outcome in groups[s].values()]),
+        ),
         ("above dense", above_dense),
         ("rounds", lambda s: s.steps // s.sync_every),
-        ("MB a round", lambda s: number_text(cost_of(s).nbytes / 1e6)),
-        ("of dense", of_dense),
-        ("MB in all", lambda s: number_text(s.steps // s.sync_every * cost_of(s).nbytes / 1e6, 4)),
-        *((f"s a round, {r}", lambda s, i=i: number_text(cost_of(s).seconds[i])) for i, r in enumerate(RATES)),
+        ("MB per round", lambda s: number_text(cost_of(s).nbytes / 1e6)),
+        ("relative to dense", of_dense),
+        ("MB in the whole training", lambda s: number_text(s.steps // s.sync_every * cost_of(s).nbytes / 1e6, 4)),
+        *((f"seconds per round, {r}", lambda s, i=i: number_text(cost_of(s).seconds[i])) for i, r in enumerate(RATES)),
     ]
     title = "Training with local steps: an LSTM on English text; bytes and seconds of 25.6M weights"
     return report.table(groups, columns, title=title)
