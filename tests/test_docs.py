@@ -184,7 +184,7 @@ def test_settings_are_those_that_the_library_reads() -> None:
     files = [file for file in (ROOT / "sparsecomm").rglob("*.py*") if file.suffix in (".py", ".pyx")]
     source = "".join(file.read_text() for file in files)
     read = set(re.findall(r"[\"'](SPARSECOMM_[A-Z_]+)[\"']", source))
-    assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["settings"], re.MULTILINE)) == read
+    assert set(re.findall(r"^\| `(SPARSECOMM_[A-Z_]+)` \|", REFERENCE["cli"], re.MULTILINE)) == read
 
 
 def test_layers_are_those_of_the_contract() -> None:

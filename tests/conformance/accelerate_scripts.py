@@ -24,7 +24,7 @@ OTHERS = ("test_script", "test_distributed_data_loop", "test_ops", "test_cli")
 DOWNLOADS = "downloads a model and a data set from huggingface.co"
 DEEPSPEED = "needs DeepSpeed, and has no model in DDP"
 NOT_APPLICABLE = {
-    "test_merge_weights": "wants GPUs, and has no model in DDP: FSDP",
+    "test_merge_weights": "requires GPUs, and has no model in DDP: FSDP",
     "test_notebook": "has no model: it starts processes",
     "external_deps.test_checkpointing": DOWNLOADS,
     "external_deps.test_metrics": DOWNLOADS,

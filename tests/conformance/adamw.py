@@ -212,7 +212,7 @@ def _configuration(options: dict[str, Any], dtype: torch.dtype, rank: int, P: in
     if isinstance(options.get("betas", [0])[0], torch.Tensor) and "betas" in str(error.value):
         named.append("betas in tensors")  # which PyTorch takes with capturable=True only
     assert named, f"the refusal names none of {refused}: {error.value}"
-    return f"refused by name: {named[0]}"
+    return f"refused with an error that names the option: {named[0]}"
 
 
 def _error(entry: Any, error: Any) -> None:

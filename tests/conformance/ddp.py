@@ -1,6 +1,6 @@
 """The tests of DistributedDataParallel that PyTorch's wheel ships, on two CPU ranks over gloo, with our hook.
 
-Tests that want two GPUs run on CPU tensors: see `tests.conformance.fixture.gpus_are_cpus`.
+Tests that require two GPUs run on CPU tensors: see `tests.conformance.fixture.gpus_are_cpus`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.conformance.outcomes import SKIPPED, Ended, Outcome, outcome_of_runs,
 P = 2
 SECONDS = 300
 ON_CPUS = f"PyTorch {torch.__version__}, DDP tests"
-FOR_GPUS = f"{ON_CPUS} that want 2 GPUs, on CPU tensors"
+FOR_GPUS = f"{ON_CPUS} that require 2 GPUs, on CPU tensors"
 QUICK = (
     "test_DistributedDataParallelCPU",
     "test_DistributedDataParallelCPU_grad_is_view",

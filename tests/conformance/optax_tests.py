@@ -26,7 +26,7 @@ QUICK = ("accept_extra_args", "explicit_dtype", "preserve_dtype", "inject_hyperp
 # What ours does otherwise, as documented.
 EXPLAINED = {
     "explicit_dtype.*bfloat16.*None": "moments of bfloat16 parameters are in float32",
-    "complex.*InvalidInputError.*complex": "refused in words: complex parameters",
+    "complex.*InvalidInputError.*complex": "refused with an error: complex parameters",
 }
 
 
