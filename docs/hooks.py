@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 NAME = re.compile(r"(?<!<pre>)<code>((?:sparsecomm\.)?(?:(?:torch|jax)\.)?\w+(?:\.\w+)?)</code>")
-ENTRY = re.compile(r"^::: (sparsecomm\.(?:torch\.|jax\.)?(\w+))$", re.MULTILINE)
+ENTRY = re.compile(r"^::: (sparsecomm\.(?:torch\.|jax\.|api\.)?(\w+))$", re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
