@@ -130,9 +130,9 @@ def sparse_allreduce(
         comm: an mpi4py communicator, a process group of `torch.distributed`, or a transport. ``None`` is the job: the
             default process group if there is one, else COMM_WORLD. The library communicates on a duplicate.
         algorithm: a name from `algorithms`, or an `Algorithm` from it. "split:R" is "split" with a result of R k
-            entries, R = 2, 3, ..., which suits trainings with few rounds. "fastest" is the cheapest of the global top-k
-            algorithms, by the costs that `sparsecomm tune` measured, or else for links of 1 Gb/s. "auto" is the same,
-            or "dense" where that costs less.
+            entries, R = 2, 3, ..., which suits trainings with few rounds. "fastest" is the global top-k algorithm
+            with the shortest predicted time, by the costs that `sparsecomm tune` or the first call measured. "auto" is
+            the same, or "dense" if that is predicted to be faster.
         op: "sum"; "mean", the sum divided by the number of ranks; or "mean_of_contributors", the sum at each index
             divided by the number of ranks that sent an entry there, which only some algorithms know
             (docs/algorithms/index.md). The result has the same indices as for "sum".

@@ -62,7 +62,8 @@ def sparsify(
             dense and exact, whatever ``algorithm`` and ``wire`` are.
         dense_steps: number of steps at the beginning with density 1.0. A function counts its steps from their end.
         scope, chunk, dense_below, comm: as in `allreduce_tree`.
-        options: ``algorithm="auto"``, ``op="mean"`` and ``wire="auto"``, as in `sparsecomm.Reducer`.
+        algorithm, op, wire: as in `sparsecomm.Reducer`: "auto" is "double" with values of 2 bits. ``op`` is "mean" by
+            default.
         check_weights_every: compare the parameters passed to ``update`` between ranks in step 0 and in every step that
             is a multiple of this; 0: in step 0 only; ``None``: never. A resumed run continues to count the steps.
 

@@ -50,7 +50,7 @@ class Reducer:
 
     A tensor for which no rank has a gradient is left out of the step: its residual and velocity do not change. If only
     some ranks have a gradient, the other ranks contribute zeros and keep their residuals, and the call takes one more
-    round trip.
+    trip.
 
     All ranks must use the same tensors in the same order, the same settings and the same step; otherwise they raise
     `CollectiveMismatchError`. Several reducers may share a communicator if all ranks use them in the same order.
@@ -383,7 +383,7 @@ class Reducer:
 
         `reshard` makes states for another world size. The state contains the measured links, so "auto" makes the same
         choice after a resume; set ``state["costs"]`` to ``None`` to measure them again. This clears the caches of
-        algorithms, so a resumed run computes the same; the next step takes two more round trips.
+        algorithms, so a resumed run computes the same; with "split", the next step takes up to two more trips.
 
         Raises:
             InvalidInputError: a step has begun.

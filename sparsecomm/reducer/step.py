@@ -191,7 +191,7 @@ class BucketCall(SumCall):
     """The call that sums a bucket.
 
     A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
-    mark when the algorithm returns. They then exchange which gradients are absent, in one more round trip.
+    mark when the algorithm returns. They then exchange which gradients are absent, in one more trip.
 
     Attributes:
         names: names of the bucket's tensors.
