@@ -95,7 +95,7 @@ def facts(name: str) -> list[list[str]]:
     algorithm = ALGORITHMS[name]
     between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.between_nodes else "no"
     return [
-        ["", f'`algorithm="{name}"`'],
+        ["property", f'`algorithm="{name}"`'],
         ["Result, the same bits on all ranks", algorithm.result],
         ["Cost per rank", algorithm.cost],
         [
@@ -333,7 +333,10 @@ def few_bits() -> list[list[str]]:
     head = ["ranks", "method", "density", "format of values", "share of the steps in the warm-up"]
     head += ["momentum, learning rate", "final loss, nats", "loss above dense"]
     rows.sort(key=lambda row: row[:2])
-    return [[*head, "kB sent per rank and step", "MB sent per rank in the whole training"], *(row for *_, row in rows)]
+    return [
+        [*head, "kB sent per rank and step after the warm-up", "MB sent per rank in the whole training"],
+        *(row for *_, row in rows),
+    ]
 
 
 def torch_versions() -> list[list[str]]:
