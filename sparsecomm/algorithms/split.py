@@ -62,7 +62,7 @@ from sparsecomm.tensors.sparse import SparseVector
 __all__ = ["ALGORITHM", "with_larger_result"]
 
 _MAX_DOUBT = 8.0
-_NEAR = 0.3  # keys sent per entry of a result, if any are sent, measured in local steps of 4 and 8 ranks
+_KEY_BYTES = 0.3  # bytes of compressed keys per entry of a result, if keys are sent: about one byte for 0.3 keys
 _GATHER = 8  # first round number of the gather
 
 
@@ -289,7 +289,7 @@ def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
     kept = min(ratio, P) * k
     if P == 1:
         return costs.select * problem.n
-    keys = _NEAR * problem.element_bytes if problem.hidden else 0.0
+    keys = _KEY_BYTES if problem.hidden else 0.0
     sent = (kept + _margin(kept)) * problem.entry_bytes + kept * keys + 24 * num_owners(P, k)
     gathered = problem.link(costs).trip(P - 1, (P - 1) / num_owners(P, k) * sent)
     work = k * (log2_ceil(P) * costs.merge + problem.codec(costs)) + kept * (4 * costs.merge + problem.codec(costs))

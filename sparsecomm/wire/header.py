@@ -1,7 +1,7 @@
 """The header of every message, which identifies its call and its contents.
 
     offset  bytes  field
-         0      4  magic "SPC2"
+         0      4  magic "SPC3"
          4      1  dtype of the gradient (codes of `sparsecomm.tensors.dtypes`)
          5      1  operation: 0 sum, 1 mean, 2 mean of contributors
          6      1  wire format (codes of `sparsecomm.wire.formats`)
@@ -44,7 +44,7 @@ LABEL_AT = CALL_BYTES - 4  # offset of the label's checksum
 INCOMPLETE = 1 << 31  # bit in the round field
 _NAME_BYTES = 24
 _MAX_CHUNK = 2**32 - 1
-_MAGIC = b"SPC2"
+_MAGIC = b"SPC3"
 Op: TypeAlias = Literal["sum", "mean", "mean_of_contributors"]
 MEAN_OF_CONTRIBUTORS: Final = "mean_of_contributors"
 OPS: tuple[Op, ...] = get_args(Op)

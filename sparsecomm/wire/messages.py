@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ __all__ = ["PLAIN", "Messages", "Plain", "VectorType", "Wire"]
 
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer
+_MANY = 1 << 10  # bytes of words from which compressing them is tried
 
 
 class VectorType(NamedTuple):
@@ -179,15 +181,22 @@ class Messages:
 
         After the header come a table of each vector's number of entries and of bytes, the words, and the encoded
         entries. The item count in the header contains the number of vectors (16 bits), the codes of the integer widths
-        in the table and in the words (2 bits each), and the number of words.
+        in the table and in the words (2 bits each), whether the words are compressed (1 bit), and the number of words.
+        Compressed words are the first bytes of all words, then the second bytes and so on, in zlib's format. Their
+        length is then the last integer of the table.
         """
         parts = [wire.parts(vector, self._backend) for vector in vectors]
         lengths = [sum(array.nbytes for array in arrays) for arrays in parts]
-        table = _narrow([number for v, length in zip(vectors, lengths, strict=True) for number in (v.nnz, length)])
         numbers = _narrow(words)
-        head = table.tobytes() + numbers.tobytes()
+        table, encoded = [n for v, length in zip(vectors, lengths, strict=True) for n in (v.nnz, length)], b""
+        if numbers.nbytes >= _MANY:
+            encoded = zlib.compress(_bytes_of(numbers).T.tobytes(), 1)
+        compressed = 0 < len(encoded) < numbers.nbytes
+        narrow = _narrow([*table, len(encoded)] if compressed else table)
+        head = narrow.tobytes() + (encoded if compressed else numbers.tobytes())
         head += bytes(-len(head) % 8)
-        items = len(vectors) | _WIDTHS[table.itemsize] << 16 | _WIDTHS[numbers.itemsize] << 18 | len(words) << 20
+        items = len(vectors) | _WIDTHS[narrow.itemsize] << 16 | _WIDTHS[numbers.itemsize] << 18
+        items |= compressed << 20 | len(words) << 21
         message = self._new(round_no, items, len(head) + sum(map(_padded, lengths)), head)
         begin = HEADER_BYTES + len(head)
         for arrays, length in zip(parts, lengths, strict=True):
@@ -204,17 +213,25 @@ class Messages:
         There must be ``expected`` vectors, or none if ``or_none``.
         """
         items = self._items(message, source, round_no, self.memory)
-        count, num_words = items & 0xFFFF, items >> 20
+        count, compressed, num_words = items & 0xFFFF, items >> 20 & 1, items >> 21
         width, word_width = 1 << (items >> 16 & 3), 1 << (items >> 18 & 3)
-        middle = 2 * count * width
-        begin = HEADER_BYTES + _padded(middle + num_words * word_width)
+        middle, nbytes = HEADER_BYTES + (2 * count + compressed) * width, num_words * word_width
+        if compressed:  # the last integer of the table
+            nbytes = int.from_bytes(self.memory.header(message, middle)[-width:], "little")
+        begin = HEADER_BYTES + _padded(middle - HEADER_BYTES + nbytes)
         if (count != expected and (count or not or_none)) or begin > len(message):
             raise self.broken(source, f"{count} vectors in {len(message)} bytes instead of {expected} vectors")
-        head = self.memory.header(message, begin)[HEADER_BYTES:]
-        table = np.frombuffer(head, f"<u{width}", 2 * count).tolist()
-        words: list[int] = np.frombuffer(head, f"<u{word_width}", num_words, middle).tolist()
+        head = self.memory.header(message, begin)
+        table = np.frombuffer(head[HEADER_BYTES:middle], f"<u{width}").tolist()
+        if compressed:
+            numbers = _decompressed(head[middle : middle + nbytes], num_words, word_width)
+            if numbers is None:
+                raise self.broken(source, f"{num_words} numbers that cannot be decompressed")
+        else:
+            numbers = np.frombuffer(head, f"<u{word_width}", num_words, middle)
+        words: list[int] = numbers.tolist()
         vectors = []
-        for nnz, length in zip(table[::2], table[1::2], strict=True):
+        for nnz, length in zip(table[0 : 2 * count : 2], table[1 : 2 * count : 2], strict=True):
             vectors.append(self._decode(message[begin : begin + length], nnz, wire, source))
             begin += _padded(length)
         if begin != len(message):
@@ -310,6 +327,25 @@ def _narrow(words: Sequence[int]) -> Array:
     numbers: Array = np.array(words, np.uint64)
     narrow: Array = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
     return narrow
+
+
+def _bytes_of(numbers: Array) -> Array:
+    """Return the bytes of integers, one row per integer."""
+    found: Array = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
+    return found
+
+
+def _decompressed(data: bytes, count: int, width: int) -> Array | None:
+    """Return ``count`` integers of ``width`` bytes; None if ``data`` is not their compressed form."""
+    decompressor, nbytes = zlib.decompressobj(), count * width
+    try:
+        columns = decompressor.decompress(data, nbytes + 1)  # no more, whatever the data
+    except zlib.error:
+        return None
+    if len(columns) != nbytes or not decompressor.eof or decompressor.unused_data:
+        return None
+    rows = np.frombuffer(columns, np.uint8).reshape(width, count).T
+    return np.ascontiguousarray(rows).view(f"<u{width}").ravel()
 
 
 def _padded(nbytes: int) -> int:

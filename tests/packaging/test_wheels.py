@@ -122,3 +122,12 @@ def test_sdist_without_an_mpi(dist: Path, tmp_path: Path) -> None:
     assert re.search(r"TransportError: .* of the ABI openmpi: sparsecomm was built without any MPI.*MPICC=", output), (
         output
     )
+
+
+def test_an_editable_install_beside_the_program(tmp_path: Path) -> None:
+    """In the folder that contains the checkout, Python imports the library, not the checkout's folder."""
+    env, checkout = Environment.make(tmp_path), tmp_path / "sparsecomm"
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.so"))
+    env.install("-e", checkout, objects=ROOT / "build" / "objects")
+    status, output = env.run("python", "-c", "import sparsecomm._kernels as k; print(k.__path__[0])", cwd=tmp_path)
+    assert (status, output.strip()) == (0, str(checkout / "sparsecomm" / "_kernels"))

@@ -62,9 +62,12 @@ def test_round_trip(wire: str, value: Any, n: int, nnz: int) -> None:
     assert len(message) <= HEADER_BYTES + 64 + 1.01 * nnz * format_.bytes_per_entry(nnz, vector)
 
 
+RANDOM_WORDS: list[int] = np.random.default_rng(0).integers(0, 2**63, 1000).tolist()
+
+
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("counts", [[], [0], [5], [3, 0, 101, 1, 64]])
-@pytest.mark.parametrize("words", [[], [0], [5, 2**16, 1], [2**64 - 1, 0]])
+@pytest.mark.parametrize("words", [[], [0], [5, 2**16, 1], [2**64 - 1, 0], [1, 300] * 400, RANDOM_WORDS])
 def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], words: list[int]) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = [entries(nnz, 1000, np.float32, wire) for nnz in counts]
@@ -98,10 +101,15 @@ def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: i
             m.read_parcel(message[:-cut], PLAIN, 3, 0, 0)
 
 
+@pytest.mark.parametrize(("words", "nbytes"), [([7] * 10**4, 100), ([*range(10**4)], 2000), (RANDOM_WORDS, 8000)])
+def test_many_words_are_compressed_if_that_is_shorter(words: list[int], nbytes: int) -> None:
+    assert len(messages().words(words, round_no=0)) <= HEADER_BYTES + nbytes
+
+
 def test_the_header_is_as_documented() -> None:
     message = messages().entries(entries(2, 1000, np.float32), PLAIN, round_no=5).tobytes()
     assert HEADER_BYTES == 96
-    assert message[:8] == b"SPC2\x02\x00\x00\x00"
+    assert message[:8] == b"SPC3\x02\x00\x00\x00"
     assert message[8:24] == (1000).to_bytes(8, "little") + (10).to_bytes(8, "little")
     assert message[24:48] == b"tree".ljust(24, b"\0")
     assert message[48:64] == bytes(16)
@@ -122,7 +130,8 @@ def test_the_header_is_as_documented() -> None:
 def test_damaged_messages_are_refused_or_read_in_bounds(draw: st.DataObject, wire: str, several: bool) -> None:
     m, format_ = messages(wire=wire), WIRES[wire]
     sent = entries(20, 1000, np.float32, wire)
-    message = (m.parcel([sent, sent], [1, 300], format_, 2) if several else m.entries(sent, format_, 2)).copy()
+    words = draw.draw(st.sampled_from([[1, 300], [1, 300] * 400]))  # compressed, if there are so many
+    message = (m.parcel([sent, sent], words, format_, 2) if several else m.entries(sent, format_, 2)).copy()
     if draw.draw(st.booleans()):
         message = message[: draw.draw(st.integers(0, len(message) - 1))]
     for _ in range(draw.draw(st.integers(0, 3))):
