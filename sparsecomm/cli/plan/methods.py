@@ -209,8 +209,8 @@ def _cautions(way: Way, network: Network) -> list[str]:
     if way.method in (LOCAL, DELAYED, DENSE_LOCAL):
         lines.append(
             f"Loss: {_above(way)} in trainings of 600 local steps. In longer trainings, a large H raises the loss "
-            "less: the difference between H = 30 and H = 10 is about half with twice the steps, and twice with half the "
-            "steps. See docs/reports/local-steps.md."
+            "less: the difference between H = 30 and H = 10 is about half with twice the steps, and twice with half "
+            "the steps. See docs/reports/local-steps.md."
         )
     if way.method in (ADAMW, SGD):
         lines.append(
