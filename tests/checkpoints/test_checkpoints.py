@@ -1,11 +1,9 @@
-"""`save` and `load`: a checkpoint exists on all ranks or on none, and the newest one that all can read is loaded.
-
-PyTorch objects: `tests/torch/test_checkpoints.py`.
-"""
+"""`save` and `load`: a checkpoint exists on all ranks or on none, and the newest one that all can read is loaded."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pathlib
 import pickle
@@ -29,7 +27,7 @@ from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 from tests.ranks import errors, run
 from tests.reducer.programs import total
-from tests.states.subjects import adamw, local_steps, reducer
+from tests.states.subjects import adamw, diloco, distributed, local_steps, of_torch, reducer, torch_adamw
 from tests.stress.states import digest
 from tests.thinning import exhaustive
 
@@ -60,33 +58,43 @@ def files(folder: Path) -> set[str]:
 
 def residuals(state: dict[str, Any]) -> dict[str, Any]:
     """Return the residuals in a state, by name."""
-    return {name: array for each in state.get("reducers", [state]) for name, array in each["residuals"].items()}
+    states = state.get("reducers", [state.get("sparsecomm", state)])
+    return {name: array for each in states for name, array in each["residuals"].items()}
 
 
-@pytest.mark.parametrize("build", [reducer, local_steps, adamw])
+@pytest.mark.parametrize(
+    ("module", "build"),
+    [
+        *(("sparsecomm", build) for build in (reducer, local_steps, adamw)),
+        *(("sparsecomm.torch", build) for build in (of_torch(torch_adamw), distributed("SGD"), diloco("SGD"))),
+    ],
+    ids=["Reducer", "LocalSteps", "SparseAdamW", "torch SparseAdamW", "DistributedOptimizer", "DiLoCo"],
+)
 @pytest.mark.parametrize(("P", "new"), [(1, 1), (3, 3), (3, 2), (2, 4)])
-def test_a_training_that_resumes_is_bit_identical(build: Any, P: int, new: int, tmp_path: Path) -> None:
+def test_a_training_that_resumes_is_bit_identical(module: str, build: Any, P: int, new: int, tmp_path: Path) -> None:
     """On another number of ranks, the sum of the residuals is the same."""
+    saving = import_module(module)
 
     def program(transport: simulated.SimulatedTransport, last: int) -> tuple[dict[str, Any], str]:
-        obj, step, weights = build(transport)
-        objects = {"sparse": obj, "weights": weights}
-        found = sc.load(tmp_path, objects, comm=transport)
-        for name, values in found.values["weights"].items() if found else ():
+        obj, step, weights, model = build(transport)
+        objects = {"sparse": obj, "weights": model or weights}
+        found = saving.load(tmp_path, objects, comm=transport)
+        for name, values in found.values.get("weights", {}).items() if found else ():
             weights[name][...] = values
         saved = residuals(obj.state_dict())
         for number in range(found.step if found else 1, last):
             step(number)
             if number == 6:
-                sc.save(tmp_path, 7, objects, comm=transport)
-                saved = residuals(obj.state_dict())
+                saving.save(tmp_path, 7, objects, comm=transport)
+                saved = copy.deepcopy(residuals(obj.state_dict()))
         return saved, digest([residuals(obj.state_dict()), weights])
 
     old = run(P, partial(program, last=10))
     now = run(new, partial(program, last=10 if new == P else 0))
     before, after = (total(saved for saved, _ in each) for each in (old, now))
+    assert P == 1 or any(array.any() for array in before.values())
     for name, array in before.items():
-        np.testing.assert_allclose(after[name], array, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(after[name], array, rtol=1e-5, atol=1e-6)
     if new == P:
         assert [its for _, its in now] == [its for _, its in old]
 

@@ -259,7 +259,7 @@ def test_all_ranks_refuse_a_damaged_state_and_nothing_changes(kind: str) -> None
     build, damages = TABLE[kind]
 
     def program(transport: simulated.SimulatedTransport) -> str:
-        obj, step, weights = build(transport)
+        obj, step, weights, _ = build(transport)
         steps = SAVED.get(kind, 3)
         for number in range(1, steps + 1):
             step(number)
@@ -296,7 +296,7 @@ def test_velocities_are_refused_without_momentum() -> None:
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 def test_an_outer_optimizer_loads_a_rate_and_values_that_are_equal_on_all_ranks(kind: str) -> None:
     def program(transport: simulated.SimulatedTransport) -> str:
-        obj, step, _ = diloco(kind)(transport)
+        obj, step, *_ = diloco(kind)(transport)
         for number in range(4):
             step(number)
         for name in ("rate", "value"):
