@@ -106,3 +106,16 @@ def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
             made._scale = 2.0 * (made._scale or 1.0)
 
     return made, Scaler()
+
+
+def jax_local_steps(transport: Any) -> Subject:
+    jnp, optax = pytest.importorskip("jax.numpy"), pytest.importorskip("optax")
+    params = {name: jnp.asarray(values) for name, values in small(0, 0).items()}
+    options = {"comm": transport, "sync_every": 2, "dense_below": 0}
+    made = pytest.importorskip("sparsecomm.jax").LocalSteps(params, 0.5, outer=optax.sgd(0.7, 0.9), **options)
+
+    def step(number: int) -> None:
+        moves = small(number, transport.rank)
+        params.update(made.step({name: values + moves[name] for name, values in params.items()}))
+
+    return Subject(made, step, params)

@@ -20,6 +20,7 @@ from tests.states.subjects import (
     adamw,
     diloco,
     distributed,
+    jax_local_steps,
     local_steps,
     of_torch,
     reducer,
@@ -235,6 +236,21 @@ DILOCO = {
     "text of both": Damage(nested("outer", OPTIMIZER["text"]), "outer", (0, 1)),
     "shape of both": Damage(nested("outer", SHAPE), "outer", (0, 1)),
 }
+
+
+def leaves(change: Callable[[str, list[Any]], dict[str, Any]]) -> Callable[[Any], Any]:
+    """Change the first leaf of optax's state."""
+    return nested("outer", nested("leaves", lambda each: each | change(*next(iter(each.items())))))
+
+
+JAX = {
+    "shape": Damage(leaves(lambda name, many: {name: [ONE for _ in many]}), "outer|rank 1"),
+    "type": Damage(leaves(lambda name, many: {name: [np.asarray(leaf).astype("f2") for leaf in many]}), "outer|rank 1"),
+    "none": Damage(leaves(lambda name, many: {name: []}), "outer|rank 1"),
+    "another name": Damage(leaves(lambda name, many: {"z": many}), "outer|rank 1"),
+    "no list": Damage(leaves(lambda name, many: {name: 3}), "outer|rank 1"),
+    "strings": Damage(leaves(lambda name, many: {name: [np.array("x") for _ in many]}), "outer|rank 1"),
+}
 SCALES = {
     "differ": Damage(with_(loss_scale=16.0), r"rank 0 and rank 1 differ in loss_scale \(8.0 and 16.0\)"),
     "text": Damage(with_(loss_scale="x"), "loss_scale"),
@@ -248,6 +264,7 @@ TABLE: dict[str, tuple[Callable[[Any], Subject], dict[str, Damage]]] = {
     "DistributedOptimizer of Adam": (distributed("Adam"), DISTRIBUTED),
     "DiLoCo with SGD": (diloco("SGD"), DILOCO),
     "DiLoCo with Adam": (diloco("Adam"), DILOCO),
+    "jax LocalSteps": (jax_local_steps, JAX),
     "SparseState": (of_torch(sparse_state), SCALES),
 }
 SAVED = {"LocalSteps": 6, "DiLoCo with SGD": 4, "DiLoCo with Adam": 4}  # steps before the state is saved
