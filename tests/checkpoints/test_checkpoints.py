@@ -57,9 +57,9 @@ def files(folder: Path) -> set[str]:
 
 
 def residuals(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the residuals in a state, by name."""
-    states = state.get("reducers", [state.get("sparsecomm", state)])
-    return {name: array for each in states for name, array in each["residuals"].items()}
+    """Return the residuals and velocities in a state, by name."""
+    states, kinds = state.get("reducers", [state.get("sparsecomm", state)]), ("residuals", "velocities")
+    return {f"{kind} {name}": a for each in states for kind in kinds for name, a in each.get(kind, {}).items()}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def residuals(state: dict[str, Any]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize(("P", "new"), [(1, 1), (3, 3), (3, 2), (2, 4)])
 def test_a_training_that_resumes_is_bit_identical(module: str, build: Any, P: int, new: int, tmp_path: Path) -> None:
-    """On another number of ranks, the sum of the residuals is the same."""
+    """On another number of ranks, the sums of residuals and velocities are the same."""
     saving = import_module(module)
 
     def program(transport: simulated.SimulatedTransport, last: int) -> tuple[dict[str, Any], str]:

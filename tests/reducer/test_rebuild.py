@@ -110,17 +110,6 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
     same(residuals(reducers[1]), {name: before[1][name] + partly[name] for name in SHAPES})
 
 
-def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
-    def program(transport: simulated.SimulatedTransport) -> sc.Rebuilt:
-        reducer = reducer_of(transport)
-        rebuilt = reducer.rebuild(transport)
-        step(reducer, transport.rank)
-        assert reducer.step == 1
-        return rebuilt
-
-    assert set(run(2, program)) == {sc.Rebuilt(2, (), 0, (), 0)}
-
-
 def test_what_cannot_be_rebuilt() -> None:
     def all_join(transport: simulated.SimulatedTransport) -> None:
         with pytest.raises(sc.InvalidInputError, match="all 2 ranks join"):
