@@ -99,29 +99,10 @@ def test_a_training_that_resumes_is_bit_identical(module: str, build: Any, P: in
         assert [its for _, its in now] == [its for _, its in old]
 
 
-def test_older_checkpoints_are_removed_except_the_last(tmp_path: Path, saving: Saving) -> None:
-    for rank in (1, 2):  # files of ranks that died: one of this world size, one of another
-        (tmp_path / f"step7-rank1-of{1 + rank}{saving.suffix}.part").touch()
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        for step in (1, 2, 30, 4):  # 4: goes back
-            saving.save(tmp_path, step, {"x": step}, comm=transport)
-        (tmp_path / f"step2-rank7-of9{saving.suffix}").touch()  # of an earlier run
-        saving.save(tmp_path, 31, {"x": 31}, comm=transport, keep=2)
-        assert saving.load(tmp_path, {"x": None}, comm=transport) == Checkpoint(31, {"x": 31}, 2)
-        assert saving.load(tmp_path, {"x": None}, comm=transport, step=4) == Checkpoint(4, {"x": 4}, 2)
-        with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 5 .* sees: \[\[31, 4, 30\]"):
-            saving.load(tmp_path, {"x": None}, comm=transport, step=5)
-
-    run(2, program)
-    assert files(tmp_path) == {
-        *(f"step30-rank{rank}-of2{saving.suffix}" for rank in range(2)),
-        *(f"step{step}-rank{rank}-of2-run2{saving.suffix}" for step in (4, 31) for rank in range(2)),
-    }
-
-
 def test_the_checkpoint_saved_last_is_the_newest(tmp_path: Path, saving: Saving) -> None:
-    """Even if a training has gone back to an earlier step, or has started again."""
+    """Even if a training has gone back to an earlier step, or has started again. Older ones are removed."""
+    for rank in (1, 2):  # files of ranks that died: one of this world size, one of another
+        (tmp_path / f"step0-rank1-of{1 + rank}{saving.suffix}.part").touch()
 
     def program(transport: simulated.SimulatedTransport) -> None:
         def save(step: int, value: str, keep: int) -> None:
@@ -137,8 +118,9 @@ def test_the_checkpoint_saved_last_is_the_newest(tmp_path: Path, saving: Saving)
         for step, value in ((2, "d"), (3, "e")):  # has gone back
             save(step, value, 3)
             assert load() == load(step=step) == (step, value)
-        with pytest.raises(sc.InvalidInputError, match="no checkpoint of step 1"):
+        with pytest.raises(sc.InvalidInputError, match=r"no checkpoint of step 1 .* sees: \[\[3, 2"):
             load(step=1)
+        (tmp_path / f"step2-rank7-of9{saving.suffix}").touch()  # of an earlier run
         save(1, "f", 1)  # has started again
         assert load() == (1, "f")
 

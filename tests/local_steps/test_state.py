@@ -1,20 +1,17 @@
-"""The state of `LocalSteps`: resume from any local step bit for bit, and reshard.
-
-Refused states: `tests/states/test_refusals.py`.
-"""
+"""The state of `LocalSteps`: resume from any local step bit for bit. Reshard: `tests/checkpoints`."""
 
 from __future__ import annotations
 
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import Arrays, bits, initial, made, some_frozen, train
-from tests.reducer.programs import run, total
+from tests.local_steps.programs import Arrays, initial, made, some_frozen, train
+from tests.reducer.programs import run
+from tests.stress.states import digest
 
 SETTINGS: dict[str, Any] = {
     "sync_every": 4,
@@ -49,25 +46,15 @@ def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options
                 transport.queue.users = 0  # as in a new process
                 local = nesterov(transport, initial(), **options)
                 local.load_state_dict(state)
-                assert bits(flat(local.state_dict())) == bits(flat(state))
+                assert digest(local.state_dict()) == digest(state)
             transport.compute(1.0 + transport.rank)
             step += 1
             replaced = train(local, parameters, transport.rank, step, step, some_frozen)
-        return replaced, local.round, local.steps, bits(parameters), bits(flat(local.state_dict()))
+        return replaced, local.round, local.steps, digest([parameters, local.state_dict()])
 
     expected = run(P, lambda transport: program(transport, None))
     for stop in stops:
         assert run(P, lambda transport, stop=stop: program(transport, stop)) == expected
-
-
-def flat(state: Any, name: str = "") -> Arrays:
-    """Return all arrays and numbers of a state, by their places."""
-    if isinstance(state, dict):
-        return {key: a for part in state for key, a in flat(state[part], f"{name}.{part}").items()}
-    if isinstance(state, (list, tuple)):
-        return {key: a for i, part in enumerate(state) for key, a in flat(part, f"{name}[{i}]").items()}
-    assert state is None or isinstance(state, (int, float, str, np.ndarray)), (name, type(state))
-    return {name: np.asarray("None" if state is None else state)}
 
 
 def test_the_schedule_may_change_between_rounds() -> None:
@@ -82,33 +69,3 @@ def test_the_schedule_may_change_between_rounds() -> None:
         return [bool(names) for names in train(longer, parameters, transport.rank, 5, 10)], longer.round
 
     assert run(2, program) == [([False, False, True] * 2, 4)] * 2
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 2), (3, 2)])
-def test_reshard_preserves_residuals(old: int, new: int) -> None:
-    def save(transport: simulated.SimulatedTransport) -> Any:
-        parameters = initial()
-        local = nesterov(transport, parameters)
-        train(local, parameters, transport.rank, 1, 8)
-        return local.state_dict()
-
-    states = run(old, save)
-
-    def load(transport: simulated.SimulatedTransport) -> Any:
-        parameters = initial()
-        local = nesterov(transport, parameters)
-        local.load_state_dict(sc.reshard(states, transport.rank, transport.size))
-        for name, array in local.global_parameters().items():
-            parameters[name][...] = array
-        return local.state_dict(), train(local, parameters, transport.rank, 9, 12)
-
-    loaded = [state for state, _ in run(new, load)]
-    for state in loaded:
-        assert (state["round"], state["local_step"]) == (2, 0)
-        assert bits(state["global_parameters"]) == bits(states[0]["global_parameters"])
-    for (name, now), before in zip(kept(loaded).items(), kept(states).values(), strict=True):
-        np.testing.assert_allclose(now, before, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def kept(states: list[Any]) -> Arrays:
-    return {name: a for i in range(3) for name, a in total(s["reducers"][i]["residuals"] for s in states).items()}

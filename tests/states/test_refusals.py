@@ -110,22 +110,6 @@ REDUCER = {
     "zero costs": Damage(with_(costs={"link": [1.0, 0.0, 1.0], "node": None}), "'costs'. is "),
     "costs of one rank": Damage(with_(costs=COSTS), "rank 0 and rank 1 differ in costs"),
 }
-# These are also refused by `reshard`.
-FIELDS: list[tuple[str, Any]] = [
-    ("format", np.ones(3)),
-    ("world_size", 1e300),
-    ("rank", []),
-    ("step", "a"),
-    ("step", -1),
-    ("order", 7),
-    ("order", [[1], 2]),
-    ("bucket_bytes", None),
-    ("residuals", 3),
-    ("residuals", {"a": object()}),
-    ("velocities", {3: np.ones(2)}),
-]
-REFUSED_FIELD = r"'{key}'. is |got format|states: got|{key} raised"
-REDUCER |= {f"{key}={value!r}": Damage(with_(**{key: value}), REFUSED_FIELD.format(key=key)) for key, value in FIELDS}
 
 
 def exchanges(**entries: Any) -> Callable[[Any], Any]:
@@ -150,14 +134,10 @@ LOCAL_STEPS = {
     ),
     "sync_every": Damage(with_(sync_every=5, exchanges=[]), "in the middle of a round, with sync_every=5"),
     "shape": Damage(nested("global_parameters", lambda p: p | {"b": ONE}), r"'b'\] has shape \(3,\); expected \(7,\)"),
-    "strings": Damage(
-        nested("global_parameters", lambda p: p | {"b": np.full(7, "x")}), "of type <U1; expected floats"
-    ),
     "no outer state": Damage(with_(outer=None), "saved without an outer optimizer"),
     "outer state": Damage(with_(outer={"x": 1}), "outer state"),
     "outer shape": Damage(with_(outer={"velocities": {"a": ONE}}), r"shape \(3,\); expected \(600,\)"),
     "outer name": Damage(with_(outer={"velocities": {"z": ONE}}), "a velocity of 'z'"),
-    "outer type": Damage(with_(outer={"velocities": {"a": np.full(600, "x")}}), "outer state"),
     "reducer": Damage(nested("reducers", lambda r: [r[0], r[1], {}]), r"Reducer\.state_dict"),
     "world size of reducers": Damage(reducers(world_size=9), r"world_size'. is 9, .*reshard"),
     "world size": Damage(with_(world_size=5, rank=4, exchanges=[]), r"world_size'. is 5, .*reshard"),
@@ -350,7 +330,6 @@ def test_reshard_refuses_states_that_do_not_belong_together() -> None:
         ([states[0], states[1] | {"world_size": 4}], 0, "world sizes 3 and 4"),
         ([renumbered[0], renumbered[1] | {"round": 1}], 0, r"differ in round \(0 and 1\)"),
         ([renumbered[0], renumbered[1] | {"local_step": 1, "passed": 1}], 0, r"differ in local_step \(0 and 1\)"),
-        *(([states[0] | {key: value}], 0, REFUSED_FIELD.format(key=key)) for key, value in FIELDS),
     ]
     for wrong, rank, message in table:
         with pytest.raises(sc.InvalidInputError, match=message):
