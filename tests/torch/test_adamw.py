@@ -1,4 +1,7 @@
-"""`sparsecomm.torch.SparseAdamW` on simulated ranks: the same as `sparsecomm.SparseAdamW`, in PyTorch's ways."""
+"""`sparsecomm.torch.SparseAdamW` on simulated ranks, besides what `tests/optimizers/test_contract.py` tests.
+
+Exchanges in backward passes of several ranks: training_adamw.py.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,6 @@ import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import SparseAdamW  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.ranks import run  # noqa: E402
-
-# Backward passes of simulated ranks cannot wait for each other: of several ranks see training_adamw.py.
-every_way = pytest.mark.parametrize(("P", "overlap"), [(1, False), (1, True), (3, False)])
 
 
 class Model(torch.nn.Module):
@@ -59,45 +59,6 @@ def train(model: Any, optimizer: Any, rank: int, steps: range, dtype: Any = torc
         optimizer.step()
 
 
-@every_way
-@pytest.mark.parametrize("tensor", [False, True])
-def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> None:
-    """Each group has its own settings, and the scheduler's rate is taken: as by arrays with the same."""
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
-        model = Model()
-        weights = arrays(model)
-        named = list(model.named_parameters())
-        groups = [
-            {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.5},
-            {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        rate = torch.tensor(0.02, dtype=torch.float64) if tensor else 0.02
-        optimizer = SparseAdamW(groups, rate, density=0.2, comm=transport, overlap=overlap)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        decay = {name: 0.5 for name, w in weights.items() if w.ndim > 1}
-        plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=transport)
-        for step in range(5):
-            given = gradients(step, transport.rank)
-
-            def closure(given: Any = given) -> Any:
-                optimizer.zero_grad()
-                loss = model(given)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).ndim == 0
-            plain.lr = 0.02 * (1 / (1 + step))
-            assert optimizer.param_groups[0]["lr"] == plain.lr
-            schedule.step()
-            plain.step({name: g.numpy() for name, g in given.items()})
-        return arrays(model), weights
-
-    for model, weights in run(P, program):
-        for name, array in weights.items():
-            np.testing.assert_array_equal(model[name], array)
-
-
 def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         model = Model()
@@ -119,10 +80,9 @@ def test_loss_scaling() -> None:
     """What overflows on one rank is left out: its part in that step."""
 
     def program(transport: simulated.SimulatedTransport) -> tuple[Any, list[float], int]:
-        model = Model()
+        model, scales = Model(), []
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
         optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-        scales = []
         for step in range(8):
             optimizer.zero_grad()
             given = gradients(step, transport.rank)
@@ -134,18 +94,15 @@ def test_loss_scaling() -> None:
             scales.append(scaler.get_scale())
         return arrays(model), scales, optimizer.state_dict()["state"][0]["step"]
 
-    results = run(2, program)
+    (weights, first, steps), (others, second, _) = run(2, program)
+    check_same([weights, others])
+    assert (first[0], second[0], steps) == (256, 128, 8)
+    assert all(np.isfinite(array).all() for array in weights.values())
     optimizer = SparseAdamW((model := Model()).named_parameters(), comm=MPI.COMM_SELF, overlap=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(gradients(0, 0))).backward()
     with pytest.raises(sc.InvalidInputError, match="overlap=True does not support a GradScaler"):
         scaler.step(optimizer)
-    check_same([weights for weights, *_ in results])
-    (_, first, steps), (_, second, _) = results
-    assert first[0] == 256
-    assert second[0] == 128
-    assert steps == 8
-    assert all(np.isfinite(array).all() for array in results[0][0].values())
 
 
 def test_gradients_are_divided_by_the_scale_once() -> None:
@@ -182,24 +139,14 @@ def saved_and_read(state: Any) -> Any:
 
 
 def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
-    options: dict[str, Any] = {"density": 0.2}
-    dtype = torch.bfloat16
-
     def program(transport: simulated.SimulatedTransport) -> None:
-        whole, half, rest = Model(dtype), Model(dtype), Model(dtype)
-        train(whole, SparseAdamW(whole.named_parameters(), comm=transport, **options), transport.rank, range(8), dtype)
-        first = SparseAdamW(half.named_parameters(), comm=transport, **options)
-        train(half, first, transport.rank, range(5), dtype)
-        state = saved_and_read(first.state_dict())
-        rest.load_state_dict(half.state_dict())
-        second = SparseAdamW(rest.named_parameters(), comm=transport, **options)
-        train(rest, second, transport.rank, range(1), dtype)
-        rest.load_state_dict(half.state_dict())
-        second.load_state_dict(state)
-        assert second.state[rest.first.bias]["exp_avg"].dtype is torch.float32
-        train(rest, second, transport.rank, range(5, 8), dtype)
-        for name, array in arrays(whole).items():
-            np.testing.assert_array_equal(arrays(rest)[name], array)
+        model, other = Model(torch.bfloat16), Model(torch.bfloat16)
+        first, second = (SparseAdamW(each.named_parameters(), comm=transport, density=0.2) for each in (model, other))
+        train(model, first, transport.rank, range(5), torch.bfloat16)
+        second.load_state_dict(saved_and_read(first.state_dict()))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert second.state[q]["exp_avg"].dtype is torch.float32
+            assert torch.equal(first.state[p]["exp_avg"], second.state[q]["exp_avg"])
 
     run(2, program)
 
@@ -260,10 +207,7 @@ def test_after_its_end() -> None:
         ({"named_parameters": Model().parameters()}, "names"),
         ({"named_parameters": [{"params": Model().named_parameters(), "lr": -3.0}]}, r"lr=-3\.0"),
         ({"named_parameters": [{"parameters": []}]}, "named_parameters"),
-        *(
-            ({name: True}, f"{name}=True is not supported")
-            for name in ("amsgrad", "foreach", "fused", "capturable", "differentiable")
-        ),
+        ({"fused": True}, "fused=True is not supported"),
         ({"named_parameters": [{"params": Model().named_parameters(), "amsgrad": True}]}, "amsgrad=True is not"),
     ],
 )

@@ -298,15 +298,11 @@ def arguments_that_cannot_be_used() -> None:
         WAYS[::2],
         [
             (named, {"density": 0.0}, "density"),
-            (named, {"algorithm": "butterlfy"}, "butterfly"),
-            (named, {"scope": "layer"}, "scope"),
             (named, {"tensors": {}}, "tensors is not an option"),
             (named, {"skip_nonfinite": True}, "skip_nonfinite is not an option"),
             (named, {"nonsense": 1}, "nonsense"),
             ([*named, ("a", nn.Parameter(torch.ones(3)))], {}, "'a' appears twice"),
             ([("a", nn.Parameter(torch.ones(3), requires_grad=False))], {}, "at least one parameter must require"),
-            ([], {}, "at least one parameter must require"),
-            ([("a", 3)], {}, "a is of type int"),
             ([p for _, p in named], {}, "Parameter in it; expected names and tensors"),
         ],
     ):
