@@ -21,9 +21,9 @@ import sparsecomm as sc  # noqa: E402
 import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.local_steps.adapters import OnJax  # noqa: E402
-from tests.local_steps.programs import bits  # noqa: E402
 from tests.optimizers.adapters import OfArrays, gradients, weights  # noqa: E402
 from tests.ranks import run  # noqa: E402
+from tests.reducer.programs import bits  # noqa: E402
 
 MASK = {"matrix": True, "bias": True, "number": False}
 

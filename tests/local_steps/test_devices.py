@@ -8,8 +8,9 @@ from typing import Any
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.emulator.deferred import DeferredRuntime
-from tests.local_steps.programs import bits, initial, made, move, some_frozen
-from tests.reducer.programs import run
+from tests.local_steps.programs import initial, made, move, some_frozen
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 
 def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:

@@ -14,8 +14,9 @@ from sparsecomm.local_steps.local_steps import Phase
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
-from tests.local_steps.programs import PLAIN, bits, left_out
-from tests.reducer.programs import run
+from tests.local_steps.programs import PLAIN, left_out
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (64,)}
 SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}

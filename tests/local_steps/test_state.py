@@ -10,7 +10,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import Arrays, initial, made, some_frozen, train
-from tests.reducer.programs import run
+from tests.ranks import run
 from tests.stress.states import digest
 
 SETTINGS: dict[str, Any] = {

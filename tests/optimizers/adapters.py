@@ -73,9 +73,12 @@ class OfTorch(OfArrays):
 
     overlap = False
 
-    def __init__(self, transport: simulated.SimulatedTransport, weight_decay: Any = 0.01, **rule: Any) -> None:
+    def __init__(
+        self, transport: simulated.SimulatedTransport, weight_decay: Any = 0.01, dtype: str = "float32", **rule: Any
+    ) -> None:
         self.torch = torch = pytest.importorskip("torch")
-        self.named = {name: torch.nn.Parameter(torch.from_numpy(w)) for name, w in weights().items()}
+        tensors = {name: torch.from_numpy(w).to(getattr(torch, dtype)) for name, w in weights().items()}
+        self.named = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         decay = weight_decay if isinstance(weight_decay, dict) else dict.fromkeys(SHAPES, weight_decay)
         groups = [{"params": [(n, p)], "weight_decay": decay.get(n, 0.0)} for n, p in self.named.items()]
         self.it = sc.torch.SparseAdamW(groups, comm=transport, overlap=self.overlap, **rule)
@@ -88,9 +91,13 @@ class OfTorch(OfArrays):
         for group in self.it.param_groups if lr is not None else ():
             group["lr"] = self.torch.tensor(lr, dtype=self.torch.float64) if self.overlap else lr
         self.it.zero_grad()
-        products = [(self.named[name] * self.torch.from_numpy(g)).sum() for name, g in given.items() if g is not None]
-        self.torch.stack(products).sum().backward()
+        self.loss(given).backward()
         self.it.step()
+
+    def loss(self, given: Arrays) -> Any:
+        """Return a loss with these gradients."""
+        products = [(self.named[name].float() * self.torch.from_numpy(g)).sum() for name, g in given.items()]
+        return self.torch.stack(products).sum()
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:

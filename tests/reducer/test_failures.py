@@ -11,7 +11,8 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.calls.sparse import SumCall
 from sparsecomm.transport import simulated
-from tests.reducer.programs import SHAPES, Arrays, bits, copies, gradients, reducer_of, residuals, run, same, total
+from tests.ranks import errors, run
+from tests.reducer.programs import SHAPES, Arrays, bits, copies, gradients, reducer_of, residuals, same, total
 
 several = pytest.mark.parametrize("P", [2, 5])
 every_scope = pytest.mark.parametrize("scope", ["tensor", "bucket", "model"])
@@ -86,8 +87,7 @@ def test_ranks_whose_settings_differ_all_raise_in_the_first_step(P: int, differe
         shapes = {name: reducer._specs[name].shape for name in reducer.names}
         reducer.reduce(gradients(transport.rank, shapes, dtypes))
 
-    for result in run(P, program, catch=True):
-        assert isinstance(result.error, sc.CollectiveMismatchError), result.error
+    assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
 
 
 @several
@@ -100,8 +100,7 @@ def test_a_rank_that_is_a_step_ahead(P: int) -> None:
         reducer._open.number += transport.rank == 1
         reducer.reduce(gradients(transport.rank))
 
-    for result in run(P, program, catch=True):
-        assert isinstance(result.error, sc.CollectiveMismatchError), result.error
+    assert {type(error) for error in errors(P, program)} == {sc.CollectiveMismatchError}
 
 
 @several
@@ -174,6 +173,32 @@ def test_an_error_in_one_call_loses_nothing_and_the_next_step_works(
 
     results = run(P, program)
     same(total([*(r[2] for r in results), results[0][1]]), total(r[0] for r in results))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, sc.InvalidInputError])
+def test_a_call_that_is_interrupted_or_cannot_begin_ends_the_step_and_loses_nothing(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        reducer = reducer_of(transport, scope="tensor")
+        reducer.reduce(gradients(0))
+        before = residuals(reducer)
+
+        def fails(*_: Any) -> int:
+            raise error("on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(transport, "begin", fails)
+            mine = gradients(1)
+            for name, gradient in mine.items():
+                reducer.push(name, gradient)
+            with pytest.raises(error, match="on purpose"):
+                reducer.wait()
+        assert not reducer.pending
+        same(residuals(reducer), total([before, gradients(1)]))
+        assert reducer.reduce(gradients(2)).number == 2
+
+    run(1, program)
 
 
 # -- NaN --------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, reducer_of, residuals, run, same, total
+from tests.ranks import run
+from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, reducer_of, residuals, same, total
 
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 

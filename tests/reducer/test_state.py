@@ -14,7 +14,8 @@ import sparsecomm as sc
 from sparsecomm.quantities import percent_text
 from sparsecomm.transport import simulated
 from tests import data
-from tests.reducer.programs import MIXED, SHAPES, bits, gradients, reducer_of, residuals, run, same
+from tests.ranks import run
+from tests.reducer.programs import MIXED, SHAPES, bits, gradients, reducer_of, residuals, same
 
 CHECK = settings(max_examples=6, phases=[Phase.generate])
 DTYPES = {name: MIXED[name] for name in SHAPES}

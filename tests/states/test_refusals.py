@@ -14,7 +14,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.reducer.programs import run
+from tests.ranks import run
 from tests.states.subjects import (
     Subject,
     adamw,
@@ -223,14 +223,15 @@ def leaves(change: Callable[[str, list[Any]], dict[str, Any]]) -> Callable[[Any]
     return nested("outer", nested("leaves", lambda each: each | change(*next(iter(each.items())))))
 
 
-JAX = {
-    "shape": Damage(leaves(lambda name, many: {name: [ONE for _ in many]}), "outer|rank 1"),
-    "type": Damage(leaves(lambda name, many: {name: [np.asarray(leaf).astype("f2") for leaf in many]}), "outer|rank 1"),
-    "none": Damage(leaves(lambda name, many: {name: []}), "outer|rank 1"),
-    "another name": Damage(leaves(lambda name, many: {"z": many}), "outer|rank 1"),
-    "no list": Damage(leaves(lambda name, many: {name: 3}), "outer|rank 1"),
-    "strings": Damage(leaves(lambda name, many: {name: [np.array("x") for _ in many]}), "outer|rank 1"),
+OPTAX: dict[str, Callable[[str, list[Any]], dict[str, Any]]] = {
+    "shape": lambda name, many: {name: [ONE for _ in many]},
+    "type": lambda name, many: {name: [np.asarray(leaf).astype("f2") for leaf in many]},
+    "none": lambda name, many: {name: []},
+    "another name": lambda name, many: {"z": many},
+    "no list": lambda name, many: {name: 3},
+    "strings": lambda name, many: {name: [np.array("x") for _ in many]},
 }
+JAX = {name: Damage(leaves(change), "outer", (0, 1)) for name, change in OPTAX.items()}
 SCALES = {
     "differ": Damage(with_(loss_scale=16.0), r"rank 0 and rank 1 differ in loss_scale \(8.0 and 16.0\)"),
     "text": Damage(with_(loss_scale="x"), "loss_scale"),

@@ -206,8 +206,6 @@ def test_wrong_arguments_leave_all_as_it_was() -> None:
         (inner, outer, {"fragments": [other]}, "fragments: Linear has parameters that do not belong to the model"),
         (inner, outer, {"fragments": [model[0], model[0], model[1:]]}, "repeated"),
         (inner, outer, {"fragments": 6}, "fragments=6: must be from 1 to 5"),
-        (inner, outer, {"sync_every": 0}, "sync_every=0"),
-        (inner, outer, {"density": 0.0}, "density"),
     ]
     for inner_optimizer, outer_optimizer, options, match in inners:
         with pytest.raises(sc.InvalidInputError, match=match):

@@ -16,7 +16,7 @@ import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer  # noqa: E402
 from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.reducer.programs import run  # noqa: E402
+from tests.ranks import run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* divides gradients by the size")
 
