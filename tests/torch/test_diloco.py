@@ -142,6 +142,7 @@ def test_a_block_ends_with_the_global_parameters() -> None:
 
     def program(transport: Any) -> list[Any]:
         model, inner, outer, diloco = made(transport, OUTER["sgd"], sync_every=4, fragment_sync_delay=3)
+        outer.register_step_pre_hook(lambda *_: outer_steps.append(transport.rank))
         with diloco:
             for step in range(1, 6):
                 local_step(model, inner, step, transport.rank)
@@ -158,8 +159,10 @@ def test_a_block_ends_with_the_global_parameters() -> None:
         assert reducer.counters.steps == 2
         return list(held.values())
 
+    outer_steps: list[int] = []
     mine, theirs = (result.value for result in simulated.run(P, program))
     assert all(map(torch.equal, mine, theirs))
+    assert sorted(outer_steps) == [0, 0, 1, 1]  # one in each exchange, not one for each parameter
 
 
 def test_a_step_that_pytorch_makes_to_get_a_state_is_no_local_step() -> None:
