@@ -11,6 +11,7 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
+from tests.interrupts import InterruptError, interrupted
 from tests.ranks import run
 
 ERRORS = [OSError, MemoryError, RecursionError, StopIteration]
@@ -111,3 +112,28 @@ def test_a_load_that_meets_another_call_is_undone() -> None:
         assert thing.values == (0, "old", False)
 
     run(3, program)
+
+
+def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
+    """On one rank. `tests/mpi/cases/test_states.py` interrupts several ranks."""
+    outcomes = set()
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        number, points = 0, 1
+        while number < points:
+            thing = Thing(transport)
+            raised = None
+            with interrupted(number) as at:
+                try:
+                    thing.load(7, "new")
+                except (InterruptError, sc.SparseCommError) as error:
+                    raised = error
+            assert thing.values in ((0, "old", False), (7, "new", True)), number
+            assert at.interrupts == (raised is not None), number
+            points = max(points, at.passed) if raised is None else max(points, number + 2)
+            points = number if raised is None else points
+            outcomes.add(thing.a)
+            number += 1
+
+    run(1, program)
+    assert outcomes == {0, 7}
