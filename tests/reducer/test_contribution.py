@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +54,19 @@ def test_selects_the_same(kinds: list[str], dtype: str, n: int, fraction: float,
     if len(kinds) > 1 and contribution._hint.threshold:
         assert right.nnz == k
         assert 0 < contribution._hint.threshold < 2 * np.abs(right.values).min()
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 1e30])
+@pytest.mark.parametrize("selected", [False, True])
+def test_rollback_keeps_all(selected: bool, threshold: float) -> None:
+    gradients = [data.integers(500, "float32", 1), data.integers(300, "float16", 2)]
+    residual = data.integers(800, "float32", 3)
+    expected = residual + np.concatenate([g.astype(np.float32) for g in gradients])
+    contribution = made(gradients, residual, threshold)
+    if selected:
+        assert contribution.topk(10).nnz == 10
+    contribution.rollback()
+    assert data.same_bits(residual, expected)
 
 
 def test_the_threshold_of_a_step_serves_the_next() -> None:
