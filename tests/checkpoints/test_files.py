@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +26,7 @@ from sparsecomm.checkpoints import files, lock
 from sparsecomm.checkpoints.lock import acquire
 from sparsecomm.transport import simulated
 from tests.ranks import errors, run
-from tests.stress.files import DAMAGES
+from tests.stress.files import Case
 
 MODULES = ["sparsecomm", "sparsecomm.torch"]
 
@@ -62,28 +63,10 @@ def load(module: Any, folder: Path, *, P: int = 2, own: bool = False) -> list[in
     return run(P, program)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_skipped_and_named(
-    damage: str, module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(module, tmp_path, 1, 2, keep=2)
-    path = tmp_path / f"step2-rank1-of2{suffix(module)}"
-    others = [tmp_path / f"step{step}-rank{rank}-of2{suffix(module)}" for step, rank in ((1, 1), (2, 0))]
-    rng, before, harmless = np.random.default_rng(0), path.read_bytes(), damage in ("flipped", "grown")
-    for _ in range(20 if harmless else 1):
-        if harmless:
-            path.write_bytes(before)
-        DAMAGES[damage](path, others[1:] if damage == "swapped" else others, rng)
-        caplog.clear()
-        found = load(module, tmp_path)
-        assert found in ([1, 1], [2, 2] if harmless else None)  # an archive ignores some of its bytes
-    if found == [1, 1] and damage != "missing":
-        assert path.name in caplog.text
-    save(module, tmp_path, 3)
-    assert load(module, tmp_path) == [3, 3]
-    for rank in range(2):
-        (tmp_path / f"step3-rank{rank}-of2{suffix(module)}").unlink()
-    assert load(module, tmp_path) == found  # the damaged one does not count for ``keep``
+def test_damaged_files_are_skipped() -> None:
+    """The attack, with few cases."""
+    outcomes = Counter(Case(1, number).play() for number in range(40))
+    assert min(outcomes[each] for each in ("refused", "loaded the newest", "loaded an older one")) > 3, outcomes
 
 
 def test_the_newest_common_checkpoint_is_found_behind_any_number_of_others(module: Any, tmp_path: Path) -> None:
@@ -105,7 +88,9 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(lost: str, module: Any, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(
+    lost: str, module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(module, tmp_path, 1, own=True)
     saved = [tmp_path / f"{rank}/step1-rank{rank}-of2{suffix(module)}" for rank in range(2)]
     if lost == "folder":
@@ -125,6 +110,7 @@ def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(lost: str, module: Any, 
     for error in errors(2, lambda transport: module.load(tmp_path / str(transport.rank), {"x": None}, comm=transport)):
         assert isinstance(error, sc.InvalidInputError)
         assert re.search(LOST[lost], str(error))
+    assert lost != "all damaged" or saved[1].name in caplog.text
 
 
 @pytest.mark.parametrize("own", [False, True])

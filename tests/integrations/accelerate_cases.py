@@ -1,12 +1,11 @@
-"""Cases of Accelerate, on each rank, against trainings that were not interrupted, or dense ones."""
+"""Cases of Accelerate, on each rank."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,21 +16,8 @@ from torch import nn
 
 from sparsecomm.integrations.accelerate import register
 from sparsecomm.torch import SparseAdamW
-from tests.integrations.cases import (
-    batch,
-    case,
-    main,
-    module,
-    move,
-    on_rank_0,
-    one_warning,
-    refused,
-    residuals,
-    same,
-    same_sum,
-    warned,
-    weights,
-)
+from tests.integrations.cases import batch, case, main, module, refused, residuals, same, weights
+from tests.integrations.contract import Framework, Outcome, contract
 
 KINDS = ["sgd", "adamw"]
 
@@ -60,11 +46,12 @@ class Training:
 
     def train(self, *steps: int) -> torch.Tensor:
         for step in steps:
-            loss = sum((10.0**number * model(batch(step)).square().mean() for number, model in enumerate(self.models)))
-            self.accelerator.backward(loss)
-            for each in chain(*self.lists):
-                each.step()
-                each.zero_grad()
+            with self.accelerator.accumulate(*self.models):
+                loss = sum(10.0**i * model(batch(step)).square().mean() for i, model in enumerate(self.models))
+                self.accelerator.backward(loss)
+                for each in chain(*self.lists):
+                    each.step()
+                    each.zero_grad()
         return self.weights()
 
     def weights(self) -> torch.Tensor:
@@ -84,58 +71,67 @@ def optimizers(kind: str, model: nn.Module, density: float | None) -> list[torch
             SparseAdamW(part, lr=0.01, density=density) if density else torch.optim.AdamW(dict(part).values(), lr=0.01)
             for part in parts
         ]
-    return [torch.optim.SGD([p for _, p in part], lr=0.05) for part in parts]
+    momentum = 0.9 if density is None else 0.0  # of the hook, otherwise
+    return [torch.optim.SGD([p for _, p in part], lr=0.05, momentum=momentum) for part in parts]
 
 
-@case(kind=[*KINDS, "sgd two", "adamw two"])
-def resumes(folder: Path, kind: str) -> None:
-    """Each model gets its own residuals, wherever the checkpoint is now."""
-    models = 2 if kind in ("adamw", "sgd two") else 1
-    first = Training(kind, models)
-    first.train(0, 1)
-    first.accelerator.save_state(str(folder / "a"))
-    saved = [residuals(each) for each in first.sparse]
-    first.train(2)
-    first.accelerator.save_state(str(folder / "a"))  # over the last one
-    kept = [residuals(each) for each in first.sparse]
-    assert not same(saved[0], kept[0])
-    expected = first.train(3, 4)
-    on_rank_0(move, folder / "a", folder / "elsewhere/b")
-    again = Training(kind, models)
-    with warned() as messages:
-        again.accelerator.load_state(str(folder / "elsewhere/b"))
-    assert not messages
-    assert all(map(same, kept, map(residuals, again.sparse)))
-    assert torch.equal(again.train(3, 4), expected)
-    again.accelerator.save_state(str(folder / "elsewhere/b"))
-    dist.barrier()
-    assert {len(os.listdir(each)) for each in (folder / "elsewhere/b/sparsecomm").iterdir()} == {2}
+class All(NamedTuple):
+    """The exchanges of all models."""
+
+    each: list[Any]
+
+    @property
+    def step(self) -> int:
+        (step,) = {attached.step for attached in self.each}
+        return step
+
+    @property
+    def reducers(self) -> list[Any]:
+        return [reducer for attached in self.each for reducer in attached.reducers]
+
+
+class Accelerate(Framework):
+    kinds = ("sgd", "adamw", "sgd two", "adamw two")
+    dense = tuple(
+        ({"mixed_precision": type_, "gradient_accumulation_steps": passes}, 4 // passes)
+        for type_, passes in (("no", 1), ("no", 2), ("bf16", 2))
+    )
+    compiled = tuple((kind, {"regions": kind == "adamw"}) for kind in KINDS)
+    nodes = {"project_config": ProjectConfiguration(save_on_each_node=True)}  # noqa: RUF012
+
+    def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
+        if "regions" in more:
+            more["dynamo_plugin"] = TorchDynamoPlugin("eager", use_regional_compilation=more.pop("regions"))
+        training, begun = Training(kind, 2 if kind in ("adamw", "sgd two") else 1, density, **more), {}
+        sparse = None if density is None else All(training.sparse)
+        if start is not None:
+            training.accelerator.load_state(str(start))
+            begun = residuals(sparse)
+        for step in range(2 if start else 0, steps):
+            training.train(step)
+            if step % 2:
+                training.accelerator.save_state(str(self.checkpoint(folder, step + 1)))
+        return Outcome(training.weights(), sparse, begun)
+
+    def checkpoint(self, folder: Path, step: int) -> Path:
+        return folder / str(step)
+
+
+contract(Accelerate())
 
 
 @case(kind=KINDS)
-def another_checkpoint(folder: Path, kind: str) -> None:
-    """Residuals of a checkpoint that was overwritten are not loaded, and those in memory are dropped."""
-    first = Training(kind)
-    first.train(0, 1)
-    first.accelerator.save_state(str(folder))
-    dense = Training("sgd", density=None) if kind == "sgd" else Training("adamw")
-    dense.train(0)
-    ours = folder / "sparsecomm"
-    if kind == "sgd":
-        dense.accelerator.save_state(str(folder))
-        words = "was saved without residuals"
-    else:
-        dense.accelerator.save_state(str(folder / "other"))
-        on_rank_0(shutil.copy, folder / "other/optimizer.bin", folder / "optimizer.bin")
-        words = f"the residuals of this checkpoint are not in {ours / 'model_0'}"
-    assert ours.is_dir()
-    first.train(2)
-    assert any(values.any() for values in residuals(first.sparse[0]).values())
-    with warned() as messages:
-        first.accelerator.load_state(str(folder))
-    one_warning(messages, words)
-    assert not any(values.any() for values in residuals(first.sparse[0]).values())
-    first.train(3)
+def saves_over_another(folder: Path, kind: str) -> None:
+    training = Training(kind)
+    for step in range(3):
+        training.train(step)
+        training.accelerator.save_state(str(folder))
+    kept = residuals(training.sparse[0])
+    training.train(3)
+    training.accelerator.load_state(str(folder))
+    assert same(kept, residuals(training.sparse[0]))
+    dist.barrier()
+    assert {len(os.listdir(each)) for each in (folder / "sparsecomm").iterdir()} == {2}
 
 
 @case(kind=["adamw"])
@@ -174,19 +170,6 @@ def free_memory_and_prepare_anew(folder: Path, kind: str) -> None:
 
 
 @case(kind=KINDS)
-def compiled(folder: Path, kind: str) -> None:
-    expected = Training(kind).train(0, 1, 2)
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=kind == "adamw")
-    training = Training(kind, dynamo_plugin=plugin)
-    assert torch.allclose(training.train(0, 1, 2), expected, rtol=1e-4, atol=1e-6)
-    training.accelerator.save_state(str(folder))
-    kept = residuals(training.sparse[0])
-    training.train(3)
-    training.accelerator.load_state(str(folder))
-    assert same(kept, residuals(training.sparse[0]))
-
-
-@case(kind=KINDS)
 def wrapped(folder: Path, kind: str) -> None:
     """The model that prepare() returned is inside another module; two of them in one are refused."""
     expected = Training(kind).train(0, 1)
@@ -200,26 +183,6 @@ def wrapped(folder: Path, kind: str) -> None:
     two = Training(kind, 2, density=None)
     with refused("contains 2 DistributedDataParallel models; register each of them"):
         register(two.accelerator, nn.ModuleList(two.models), two.lists[0])
-
-
-@case(kind=["sgd"], precision=["no", "bf16"], passes=[1, 2])
-def as_dense(folder: Path, kind: str, precision: str, passes: int) -> None:
-    """At density 1.0 it is what DDP does, also with accumulation by the framework."""
-    ends = []
-    for density in (None, 1.0):
-        training = Training(kind, 2, density, mixed_precision=precision, gradient_accumulation_steps=passes)
-        begun = training.weights()
-        for each in chain(*training.lists):
-            for group in each.param_groups:
-                group["momentum"] = 0.9 if density is None else 0.0
-        for step in range(4):
-            with training.accelerator.accumulate(*training.models):
-                training.train(step)
-        ends.append(training.weights())
-        if density:
-            assert [each.step for each in training.sparse] == [4 // passes] * 2
-    assert not torch.equal(begun, ends[0])
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
 
 
 @case(kind=["sgd"])
@@ -252,34 +215,6 @@ def what_is_refused(folder: Path) -> None:
     some = training.accelerator.prepare(SparseAdamW(list(model.module.named_parameters())[:2]))
     with refused("no SparseAdamW has 2.weight, so its gradient would not be exchanged"):
         register(training.accelerator, model, some)
-
-
-@case(kind=KINDS)
-def on_another_number_of_ranks(folder: Path, kind: str) -> None:
-    """A program on two ranks has saved; on three, the sum of residuals is what it was."""
-    training = Training(kind)
-    if dist.get_world_size() == 2:
-        training.train(0, 1)
-        training.accelerator.save_state(str(folder))
-    else:
-        training.accelerator.load_state(str(folder))
-    same_sum(folder, residuals(training.sparse[0]))
-    training.train(2, 3)
-
-
-@case(kind=KINDS)
-def each_rank_has_a_folder_of_its_own(folder: Path, kind: str) -> None:
-    """As on nodes without a shared file system, where one rank of each saves the model."""
-    if os.environ["LOCAL_WORLD_SIZE"] == "1":
-        own = folder / os.environ["RANK"]
-        config = ProjectConfiguration(save_on_each_node=True)
-        first = Training(kind, project_config=config)
-        first.train(0, 1)
-        first.accelerator.save_state(str(own))
-        expected = first.train(2)
-        again = Training(kind, project_config=config)
-        again.accelerator.load_state(str(own))
-        assert torch.equal(again.train(2), expected)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Cases of Lightning, on each rank, against trainings that were not interrupted, or dense ones."""
+"""Cases of Lightning, on each rank."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import fsspec
 import lightning
+import numpy as np
 import torch
 import torch.distributed as dist
 from fsspec.implementations.dirfs import DirFileSystem
@@ -26,13 +29,13 @@ from tests.integrations.cases import (
     module,
     move,
     on_rank_0,
-    one_warning,
+    only_rank_0_warned,
     residuals,
     rows,
-    same_sum,
     warned,
     weights,
 )
+from tests.integrations.contract import Framework, Outcome, contract
 
 KINDS = ["sgd", "adamw"]
 
@@ -110,22 +113,52 @@ def keep(folder: Any, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, "{epoch}", **{"save_top_k": -1, **options})
 
 
-@case(kind=[*KINDS, "pair"])
-def resumes(folder: Path, kind: str) -> None:
-    """With the residuals of the checkpoint, by its name, by a link to it, and in another place."""
-    last: Any = "link" if kind == "adamw" else True
-    expected, longer = trained(3, kind, keep(folder, save_last=last)), trained(4, kind)
-    assert torch.equal(trained(3, kind, start=folder / "epoch=0.ckpt"), expected)
+class Begun(lightning.Callback):
+    """Keeps the residuals with which a training begins."""
+
+    found: Mapping[str, np.ndarray] = MappingProxyType({})
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if isinstance(trainer.strategy, SparseDDPStrategy):
+            self.found = residuals(trainer.strategy.sparse)
+
+
+class Lightning(Framework):
+    """An epoch has two batches."""
+
+    kinds = ("sgd", "adamw", "pair")
+    dense = (({}, 4), ({"accumulate_grad_batches": 2}, 2), ({"precision": "bf16-mixed"}, 4))
+    compiled = (("adamw", {"compile": True}),)
+
+    def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
+        net: Any = Net(kind, 0.0 if density else 0.9)
+        net = torch.compile(net, backend="eager") if more.pop("compile", False) else net
+        trainer = made(steps // 2, kind, keep(folder), begun := Begun(), density=density, **more)
+        trainer.fit(net, data(), ckpt_path=start)
+        return Outcome(weights(net), getattr(trainer.strategy, "sparse", None), begun.found)
+
+    def checkpoint(self, folder: Path, step: int) -> Path:
+        return folder / f"epoch={step // 2 - 1}.ckpt"
+
+    def beside(self, checkpoint: Path) -> Path:
+        return Path(f"{checkpoint}.ranks")
+
+    def move(self, source: Path, target: Path) -> None:
+        move(source, target)
+        move(self.beside(source), self.beside(target))
+
+
+contract(Lightning())
+
+
+@case(kind=["adamw"])
+def links_and_copies(folder: Path, kind: str) -> None:
+    """They share the residuals of the checkpoint, in the same folder."""
+    expected, longer = trained(3, kind, keep(folder, save_last="link")), trained(4, kind)
     assert torch.equal(trained(4, kind, start=folder / "last.ckpt"), longer)
-    assert torch.equal(trained(4, kind, keep(folder, save_last=last), start="last"), longer)
-    on_rank_0(shutil.copy, folder / "epoch=0.ckpt", folder / "copy.ckpt")  # without its residuals, in the same folder
+    assert torch.equal(trained(4, kind, keep(folder, save_last=True), start="last"), longer)
+    on_rank_0(shutil.copy, folder / "epoch=0.ckpt", folder / "copy.ckpt")
     assert torch.equal(trained(3, kind, start=folder / "copy.ckpt"), expected)
-    on_rank_0(move, folder / "epoch=0.ckpt", folder / "moved/to.ckpt")
-    with warned() as messages:
-        assert not torch.equal(trained(3, kind, start=folder / "moved/to.ckpt"), expected)
-    one_warning(messages, f"the residuals of this checkpoint are not in {folder / 'moved/to.ckpt.ranks'} on all ranks")
-    on_rank_0(move, folder / "epoch=0.ckpt.ranks", folder / "moved/to.ckpt.ranks")
-    assert torch.equal(trained(3, kind, start=folder / "moved/to.ckpt"), expected)
 
 
 @case(kind=["adamw"])
@@ -166,7 +199,7 @@ def fit_twice(folder: Path, kind: str) -> None:
     trainer.fit_loop.max_epochs = 2
     with warned() as messages:
         trainer.fit(net, data())
-    one_warning(messages, "fit() makes new optimizers, and begins with empty residuals")
+    only_rank_0_warned(messages, "fit() makes new optimizers, and begins with empty residuals")
     assert trainer.strategy.sparse.step == 2
     weights(net)
     with warned() as messages:
@@ -214,36 +247,6 @@ def other_stages(folder: Path, kind: str) -> None:
     assert not messages
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     assert not (folder / "weights.ckpt.ranks").exists()
-
-
-@case(settings=[{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
-def as_dense(folder: Path, settings: dict[str, Any]) -> None:
-    ends = []
-    for density in (None, 1.0):
-        net = Net("sgd", 0.0 if density else 0.9)
-        trainer = made(2, density=density, **settings)
-        trainer.fit(net, data())
-        ends.append(weights(net))
-    assert trainer.strategy.sparse.step == 4 // settings.get("accumulate_grad_batches", 1)
-    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-5)
-
-
-@case(kind=["adamw"])
-def compiled(folder: Path, kind: str) -> None:
-    net = torch.compile(Net(kind), backend="eager")
-    made(2, kind, keep(folder)).fit(net, data())
-    assert torch.allclose(weights(net), trained(2, kind), rtol=1e-4, atol=1e-6)
-    assert torch.allclose(trained(2, kind, start=folder / "epoch=0.ckpt"), weights(net), rtol=1e-4, atol=1e-6)
-
-
-@case(kind=KINDS)
-def on_another_number_of_ranks(folder: Path, kind: str) -> None:
-    """A program on two ranks has saved; on three, the sum of residuals is what it was."""
-    net, trainer, size = Net(kind), made(1, kind), int(os.environ["WORLD_SIZE"])
-    trainer.fit(net, data(), ckpt_path=None if size == 2 else folder / "a.ckpt")
-    if size == 2:
-        trainer.save_checkpoint(folder / "a.ckpt")
-    same_sum(folder, residuals(trainer.strategy.sparse))
 
 
 if __name__ == "__main__":

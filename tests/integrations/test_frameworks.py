@@ -22,11 +22,7 @@ def test_cases(name: str, tmp_path: Path, forks: Run) -> None:  # noqa: F811
     for package in {"trainer": ["transformers", "accelerate"]}.get(name, [name]):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    runs = (
-        (2, "", {}),
-        (3, "another_number", {}),
-        (2, "folder_of_its_own", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
-    )
+    runs = ((2, "", {}), (3, "another_number", {}), (2, "its_own_folder", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}))
     for ranks, some, variables in runs:
         status, said = forks("-c", PROGRAM.format(name), tmp_path, some, ranks=ranks, **variables)
         assert status == 0, said

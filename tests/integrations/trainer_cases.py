@@ -1,11 +1,11 @@
-"""Cases of the Trainer, on each rank, against trainings that were not interrupted, or dense ones."""
+"""Cases of the Trainer, on each rank."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from sparsecomm.integrations.transformers import register
 from sparsecomm.torch import SparseAdamW
-from tests.integrations.cases import (
-    case,
-    main,
-    module,
-    move,
-    on_rank_0,
-    one_warning,
-    refused,
-    residuals,
-    rows,
-    same_sum,
-    warned,
-    weights,
-)
+from tests.integrations.cases import case, main, module, only_rank_0_warned, refused, residuals, rows, warned, weights
+from tests.integrations.contract import Framework, Outcome, contract
 
 KINDS = ["sgd", "adamw"]
 
@@ -77,60 +65,36 @@ def trained(*arguments: Any, start: Any = None, **settings: Any) -> torch.Tensor
     return weights(trainer.model)
 
 
-@case(kind=[*KINDS, "created"])
-def resumes(folder: Path, kind: str) -> None:
-    """With the residuals of the checkpoint, wherever that is, and whatever else is in the output folder."""
-    expected = trained(folder / "first", kind, 4, save_total_limit=2)
-    trained(folder / "stale", kind, 2, data_seed=7)
-    assert torch.equal(trained(folder / "stale", kind, 4, start=str(folder / "first/checkpoint-2")), expected)
-    assert torch.equal(trained(folder / "first", kind, 6, start=True), trained(folder / "all", kind, 6))
-    on_rank_0(move, folder / "first/checkpoint-2", folder / "moved/to")
-    assert torch.equal(trained(folder / "last", kind, 4, start=str(folder / "moved/to")), expected)
-
-
-@case(kind=KINDS)
-def another_checkpoint(folder: Path, kind: str) -> None:
-    """Residuals that a dense training, or another one, has left behind in a checkpoint are not loaded."""
-    trained(folder, kind, 2)
-    with warned() as messages:
-        assert not begins_empty(folder, kind, folder / "checkpoint-2")
-    assert not messages
-    state = folder / "checkpoint-2/trainer_state.json"
-
-    def another_run() -> None:
-        saved = json.loads(state.read_text())
-        saved["stateful_callbacks"]["sparsecomm_checkpoint"] = "0" * 16
-        state.write_text(json.dumps(saved))
-
-    on_rank_0(another_run)
-    with warned() as messages:
-        assert begins_empty(folder, kind, folder / "checkpoint-2")
-    one_warning(messages, f"the residuals of this checkpoint are not in {folder / 'checkpoint-2/sparsecomm'}")
-    trained(folder, "sgd", 2, density=None)
-    assert (folder / "checkpoint-2/sparsecomm").is_dir()
-    with warned() as messages:
-        assert begins_empty(folder, "sgd", folder / "checkpoint-2")
-    one_warning(messages, "was saved without residuals")
-
-
-class Look(TrainerCallback):
+class Begun(TrainerCallback):
     """Keeps the residuals with which a training begins."""
 
+    found: Mapping[str, np.ndarray] = MappingProxyType({})
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.found = residuals(self.trainer.sparse.sparse)
+        if hasattr(self.trainer, "sparse"):
+            self.found = residuals(self.trainer.sparse.sparse)
 
 
-def residuals_at_begin(trainer: Any, start: Path) -> dict[str, np.ndarray]:
-    """Resume, and return the residuals with which the training began."""
-    trainer.add_callback(look := Look())
-    look.trainer = trainer
-    trainer.train(resume_from_checkpoint=str(start))
-    return look.found
+class OfTrainer(Framework):
+    kinds = ("sgd", "adamw", "created")
+    dense = (({}, 4), ({"gradient_accumulation_steps": 2}, 4), ({"bf16": True}, 4))
+    compiled = (("adamw", {"torch_compile": True, "torch_compile_backend": "eager"}),)
+    nodes = {"save_on_each_node": True}  # noqa: RUF012
+
+    def run(self, folder: Path, kind: str, steps: int, start: Any = None, density: Any = 0.05, **more: Any) -> Outcome:
+        trainer = made(folder, kind, steps, density, **more)
+        trainer.add_callback(begun := Begun(trainer))
+        trainer.train(resume_from_checkpoint=start and str(start))
+        return Outcome(weights(trainer.model), density and trainer.sparse.sparse, begun.found)
+
+    def checkpoint(self, folder: Path, step: int) -> Path:
+        return folder / f"checkpoint-{step}"
 
 
-def begins_empty(folder: Path, kind: str, start: Path) -> bool:
-    found = residuals_at_begin(made(folder, kind, 2, save_strategy="no"), start)
-    return not any(values.any() for values in found.values())
+contract(OfTrainer())
 
 
 @case(kind=[*KINDS, "created"])
@@ -154,24 +118,6 @@ def twice(folder: Path, kind: str) -> None:
         assert trainer.sparse.sparse.step == 3
 
 
-@case(kind=["adamw"])
-def compiled(folder: Path, kind: str) -> None:
-    expected = trained(folder / "first", kind, 4)
-    settings = {"torch_compile": True, "torch_compile_backend": "eager"}
-    assert torch.allclose(trained(folder / "compiled", kind, 4, **settings), expected, rtol=1e-4, atol=1e-6)
-    again = trained(folder / "again", kind, 4, start=str(folder / "compiled/checkpoint-2"), **settings)
-    assert torch.allclose(again, expected, rtol=1e-4, atol=1e-6)
-
-
-@case(kind=["sgd"], settings=[{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
-def as_dense(folder: Path, kind: str, settings: dict[str, Any]) -> None:
-    dense = trained(folder, kind, 4, density=None, save_strategy="no", **settings)
-    trainer = made(folder, kind, 4, density=1.0, save_strategy="no", **settings)
-    trainer.train()
-    torch.testing.assert_close(weights(trainer.model), dense, rtol=1e-3, atol=1e-5)
-    assert trainer.sparse.sparse.step == 4
-
-
 @case(kind=["sgd"])
 def only_the_model(folder: Path, kind: str) -> None:
     """Where the optimizer is not saved, residuals are not, and a resumed training says so."""
@@ -179,7 +125,7 @@ def only_the_model(folder: Path, kind: str) -> None:
     assert not list(folder.rglob("sparsecomm"))
     with warned() as messages:
         trained(folder / "again", kind, 4, start=str(folder / "checkpoint-2"))
-    one_warning(messages, "the residuals of this checkpoint are not in")
+    only_rank_0_warned(messages, "the residuals of this checkpoint are not in")
 
 
 @case(kind=["adamw"])
@@ -193,7 +139,7 @@ def the_best_model(folder: Path, kind: str) -> None:
     (left,) = [each for each in os.listdir(folder) if each.startswith("checkpoint")]
     assert left == "checkpoint-2"
     expected = trained(folder / "all", kind, 4)
-    assert torch.equal(trained(folder / "again", kind, 4, start=str(folder / left)), expected)
+    assert torch.equal(trained(folder, kind, 4, start=True), expected)
 
 
 @case(kind=KINDS)
@@ -221,35 +167,6 @@ def a_trial_of_a_search(folder: Path, kind: str) -> None:
     trainer.train()
     assert not (folder / "checkpoint-2").exists()
     assert (folder / "run-0/checkpoint-2/sparsecomm").is_dir()
-
-
-@case(kind=KINDS)
-def on_another_number_of_ranks(folder: Path, kind: str) -> None:
-    """A program on two ranks has saved; on three, the sum of residuals is what it was."""
-    trainer = made(folder, kind, 2, save_strategy="steps" if dist_size() == 2 else "no")
-    if dist_size() == 2:
-        trainer.train()
-        own = residuals(trainer.sparse.sparse)
-    else:
-        own = residuals_at_begin(trainer, folder / "checkpoint-2")
-    same_sum(folder, own)
-
-
-@case(kind=KINDS)
-def each_rank_has_a_folder_of_its_own(folder: Path, kind: str) -> None:
-    """As on nodes without a shared file system, where one rank of each saves the model."""
-    if os.environ["LOCAL_WORLD_SIZE"] == "1":
-        own = folder / os.environ["RANK"]
-        expected = trained(own, kind, 4, save_on_each_node=True)
-        assert torch.equal(trained(own, kind, 4, start=str(own / "checkpoint-2"), save_on_each_node=True), expected)
-        on_rank_0(shutil.rmtree, own / "checkpoint-2/sparsecomm")  # one lacks its own: all begin without
-        with warned() as messages:
-            trained(own, kind, 4, start=str(own / "checkpoint-2"), save_on_each_node=True)
-        one_warning(messages, "are not in")
-
-
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
 
 
 if __name__ == "__main__":

@@ -102,13 +102,6 @@ def test_trees_keep_all_mass(wrap: Any, scope: str, dense_below: int) -> None:
             assert sum(np.count_nonzero(a) for a in group) <= (max(1, round(0.1 * size)) if size else 0)
 
 
-def test_small_leaves_are_sent_whole_in_a_mean_of_contributors() -> None:
-    assert same(
-        sj.allreduce_tree(mixed(), 0.1, dense_below=1024, op="mean_of_contributors"),
-        sj.allreduce_tree(mixed(), 0.1, dense_below=1024),
-    )
-
-
 def test_all_leaves_travel_in_one_callback() -> None:
     jaxpr = jax.make_jaxpr(lambda g: sj.allreduce_tree(g, 0.1, scope="tensor"))(mixed())
     assert [e.primitive.name for e in jaxpr.eqns].count("sparsecomm_exchange") == 1

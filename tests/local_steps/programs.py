@@ -208,7 +208,3 @@ def nothing_is_lost(outcomes: Sequence[Mapping[str, Any]]) -> None:
     """Check what the ranks of `comes_late` hold, who exchanged without a delay: whole numbers."""
     whole = len(outcomes) * outcomes[0]["held"] + sum(each["waits"] for each in outcomes)
     np.testing.assert_allclose(whole, sum(each["moved"] for each in outcomes), atol=1e-9)
-
-
-def bits(arrays: Mapping[str, Any]) -> dict[str, tuple[str, bytes]]:
-    return {name: (str(np.asarray(a).dtype), np.asarray(a).tobytes()) for name, a in arrays.items()}

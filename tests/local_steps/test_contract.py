@@ -12,8 +12,9 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.local_steps.adapters import ADAPTERS, OnArrays
-from tests.local_steps.programs import DTYPES, SHAPES, Oracle, bits, initial, left_out, nothing_frozen, some_frozen
-from tests.reducer.programs import run
+from tests.local_steps.programs import DTYPES, SHAPES, Oracle, initial, left_out, nothing_frozen, some_frozen
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
 UNEVEN: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_update_alpha": 0.25, "by_speed": True}

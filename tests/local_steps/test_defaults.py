@@ -25,6 +25,8 @@ NARROW, WIDE = {"x": np.zeros(5000, np.float16)}, {"x": np.zeros(5000), "y": np.
         (NARROW, {"algorithm": "auto", "decay": 0.5}, {"op": "mean_of_contributors", "algorithm": AUTO, "decay": 0.5}),
         (NARROW, {"algorithm": "auto|tree", "op": "mean"}, {"algorithm": "auto|tree"}),
         (WIDE, {"wire": "plain", "scope": "model"}, {"wire": "plain", "scope": "model"}),
+        (NARROW, {"algorithm": "split", "clip": 5.0, "chunk": 64}, {}),
+        (NARROW, {"wire": "packed_int2", "momentum": 0.5, "scope": "bucket"}, {}),
     ],
 )
 def test_defaults_give_way(parameters: Any, asked: Any, expected: Any) -> None:

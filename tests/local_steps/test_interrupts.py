@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from greenlet import getcurrent
 
 import sparsecomm as sc
-from sparsecomm.calls.agreement import WordsGather
 from sparsecomm.local_steps.local_steps import Phase
-from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
-from tests.local_steps.programs import PLAIN, bits, left_out
-from tests.reducer.programs import run
+from tests.local_steps.programs import PLAIN, left_out
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (64,)}
 SETTINGS = PLAIN | {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
@@ -63,10 +61,17 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("stopped", "late"),  # local step 3 begins an exchange, and step 4 applies it
-    [(3, (-1, -1)), (4, (-1, -1)), (4, (0, 3))],
+    ("stopped", "late", "options"),  # with a delay of 1, local step 3 begins an exchange, and step 4 applies it
+    [
+        (3, (-1, -1), {}),
+        (4, (-1, -1), {}),
+        (4, (0, 3), {}),
+        (3, (-1, -1), {"bucket_bytes": 1, "sync_every": 4, "fragments": 2, "fragment_sync_delay": 3, "by_speed": True}),
+    ],
 )
-def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int, late: tuple[int, int]) -> None:
+def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(
+    stopped: int, late: tuple[int, int], options: dict[str, Any]
+) -> None:
     passed: list[int] = []
 
     def program(transport: simulated.SimulatedTransport, *at: int) -> Any:
@@ -81,64 +86,9 @@ def test_a_step_interrupted_anywhere_goes_on_where_it_stopped(stopped: int, late
                 yield
             passed.append(points.passed)
 
-        return trained(transport, 6, within, late, outer=sc.NesterovSGD(0.5, 0.5))
+        return trained(transport, 6, within, late, outer=sc.NesterovSGD(0.5, 0.5), **options)
 
     expected = run(2, program)
     assert passed[0] >= 1
     for at in range(passed[0]):
         assert run(2, lambda transport, at=at: program(transport, at)) == expected
-
-
-# Where a wait polls: before a gradient's call, after a comparison, when a step ends.
-POINTS: dict[str, tuple[Any, str, bool]] = {
-    "plan": (Bucket, "plan", True),
-    "words": (WordsGather, "_exchange_words", False),
-    "end": (sc.Reducer, "_begin", True),
-}
-
-
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sync_every": 1, "fragment_sync_delay": 0},
-        {"fragments": 2, "fragment_sync_delay": 0},
-        {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 3, "by_speed": True},
-    ],
-    ids=str,
-)
-def test_calls_keep_their_order_whenever_compiled_code_is_interrupted(
-    point: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    holder, name, before = POINTS[point]
-    original, armed, passed, ranks = getattr(holder, name), list[int](), list[int](), dict[int, int]()
-
-    def interrupts(each: Any, *arguments: Any) -> Any:
-        result = None if before else original(each, *arguments)
-        if ranks.get(id(getcurrent())) == 0:
-            passed.append(1)
-            if armed == [len(passed)]:
-                armed.clear()
-                raise InterruptError
-        return original(each, *arguments) if before else result
-
-    monkeypatch.setattr(holder, name, interrupts)
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        @contextlib.contextmanager
-        def within(local: sc.LocalSteps, step: int) -> Iterator[None]:
-            ranks[id(getcurrent())] = transport.rank
-            yield
-            del ranks[id(getcurrent())]
-
-        return trained(transport, 9, within, bucket_bytes=1, **options)
-
-    expected = run(2, program)
-    count = len(passed)
-    assert count >= 4
-    for at in range(1, count + 1):
-        passed.clear()
-        ranks.clear()
-        armed[:] = [at]
-        assert run(2, program) == expected
-        assert not armed

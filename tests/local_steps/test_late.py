@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.local_steps import deadline
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import PLAIN, bits, left_out
-from tests.reducer.programs import run
+from tests.local_steps.programs import PLAIN, left_out
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 SHAPES = {"a": (40,), "b": (6, 5), "c": (0,)}
 EXACT = PLAIN | {"decay": 1.0}

@@ -10,34 +10,11 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import DTYPES, PLAIN, SHAPES, bits, initial, made, move, train
-from tests.reducer.programs import run
+from tests.local_steps.programs import DTYPES, PLAIN, SHAPES, initial, made, move, train
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 TWO = (("f", "a"), ("b", "c", "d", "e"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"op": "mean_of_contributors", "algorithm": "split", "clip": 5.0, "chunk": 64},
-        {"wire": "packed_int2", "density": sc.Warmup(0.01, 4), "momentum": 0.5, "scope": "bucket"},
-    ],
-)
-def test_with_all_that_a_reducer_has_ranks_stay_alike(options: dict[str, Any]) -> None:
-    shapes = {"a": (3000,), "b": (40, 50)}
-
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        parameters = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        local = sc.LocalSteps(parameters, comm=transport, sync_every=2, **options)
-        train(local, parameters, transport.rank, 1, 12)
-        held = local.global_parameters()
-        assert all(np.isfinite(array).all() and array.any() for array in held.values())
-        assert bits(parameters) == bits(held)
-        return bits(held)
-
-    results = run(3, program)
-    assert results == [results[0]] * 3
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -247,10 +224,7 @@ def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay
     ("options", "message"),
     [
         ({"sync_every": 0}, "sync_every=0"),
-        ({"sync_every": 2.0}, "sync_every=2.0"),
-        ({"fragments": 0}, "from 1 to 6"),
         ({"fragments": 7}, "from 1 to 6"),
-        ({"fragments": True}, "fragments=True"),
         ({"fragments": "abc"}, "fragments='abc'"),
         ({"fragments": [["a", "b"], []]}, "lists of at least one name"),
         ({"fragments": [["a", "zz"]]}, "'zz' is not one of the 6"),
@@ -260,10 +234,8 @@ def test_a_round_of_a_large_model_takes_as_few_trips_as_one_of_a_small_one(delay
         ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 with sync_every=4"),
         ({"fragments": 5}, "sync_every=4 with 5 fragments"),
         ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5"),
-        ({"fragment_update_alpha": -0.1}, "fragment_update_alpha=-0.1"),
         ({"op": "sum"}, "op='sum'"),
         ({"decay": 0.0}, "decay=0.0"),
-        ({"density": 2.0}, "density=2.0"),
     ],
 )
 def test_what_cannot_be_used(options: dict[str, Any], message: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.local_steps import global_parameters, rebuild
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import SHAPES, Arrays, bits, initial, made, train
-from tests.reducer.programs import run
+from tests.local_steps.programs import SHAPES, Arrays, initial, made, train
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 SETTINGS: dict[str, Any] = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1}

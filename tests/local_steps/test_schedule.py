@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.local_steps.schedule import Pace, SyncSchedule, split_by_size
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import Arrays, Oracle, bits, initial, made, move
-from tests.reducer.programs import run
+from tests.local_steps.programs import Arrays, Oracle, initial, made, move
+from tests.ranks import run
+from tests.reducer.programs import bits
 
 CHECK = settings(max_examples=200)
 FEW = settings(max_examples=15)

@@ -1,20 +1,20 @@
-"""The state of `LocalSteps`: resume from any local step bit for bit, and reshard.
-
-Refused states: `tests/states/test_refusals.py`.
-"""
+"""Local steps give the same bits after a resume from any local step, and on a CUDA device."""
 
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.local_steps.programs import Arrays, bits, initial, made, some_frozen, train
-from tests.reducer.programs import run, total
+from tests.emulator.deferred import DeferredRuntime
+from tests.local_steps.programs import Arrays, initial, made, move, some_frozen, train
+from tests.ranks import run
+from tests.reducer.programs import bits
+from tests.stress.states import digest
 
 SETTINGS: dict[str, Any] = {
     "sync_every": 4,
@@ -49,25 +49,15 @@ def test_a_run_that_resumes_from_any_local_step_is_bit_identical(P: int, options
                 transport.queue.users = 0  # as in a new process
                 local = nesterov(transport, initial(), **options)
                 local.load_state_dict(state)
-                assert bits(flat(local.state_dict())) == bits(flat(state))
+                assert digest(local.state_dict()) == digest(state)
             transport.compute(1.0 + transport.rank)
             step += 1
             replaced = train(local, parameters, transport.rank, step, step, some_frozen)
-        return replaced, local.round, local.steps, bits(parameters), bits(flat(local.state_dict()))
+        return replaced, local.round, local.steps, digest([parameters, local.state_dict()])
 
     expected = run(P, lambda transport: program(transport, None))
     for stop in stops:
         assert run(P, lambda transport, stop=stop: program(transport, stop)) == expected
-
-
-def flat(state: Any, name: str = "") -> Arrays:
-    """Return all arrays and numbers of a state, by their places."""
-    if isinstance(state, dict):
-        return {key: a for part in state for key, a in flat(state[part], f"{name}.{part}").items()}
-    if isinstance(state, (list, tuple)):
-        return {key: a for i, part in enumerate(state) for key, a in flat(part, f"{name}[{i}]").items()}
-    assert state is None or isinstance(state, (int, float, str, np.ndarray)), (name, type(state))
-    return {name: np.asarray("None" if state is None else state)}
 
 
 def test_the_schedule_may_change_between_rounds() -> None:
@@ -84,31 +74,36 @@ def test_the_schedule_may_change_between_rounds() -> None:
     assert run(2, program) == [([False, False, True] * 2, 4)] * 2
 
 
-@pytest.mark.parametrize(("old", "new"), [(1, 2), (3, 2)])
-def test_reshard_preserves_residuals(old: int, new: int) -> None:
-    def save(transport: simulated.SimulatedTransport) -> Any:
-        parameters = initial()
-        local = nesterov(transport, parameters)
-        train(local, parameters, transport.rank, 1, 8)
-        return local.state_dict()
-
-    states = run(old, save)
-
-    def load(transport: simulated.SimulatedTransport) -> Any:
-        parameters = initial()
-        local = nesterov(transport, parameters)
-        local.load_state_dict(sc.reshard(states, transport.rank, transport.size))
-        for name, array in local.global_parameters().items():
-            parameters[name][...] = array
-        return local.state_dict(), train(local, parameters, transport.rank, 9, 12)
-
-    loaded = [state for state, _ in run(new, load)]
-    for state in loaded:
-        assert (state["round"], state["local_step"]) == (2, 0)
-        assert bits(state["global_parameters"]) == bits(states[0]["global_parameters"])
-    for (name, now), before in zip(kept(loaded).items(), kept(states).values(), strict=True):
-        np.testing.assert_allclose(now, before, rtol=1e-5, atol=1e-6, err_msg=name)
+# -- devices ----------------------------------------------------------------------------------------------------------
 
 
-def kept(states: list[Any]) -> Arrays:
-    return {name: a for i in range(3) for name, a in total(s["reducers"][i]["residuals"] for s in states).items()}
+def trained(P: int, cuda: DeferredRuntime | None) -> list[Any]:
+    """Two rounds, on the device if there is one, each rank on a stream of its own."""
+
+    def program(transport: simulated.SimulatedTransport) -> Any:
+        with cuda.on_stream(cuda.new_stream()) if cuda else nullcontext():
+            return steps(transport)
+
+    def steps(transport: simulated.SimulatedTransport) -> Any:
+        mine = initial()
+        put, wait = (cuda.put, cuda.synchronize) if cuda else (lambda array: array, lambda: None)
+        options = {"sync_every": 3, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.25}
+        local = made(transport, {name: put(values) for name, values in mine.items()}, outer=sc.NesterovSGD(), **options)
+        for step in range(1, 8):
+            wait()
+            move(mine, transport.rank, step, some_frozen)
+            local.step({name: put(values) for name, values in mine.items()})
+            if step == 4:
+                state = local.state_dict()
+                local.finish({name: put(values.copy()) for name, values in mine.items()})
+                local.load_state_dict(state)
+        wait()
+        return bits(mine), bits(local.state_dict()["global_parameters"])
+
+    return run(P, program)
+
+
+def test_the_same_bits_on_every_device(cuda: DeferredRuntime) -> None:
+    found = trained(2, cuda)
+    assert cuda.launches
+    assert found == trained(2, None)

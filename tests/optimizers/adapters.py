@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -69,27 +67,18 @@ class OfArrays:
         """Change a weight, or a moment, of this rank only."""
         (self.weights["bias"] if what == "weights" else self.it._adamw.moments["bias"].mean)[2] += 1
 
-    def saved(self) -> tuple[Arrays, Any]:
-        return copy.deepcopy(self.weights), self.it.state_dict()
-
-    def load(self, saved: tuple[Arrays, Any]) -> None:
-        for name, w in saved[0].items():
-            self.weights[name][...] = w
-        self.it.load_state_dict(saved[1])
-
-    @staticmethod
-    def resharded(saved: list[tuple[Arrays, Any]], rank: int, size: int) -> tuple[Arrays, Any]:
-        return saved[0][0], sc.reshard([state for _, state in saved], rank, size)
-
 
 class OfTorch(OfArrays):
     """The optimizer of PyTorch. A backward pass makes its gradients."""
 
     overlap = False
 
-    def __init__(self, transport: simulated.SimulatedTransport, weight_decay: Any = 0.01, **rule: Any) -> None:
+    def __init__(
+        self, transport: simulated.SimulatedTransport, weight_decay: Any = 0.01, dtype: str = "float32", **rule: Any
+    ) -> None:
         self.torch = torch = pytest.importorskip("torch")
-        self.named = {name: torch.nn.Parameter(torch.from_numpy(w)) for name, w in weights().items()}
+        tensors = {name: torch.from_numpy(w).to(getattr(torch, dtype)) for name, w in weights().items()}
+        self.named = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         decay = weight_decay if isinstance(weight_decay, dict) else dict.fromkeys(SHAPES, weight_decay)
         groups = [{"params": [(n, p)], "weight_decay": decay.get(n, 0.0)} for n, p in self.named.items()]
         self.it = sc.torch.SparseAdamW(groups, comm=transport, overlap=self.overlap, **rule)
@@ -100,11 +89,15 @@ class OfTorch(OfArrays):
 
     def step(self, given: Arrays, lr: float | None = None) -> None:
         for group in self.it.param_groups if lr is not None else ():
-            group["lr"] = lr
+            group["lr"] = self.torch.tensor(lr, dtype=self.torch.float64) if self.overlap else lr
         self.it.zero_grad()
-        products = [(self.named[name] * self.torch.from_numpy(g)).sum() for name, g in given.items() if g is not None]
-        self.torch.stack(products).sum().backward()
+        self.loss(given).backward()
         self.it.step()
+
+    def loss(self, given: Arrays) -> Any:
+        """Return a loss with these gradients."""
+        products = [(self.named[name].float() * self.torch.from_numpy(g)).sum() for name, g in given.items()]
+        return self.torch.stack(products).sum()
 
     @property
     def moments(self) -> dict[str, tuple[np.ndarray, ...]]:
@@ -123,17 +116,6 @@ class OfTorch(OfArrays):
     def damage(self, what: str) -> None:
         bias = self.named["bias"]
         (bias.data if what == "weights" else self.it.state[bias]["exp_avg"])[2] += 1
-
-    def saved(self) -> tuple[Arrays, Any]:
-        file = io.BytesIO()
-        self.torch.save(self.it.state_dict(), file)
-        file.seek(0)
-        return copy.deepcopy(self.weights), self.torch.load(file, weights_only=False)
-
-    @staticmethod
-    def resharded(saved: list[tuple[Arrays, Any]], rank: int, size: int) -> tuple[Arrays, Any]:
-        states = [state["sparsecomm"] for _, state in saved]
-        return saved[0][0], {**saved[0][1], "sparsecomm": sc.reshard(states, rank, size)}
 
 
 class OfTorchWithOverlap(OfTorch):

@@ -139,35 +139,7 @@ def test_weights_and_moments_that_differ_are_found(make: Any, what: str) -> None
     assert make is OfJax or ("bias.mean" if what == "moments" else "bias") in str(raised[0])
 
 
-# -- states and other ranks -------------------------------------------------------------------------------------------
-
-
-def trained(make: Any, transport: Any, steps: range, saved: Any = None) -> Any:
-    optimizer = make(transport, **RULE)
-    if saved is not None:
-        optimizer.load(saved)
-    for step in steps:
-        optimizer.step(gradients(step, transport.rank))
-    return optimizer
-
-
-@pytest.mark.parametrize("make", [OfArrays, OfTorch, OfTorchWithOverlap])
-@pytest.mark.parametrize("P", [1, 3])
-def test_a_state_that_was_saved_continues_as_if_nothing_had_happened(make: Any, P: int) -> None:
-    P = ranks_of(make, P)
-    at_once = run(P, lambda transport: trained(make, transport, range(9)))
-    half = run(P, lambda transport: trained(make, transport, range(5)).saved())
-    rest = run(P, lambda transport: trained(make, transport, range(5, 9), half[transport.rank]))
-    for pair in zip(at_once, rest, strict=True):
-        check_equal(list(pair))
-
-
-@with_states
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5)])
-def test_another_number_of_ranks(make: Any, before: int, after: int) -> None:
-    saved = run(before, lambda transport: trained(make, transport, range(5)).saved())
-    states = [make.resharded(saved, rank, after) for rank in range(after)]
-    check_equal(run(after, lambda transport: trained(make, transport, range(5, 9), states[transport.rank])))
+# -- other ranks -------------------------------------------------------------------------------------------
 
 
 @with_states
@@ -175,7 +147,9 @@ def test_another_number_of_ranks(make: Any, before: int, after: int) -> None:
 @pytest.mark.parametrize("joins", [True, False])
 def test_ranks_that_join_take_moments_from_those_that_stay(make: Any, steps: int, joins: bool) -> None:
     def begin(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
-        optimizer = trained(make, transport, range(steps))
+        optimizer = make(transport, **RULE)
+        for step in range(steps):
+            optimizer.step(gradients(step, transport.rank))
         assert optimizer.it.reducer.groups
         return optimizer, {name: w.copy() for name, w in optimizer.weights.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,6 @@ Arrays = dict[str, np.ndarray]
 def reducer_of(transport: simulated.SimulatedTransport, **options: Any) -> sc.Reducer:
     """A reducer of `SHAPES`, of several buckets, with these settings besides or in the place of `SETTINGS`."""
     return sc.Reducer(**{"tensors": gradients(0), "comm": transport} | SETTINGS | options)
-
-
-def run(P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any) -> list[Any]:
-    """What the program returned, by rank; or with ``catch`` the results with their errors. Machines of 3 ranks."""
-    results = simulated.run(P, program, node_of_rank=[rank // 3 for rank in range(P)], **options)
-    return results if options.get("catch") else [result.value for result in results]
 
 
 def gradients(

@@ -38,12 +38,11 @@ def test_names_and_tensors(tensors: Any) -> None:
         (X, "got ndarray; expected names and tensors: a dict"),
         ([("x", X, 3)], "got list with tuple in it; expected names"),
         (3, "got int; expected names"),
-        ([(3, X)], "got the name 3; expected names"),
         ({3: X}, "got the name 3; expected names"),
         ([("x", X), ("x", X)], "'x' appears twice"),
         ({}, "must contain at least one tensor"),
     ],
-    ids=["list", "array", "triple", "number", "numbered", "numbers", "twice", "none"],
+    ids=["list", "array", "triple", "number", "numbers", "twice", "none"],
 )
 def test_what_is_no_names_and_tensors(tensors: Any, seen: str) -> None:
     with pytest.raises(sc.InvalidInputError, match=f"^tensors: .*{seen}"):
@@ -72,10 +71,8 @@ def test_the_work_of_a_layout_is_linear_in_the_tensors() -> None:
     ("wrong", "seen"),
     [
         ({"momentum": 1.0}, "momentum=1.0: must be at least 0 and below 1"),
-        ({"momentum": -0.1}, "momentum=-0.1"),
         ({"momentum": "0.9"}, "momentum='0.9'"),
         ({"clip": 0.0}, "clip=0.0: must be a norm above 0, or None"),
-        ({"clip": float("nan")}, "clip=nan"),
         ({"clip": "median"}, "clip='median'"),
         ({"density": lambda step: 2.0}, "returned 2.0 for step 0"),
         ({"scope": "layer"}, "scope='layer': expected one of"),

@@ -1,9 +1,8 @@
-"""Interrupted pushes: a gradient that was counted as pushed is in the residuals or in the sum, once."""
+"""Interrupts of reducers on simulated ranks, whose calls end then. Calls that go on: `tests/test_interrupts.py`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,61 +20,6 @@ SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
 def contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupts come in the contexts of `contextlib`, too, in which compiled code does its work."""
     monkeypatch.setattr(interrupts.Points, "roots", (*interrupts.Points.roots, contextlib.__file__))
-
-
-def again_until(done: Callable[[], bool], act: Callable[[], object]) -> None:
-    """Repeat an action until it is done, as a program does that continues after interrupts."""
-    while True:
-        with contextlib.suppress(InterruptError):
-            if done():
-                return
-            act()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"scope": "tensor"},
-        {"momentum": 0.5},
-        {"decay": 0.5},
-        {"clip": 5.0, "momentum": 0.5},
-        {"scope": "chunk", "chunk": 10, "decay": 0.5},
-        {"scope": "chunk", "chunk": 10, "decay": 0.5, "clip": 5.0},
-    ],
-    ids=str,
-)
-def test_a_push_interrupted_anywhere_loses_no_gradient(options: dict[str, Any]) -> None:
-    rng = np.random.default_rng(0)
-    pushed = [{name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in SHAPES.items()} for _ in "123"]
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        def train(*at: int) -> tuple[int, list[np.ndarray]]:
-            settings = {"dense_below": 3, "masking": False, "op": "sum"}
-            reducer = sc.Reducer(pushed[0], sc.Warmup(0.1, 0), comm=transport, **settings, **options)
-            applied = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-            passed = []
-            for number, gradients in enumerate(pushed):
-                outs = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-                with interrupted(*(at if number == 1 else ())) as points:
-                    for name, gradient in gradients.items():
-                        again_until(
-                            lambda name=name: reducer.pushed(name),
-                            lambda name=name, gradient=gradient, out=outs[name]: reducer.push(name, gradient, out=out),
-                        )
-                passed.append(points.passed)
-                again_until(lambda number=number: reducer.step > number, reducer.wait)
-                for name in SHAPES:
-                    applied[name] += outs[name]
-            return passed[1], [applied[name] + reducer.residual(name) for name in SHAPES]
-
-        points, right = train()
-        assert points >= 5
-        for place in range(points):
-            for left, expected in zip(train(place)[1], right, strict=True):
-                np.testing.assert_allclose(left, expected, rtol=1e-5, atol=1e-5, err_msg=f"{place}")
-
-    simulated.run(1, program)  # the others wait for nobody before `wait`
 
 
 def test_a_reducer_that_was_interrupted_when_it_connected_goes_on() -> None:

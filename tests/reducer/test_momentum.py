@@ -10,7 +10,8 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests import reference
-from tests.reducer.programs import SHAPES, gradients, run, same
+from tests.ranks import run
+from tests.reducer.programs import SHAPES, gradients, same
 
 X_LONG = {"x": np.zeros(200, np.float32), "small": np.zeros(10, np.float32)}
 

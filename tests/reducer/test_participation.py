@@ -20,8 +20,8 @@ from sparsecomm.tensors.interop import CPU, tensor
 from sparsecomm.transport import simulated
 from sparsecomm.tuning.profile import KnownCosts, measured
 from tests import data
-from tests.ranks import nodes_of
-from tests.reducer.programs import SHAPES, Arrays, gradients, reducer_of, residuals, run, same, total
+from tests.ranks import nodes_of, run
+from tests.reducer.programs import SHAPES, Arrays, gradients, reducer_of, residuals, same, total
 
 ALGORITHMS = [*sc.algorithms(), "hierarchical:split", "split:2"]
 SENT = {name for name, shape in SHAPES.items() if np.prod(shape)}

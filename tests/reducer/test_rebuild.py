@@ -10,7 +10,8 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
-from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, reducer_of, residuals, run, same, total
+from tests.ranks import run
+from tests.reducer.programs import SHAPES, Arrays, as_float64, bits, gradients, reducer_of, residuals, same, total
 
 ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
@@ -108,17 +109,6 @@ def test_a_step_that_has_begun_is_left_and_its_gradients_are_kept(options: dict[
         assert bits(residuals(reducers[rank])) == bits(before[rank])
     partly = {name: pushed[name] if name in ("a", "b") else np.zeros(SHAPES[name], np.float32) for name in SHAPES}
     same(residuals(reducers[1]), {name: before[1][name] + partly[name] for name in SHAPES})
-
-
-def test_a_reducer_that_made_no_call_yet_goes_on() -> None:
-    def program(transport: simulated.SimulatedTransport) -> sc.Rebuilt:
-        reducer = reducer_of(transport)
-        rebuilt = reducer.rebuild(transport)
-        step(reducer, transport.rank)
-        assert reducer.step == 1
-        return rebuilt
-
-    assert set(run(2, program)) == {sc.Rebuilt(2, (), 0, (), 0)}
 
 
 def test_what_cannot_be_rebuilt() -> None:

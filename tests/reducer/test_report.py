@@ -13,7 +13,8 @@ from sparsecomm.quantities import bytes_text
 from sparsecomm.transport import simulated
 from sparsecomm.transport.base import PeerTraffic
 from sparsecomm.tuning import profile
-from tests.reducer.programs import gradients, reducer_of, run
+from tests.ranks import run
+from tests.reducer.programs import gradients, reducer_of
 
 NETWORK = {"alpha": 0.04, "beta": 4e-8, "node_alpha": 1e-6, "node_beta": 1e-10}
 MEASURED = "measured at set-up: 40 ms, 200 Mb/s between nodes; 1 us, 80 Gb/s inside"

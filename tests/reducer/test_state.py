@@ -1,7 +1,4 @@
-"""The state of a `Reducer`: resume, reshard, scale and discard; counters, loggers and ``repr``.
-
-Refused states: `tests/states/test_refusals.py`.
-"""
+"""The state of a `Reducer`: resume, scale and discard; counters, loggers and ``repr``."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ import sparsecomm as sc
 from sparsecomm.quantities import percent_text
 from sparsecomm.transport import simulated
 from tests import data
-from tests.reducer.programs import MIXED, SHAPES, bits, gradients, reducer_of, residuals, run, same, total
+from tests.ranks import run
+from tests.reducer.programs import MIXED, SHAPES, bits, gradients, reducer_of, residuals, same
 
 CHECK = settings(max_examples=6, phases=[Phase.generate])
 DTYPES = {name: MIXED[name] for name in SHAPES}
@@ -94,28 +92,6 @@ def test_measured_links_are_in_the_state(load: bool) -> None:
     after = simulated.run(P, lambda transport: program(transport, states[transport.rank]), alpha=1e-2, beta=1e-9)
     assert {measured(each.value) for each in after} == {1e-4 if load else 1e-2}
     assert sc.reshard(states, 0, 2)["costs"] is None
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 3), (3, 2), (2, 5), (4, 4), (8, 3)])
-def test_reshard_preserves_sums(old: int, new: int) -> None:
-    def trained(transport: simulated.SimulatedTransport) -> dict[str, Any]:
-        reducer = reducer_of(transport, momentum=0.5, masking=False)
-        for step in range(3):
-            reducer.reduce(gradients(10 * step + transport.rank))
-        return reducer.state_dict()
-
-    states = run(old, trained)
-    made = [sc.reshard(reversed(states), rank, new) for rank in range(new)]
-    for kind in ("residuals", "velocities"):
-        same(total(s[kind] for s in made), total(s[kind] for s in states))
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        reducer = reducer_of(transport, momentum=0.5)
-        reducer.load_state_dict(made[transport.rank])
-        assert reducer.step == 3
-        assert bits(residuals(reducer)) == bits(made[transport.rank]["residuals"])
-
-    run(new, program)
 
 
 def test_scale_and_discard_change_residuals_and_velocities() -> None:

@@ -11,7 +11,8 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.transport import simulated
 from tests.emulator.deferred import DeferredRuntime
-from tests.reducer.programs import SHAPES, bits, gradients, run
+from tests.ranks import run
+from tests.reducer.programs import SHAPES, bits, gradients
 
 DTYPES = dict.fromkeys(SHAPES, "float32") | {"c": "float16", "f": "float64"}
 STEPS = 4

@@ -16,7 +16,7 @@ from sparsecomm.cli.oracles import contributors
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
-from tests.ranks import nodes_of
+from tests.ranks import nodes_of, run
 from tests.reducer.programs import (
     MIXED,
     SHAPES,
@@ -26,7 +26,6 @@ from tests.reducer.programs import (
     gradients,
     reducer_of,
     residuals,
-    run,
     same,
     total,
 )

@@ -16,11 +16,12 @@ SHAPES = {"weight": (6, 5), "bias": (5,), "scale": (3,)}
 
 
 class Subject(NamedTuple):
-    """An object that has a state, a function that makes a step of a number, and its weights by name."""
+    """An object that has a state, a function that makes a step of a number, its weights by name, and their module."""
 
     obj: Any
     step: Callable[[int], object]
     weights: dict[str, Any]
+    module: Any = None
 
 
 def small(step: int, rank: int) -> dict[str, np.ndarray]:
@@ -63,7 +64,7 @@ def of_torch(make: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any], Subje
                 module.get_parameter(name).grad = torch.from_numpy(values)
             optimizer.step()
 
-        return Subject(made, step, dict(module.named_parameters()))
+        return Subject(made, step, {name: p.detach() for name, p in module.named_parameters()}, module)
 
     return build
 
@@ -92,7 +93,7 @@ def diloco(kind: str) -> Any:
     def make(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
         outer = inner_optimizer(kind, torch, module)
-        return sct.DiLoCo(module, inner, outer, 0.5, sync_every=2, comm=transport), inner
+        return sct.DiLoCo(module, inner, outer, 0.5, sync_every=2, dense_below=0, comm=transport), inner
 
     return of_torch(make)
 
@@ -105,3 +106,16 @@ def sparse_state(torch: Any, sct: Any, module: Any, transport: Any) -> Any:
             made._scale = 2.0 * (made._scale or 1.0)
 
     return made, Scaler()
+
+
+def jax_local_steps(transport: Any) -> Subject:
+    jnp, optax = pytest.importorskip("jax.numpy"), pytest.importorskip("optax")
+    params = {name: jnp.asarray(values) for name, values in small(0, 0).items()}
+    options = {"comm": transport, "sync_every": 2, "dense_below": 0}
+    made = pytest.importorskip("sparsecomm.jax").LocalSteps(params, 0.5, outer=optax.sgd(0.7, 0.9), **options)
+
+    def step(number: int) -> None:
+        moves = small(number, transport.rank)
+        params.update(made.step({name: values + moves[name] for name, values in params.items()}))
+
+    return Subject(made, step, params)

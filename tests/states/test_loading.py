@@ -12,7 +12,7 @@ import sparsecomm as sc
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.transport import simulated
 from tests.interrupts import InterruptError, interrupted
-from tests.reducer.programs import run
+from tests.ranks import run
 
 ERRORS = [OSError, MemoryError, RecursionError, StopIteration]
 

@@ -1,4 +1,7 @@
-"""`sparsecomm.torch.SparseAdamW` on simulated ranks: the same as `sparsecomm.SparseAdamW`, in PyTorch's ways."""
+"""`sparsecomm.torch.SparseAdamW` on simulated ranks, besides what `tests/optimizers/test_contract.py` tests.
+
+Exchanges in backward passes of several ranks: training_adamw.py.
+"""
 
 from __future__ import annotations
 
@@ -10,168 +13,18 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-MPI = pytest.importorskip("mpi4py.MPI")
 
 import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import SparseAdamW  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
+from tests.optimizers.adapters import OfTorch, OfTorchWithOverlap, gradients  # noqa: E402
 from tests.ranks import run  # noqa: E402
 
-# Backward passes of simulated ranks cannot wait for each other: of several ranks see training_adamw.py.
-every_way = pytest.mark.parametrize(("P", "overlap"), [(1, False), (1, True), (3, False)])
+RULE: dict[str, Any] = {"lr": 0.01, "density": 0.2}
 
 
-class Model(torch.nn.Module):
-    """Parameters of which a loss takes the products with given gradients, so that these are the gradients."""
-
-    def __init__(self, dtype: Any = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = torch.nn.Linear(20, 30, dtype=dtype)
-        self.second = torch.nn.Linear(30, 5, dtype=dtype)
-
-    def forward(self, given: dict[str, Any]) -> Any:
-        products = [
-            (p.float() * given[name]).sum() for name, p in self.named_parameters() if given.get(name) is not None
-        ]
-        return torch.stack(products).sum()
-
-
-def gradients(step: int, rank: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    made = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(p.shape, generator=made).to(dtype).float() for name, p in Model().named_parameters()}
-
-
-def arrays(model: Any) -> dict[str, np.ndarray]:
-    return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
-
-
-def check_same(results: list[Any]) -> None:
-    for other in results[1:]:
-        for name, array in results[0].items():
-            np.testing.assert_array_equal(other[name], array)
-
-
-def train(model: Any, optimizer: Any, rank: int, steps: range, dtype: Any = torch.float32) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(gradients(step, rank, dtype)).backward()
-        optimizer.step()
-
-
-@every_way
-@pytest.mark.parametrize("tensor", [False, True])
-def test_groups_schedulers_and_closures(P: int, overlap: bool, tensor: bool) -> None:
-    """Each group has its own settings, and the scheduler's rate is taken: as by arrays with the same."""
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[Any, Any]:
-        model = Model()
-        weights = arrays(model)
-        named = list(model.named_parameters())
-        groups = [
-            {"params": [(n, p) for n, p in named if p.ndim > 1], "weight_decay": 0.5},
-            {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        rate = torch.tensor(0.02, dtype=torch.float64) if tensor else 0.02
-        optimizer = SparseAdamW(groups, rate, density=0.2, comm=transport, overlap=overlap)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        decay = {name: 0.5 for name, w in weights.items() if w.ndim > 1}
-        plain = sc.SparseAdamW(weights, weight_decay=decay, density=0.2, comm=transport)
-        for step in range(5):
-            given = gradients(step, transport.rank)
-
-            def closure(given: Any = given) -> Any:
-                optimizer.zero_grad()
-                loss = model(given)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).ndim == 0
-            plain.lr = 0.02 * (1 / (1 + step))
-            assert optimizer.param_groups[0]["lr"] == plain.lr
-            schedule.step()
-            plain.step({name: g.numpy() for name, g in given.items()})
-        return arrays(model), weights
-
-    for model, weights in run(P, program):
-        for name, array in weights.items():
-            np.testing.assert_array_equal(model[name], array)
-
-
-def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, comm=transport, overlap=True)
-        for step in range(2):
-            model(gradients(step, 0)).backward()
-            optimizer.step()
-        model(gradients(2, 0)).backward()
-        with pytest.raises(sc.InvalidInputError, match="before step"):
-            model(gradients(3, 0)).backward()
-        optimizer.step()
-        model(gradients(4, 0)).backward()
-        optimizer.step()
-
-    run(1, program)
-
-
-def test_loss_scaling() -> None:
-    """What overflows on one rank is left out: its part in that step."""
-
-    def program(transport: simulated.SimulatedTransport) -> tuple[Any, list[float], int]:
-        model = Model()
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
-        optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-        scales = []
-        for step in range(8):
-            optimizer.zero_grad()
-            given = gradients(step, transport.rank)
-            if step in (0, 4) and transport.rank == 1:
-                given["second.weight"][2, 3] = torch.inf
-            scaler.scale(model(given)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return arrays(model), scales, optimizer.state_dict()["state"][0]["step"]
-
-    results = run(2, program)
-    optimizer = SparseAdamW((model := Model()).named_parameters(), comm=MPI.COMM_SELF, overlap=True)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(gradients(0, 0))).backward()
-    with pytest.raises(sc.InvalidInputError, match="overlap=True does not support a GradScaler"):
-        scaler.step(optimizer)
-    check_same([weights for weights, *_ in results])
-    (_, first, steps), (_, second, _) = results
-    assert first[0] == 256
-    assert second[0] == 128
-    assert steps == 8
-    assert all(np.isfinite(array).all() for array in results[0][0].values())
-
-
-def test_gradients_are_divided_by_the_scale_once() -> None:
-    """By `unscale_` or by `step`: weights are those without a scaler."""
-
-    def program(transport: simulated.SimulatedTransport) -> list[Any]:
-        made = []
-        for scaled in (False, True):
-            model = Model()
-            optimizer = SparseAdamW(model.named_parameters(), 0.01, density=0.2, comm=transport)
-            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
-            for step in range(4):
-                optimizer.zero_grad()
-                scaler.scale(model(gradients(step, transport.rank))).backward()
-                if step % 2:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-            made.append(arrays(model))
-        return made
-
-    for each in run(2, program):
-        check_same(each)
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
+def bits(optimizer: OfTorch) -> list[bytes]:
+    return [w.tobytes() for w in optimizer.weights.values()]
 
 
 def saved_and_read(state: Any) -> Any:
@@ -181,50 +34,104 @@ def saved_and_read(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
-    options: dict[str, Any] = {"density": 0.2}
-    dtype = torch.bfloat16
+def test_a_pass_that_would_lose_what_was_exchanged_is_refused() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OfTorchWithOverlap(transport, **RULE)
+        for step in range(2):
+            mine.step(gradients(step, 0))
+        mine.loss(gradients(2, 0)).backward()
+        with pytest.raises(sc.InvalidInputError, match="before step"):
+            mine.loss(gradients(3, 0)).backward()
+        mine.it.step()
+        mine.step(gradients(4, 0))
+
+    run(1, program)
+
+
+def test_loss_scaling() -> None:
+    """What overflows on one rank is left out: its part in that step."""
+
+    def program(transport: simulated.SimulatedTransport) -> tuple[list[bytes], list[float]]:
+        mine, scaler = OfTorch(transport, **RULE), torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        scales = []
+        for step in range(8):
+            mine.it.zero_grad()
+            given = gradients(step, transport.rank)
+            if step in (0, 4) and transport.rank == 1:
+                given["matrix"][2, 3] = np.inf
+            scaler.scale(mine.loss(given)).backward()
+            scaler.step(mine.it)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert mine.steps() == 8
+        assert all(np.isfinite(w).all() for w in mine.weights.values())
+        return bits(mine), scales
+
+    (weights, first), (others, second) = run(2, program)
+    assert weights == others
+    assert (first[0], second[0]) == (256, 128)
+
+    def overlaps(transport: simulated.SimulatedTransport) -> None:
+        mine, scaler = OfTorchWithOverlap(transport, **RULE), torch.amp.GradScaler("cpu")
+        scaler.scale(mine.loss(gradients(0, 0))).backward()
+        with pytest.raises(sc.InvalidInputError, match="overlap=True does not support a GradScaler"):
+            scaler.step(mine.it)
+
+    run(1, overlaps)
+
+
+def test_gradients_are_divided_by_the_scale_once() -> None:
+    """By `unscale_` or by `step`: weights are those without a scaler."""
 
     def program(transport: simulated.SimulatedTransport) -> None:
-        whole, half, rest = Model(dtype), Model(dtype), Model(dtype)
-        train(whole, SparseAdamW(whole.named_parameters(), comm=transport, **options), transport.rank, range(8), dtype)
-        first = SparseAdamW(half.named_parameters(), comm=transport, **options)
-        train(half, first, transport.rank, range(5), dtype)
-        state = saved_and_read(first.state_dict())
-        rest.load_state_dict(half.state_dict())
-        second = SparseAdamW(rest.named_parameters(), comm=transport, **options)
-        train(rest, second, transport.rank, range(1), dtype)
-        rest.load_state_dict(half.state_dict())
-        second.load_state_dict(state)
-        assert second.state[rest.first.bias]["exp_avg"].dtype is torch.float32
-        train(rest, second, transport.rank, range(5, 8), dtype)
-        for name, array in arrays(whole).items():
-            np.testing.assert_array_equal(arrays(rest)[name], array)
+        found = []
+        for scaled in (False, True):
+            mine = OfTorch(transport, **RULE)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+            for step in range(4):
+                mine.it.zero_grad()
+                scaler.scale(mine.loss(gradients(step, transport.rank))).backward()
+                if step % 2:
+                    scaler.unscale_(mine.it)
+                scaler.step(mine.it)
+                scaler.update()
+            found.append(bits(mine))
+        assert found[0] == found[1]
+
+    run(2, program)
+
+
+def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        first, second = (OfTorch(transport, dtype="bfloat16", **RULE) for _ in range(2))
+        for step in range(5):
+            first.step(gradients(step, transport.rank))
+        second.it.load_state_dict(saved_and_read(first.it.state_dict()))
+        for name, p in first.named.items():
+            theirs = second.it.state[second.named[name]]["exp_avg"]
+            assert theirs.dtype is torch.float32
+            assert torch.equal(theirs, first.it.state[p]["exp_avg"])
 
     run(2, program)
 
 
 def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        dense, mine = Model(), Model()
-        theirs = torch.optim.AdamW(dense.parameters(), 0.01)
+        dense, mine = OfTorch(transport), OfTorch(transport, lr=0.01, density=1.0)
+        dense.it = torch.optim.AdamW(dense.named.values(), 0.01)
         for step in range(4):
-            theirs.zero_grad()
-            dense(gradients(step, 0)).backward()
-            theirs.step()
-        mine.load_state_dict(dense.state_dict())
-        optimizer = SparseAdamW(mine.named_parameters(), 0.01, density=1.0, comm=transport)
-        optimizer.residuals_apart()
-        optimizer.load_state_dict(saved_and_read(theirs.state_dict()))
+            dense.step(gradients(step, 0))
+        for name, w in dense.weights.items():
+            mine.weights[name][...] = w
+        mine.it.residuals_apart()
+        state = dense.it.state_dict()
+        groups = [group | {"params": [i]} for i in range(3) for group in state["param_groups"]]
+        mine.it.load_state_dict(saved_and_read(state | {"param_groups": groups}))
         for step in range(4, 8):
-            theirs.zero_grad()
-            dense(gradients(step, 0)).backward()
-            theirs.step()
-            optimizer.zero_grad()
-            mine(gradients(step, 0)).backward()
-            optimizer.step()
-        for name, array in arrays(dense).items():
-            np.testing.assert_allclose(arrays(mine)[name], array, rtol=3e-6, atol=3e-6)
+            dense.step(gradients(step, 0))
+            mine.step(gradients(step, 0))
+        for name, w in dense.weights.items():
+            np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
 
     run(2, program)
 
@@ -234,42 +141,35 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
 
 def test_after_its_end() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        model = Model()
-        optimizer = SparseAdamW(model.named_parameters(), comm=transport)
+        mine = OfTorch(transport)
         with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
-            SparseAdamW(model.named_parameters(), comm=transport)
+            SparseAdamW(mine.named.items(), comm=transport)
         with pytest.raises(sc.InvalidInputError, match="make a new SparseAdamW"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+            mine.it.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
         with pytest.raises(sc.InvalidInputError, match="cannot be copied"):
-            copy.deepcopy(optimizer)
-        optimizer.remove()
+            copy.deepcopy(mine.it)
+        mine.it.remove()
         with pytest.raises(sc.InvalidInputError, match="after remove"):
-            optimizer.step()
-        train(model, SparseAdamW(model.named_parameters(), comm=transport), 0, range(2))
+            mine.it.step()
+        mine.it = SparseAdamW(mine.named.items(), comm=transport)
+        mine.step(gradients(0, 0))
 
     run(1, program)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
+def test_wrong_arguments() -> None:
+    named: dict[str, Any] = {"w": torch.nn.Parameter(torch.ones(5))}
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"lr": -1.0}, r"lr=-1\.0"),
         ({"scaler": object()}, "scaler is not an option of SparseAdamW"),
         ({"overlap": np.ones(2)}, "overlap="),
         ({"lr": torch.tensor([0.1, 0.2])}, "lr="),
-        ({"named_parameters": Model().parameters()}, "names"),
-        ({"named_parameters": [{"params": Model().named_parameters(), "lr": -3.0}]}, r"lr=-3\.0"),
+        ({"named_parameters": named.values()}, "names"),
+        ({"named_parameters": [{"params": named.items(), "lr": -3.0}]}, r"lr=-3\.0"),
         ({"named_parameters": [{"parameters": []}]}, "named_parameters"),
-        *(
-            ({name: True}, f"{name}=True is not supported")
-            for name in ("amsgrad", "foreach", "fused", "capturable", "differentiable")
-        ),
-        ({"named_parameters": [{"params": Model().named_parameters(), "amsgrad": True}]}, "amsgrad=True is not"),
-    ],
-)
-def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
-    def program(transport: simulated.SimulatedTransport) -> None:
-        SparseAdamW(**{"named_parameters": Model().named_parameters(), "comm": transport, **wrong})
-
-    with pytest.raises(sc.InvalidInputError, match=why):
-        run(1, program)
+        ({"fused": True}, "fused=True is not supported"),
+        ({"named_parameters": [{"params": named.items(), "amsgrad": True}]}, "amsgrad=True is not"),
+    ]
+    for arguments, why in wrong:
+        with pytest.raises(sc.InvalidInputError, match=why):
+            SparseAdamW(**{"named_parameters": named.items(), **arguments})

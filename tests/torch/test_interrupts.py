@@ -105,31 +105,6 @@ def test_synchronize_interrupted_anywhere_goes_on(synchronize: Callable[[Any, in
     assert at >= 2
 
 
-def test_after_an_interrupt_within_a_step_it_is_said_to_load_a_checkpoint() -> None:
-    class Interrupted(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            super().step(closure)
-            raise InterruptError
-
-    named = parameters()
-    plain = torch.optim.SGD(named.values(), lr=1.0)
-    plain.__class__ = Interrupted
-    settings = {"comm": MPI.COMM_SELF, "check_weights_every": None}
-    optimizer = DistributedOptimizer(plain, named.items(), sc.Warmup(0.3, 0), **settings)
-    saved = optimizer.state_dict()
-    for name, gradient in gradients(0).items():
-        named[name].grad = gradient
-    with pytest.raises(InterruptError):
-        optimizer.step()
-    with pytest.raises(sc.InvalidInputError, match="load a checkpoint on all ranks"):
-        optimizer.step()
-    with pytest.raises(sc.InvalidInputError, match="load a checkpoint on all ranks"):
-        named["b"].sum().backward()
-    optimizer.load_state_dict(saved)
-    named["b"].sum().backward()
-    assert optimizer.reducer.step == 1
-
-
 def test_an_interrupt_when_passes_are_counted_does_not_lose_one() -> None:
     """Backward passes are then exchanged, or an error says what to do."""
 

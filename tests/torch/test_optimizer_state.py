@@ -16,7 +16,7 @@ import sparsecomm as sc  # noqa: E402
 from sparsecomm.torch import DiLoCo, DistributedOptimizer  # noqa: E402
 from sparsecomm.torch.optimizer_state import snapshot, try_step  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.reducer.programs import run  # noqa: E402
+from tests.ranks import run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* divides gradients by the size")
 
@@ -47,13 +47,6 @@ def bits(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [bits(each) for each in value]
     return (str(value.dtype), value.detach().numpy().tobytes()) if isinstance(value, torch.Tensor) else value
-
-
-def first(state: Any) -> Any:
-    """The first tensor of a state, and where it is."""
-    each = state["state"][0]
-    key = next(key for key in each if each[key].ndim)
-    return each, key
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -88,19 +81,14 @@ class Writing(torch.optim.SGD):
         raise RuntimeError("half done")
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "Writing"])
-def test_a_snapshot_puts_everything_back(kind: str) -> None:
+def test_a_snapshot_puts_everything_back() -> None:
+    """Also what was written in place. Other optimizers: `tests/states/test_refusals.py`."""
     parameters = list(module().parameters())
-    optimizer = Writing(parameters, 0.1, 0.9) if kind == "Writing" else OPTIMIZERS[kind](parameters)
+    optimizer = Writing(parameters, 0.1, 0.9)
     stepped(optimizer, parameters, 2, 0)
     before, groups, undo = bits(optimizer.state_dict()), optimizer.param_groups, snapshot(optimizer)
-    state = copy.deepcopy(optimizer.state_dict())
-    each, key = first(state)
-    each[key] += 1
-    try:
-        optimizer.load_state_dict(state)
-    except RuntimeError:
-        assert kind == "Writing"
+    with pytest.raises(RuntimeError):
+        optimizer.load_state_dict(optimizer.state_dict())
     assert bits(optimizer.state_dict()) != before
     for _ in range(2):
         undo()

@@ -14,7 +14,7 @@ from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseState, broadcas
 from sparsecomm.torch.exchange import is_zero  # noqa: E402
 from sparsecomm.torch.parameters import unwrapped_names  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
-from tests.reducer.programs import run  # noqa: E402
+from tests.ranks import run  # noqa: E402
 
 
 def model() -> Any:

@@ -18,8 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
 
-from sparsecomm.torch import broadcast_parameters, hook  # noqa: E402
-from sparsecomm.transport import simulated  # noqa: E402
+from sparsecomm.torch import hook  # noqa: E402
 from tests.examples.conftest import Run, forks  # noqa: E402, F401
 from tests.processes import ENVIRONMENT, LIMIT  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
@@ -73,16 +72,6 @@ def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatc
     for name in ("cpu", "cuda:1"):
         hook._future_of(SimpleNamespace(device=torch.device(name)))  # type: ignore[arg-type]
     assert devices == [None, [torch.device("cuda:1")]]
-
-
-def test_a_broadcast_between_simulated_ranks() -> None:
-    def program(transport: simulated.SimulatedTransport) -> list[float]:
-        tensor = torch.tensor([1.5, -0.0, torch.inf, -3.0]) * (1 + transport.rank)
-        broadcast_parameters({"a": tensor}, 2, comm=transport)
-        return tensor.view(torch.int32).tolist()
-
-    expected = (torch.tensor([1.5, -0.0, torch.inf, -3.0]) * 3).view(torch.int32).tolist()
-    assert [result.value for result in simulated.run(3, program)] == [expected] * 3
 
 
 def test_without_torch_it_is_said_what_to_install() -> None:

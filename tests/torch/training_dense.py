@@ -77,7 +77,9 @@ UNUSED: dict[str, list[dict[int, str]]] = {
     "on one rank": [{}, {ODD: "ad"}, {0: "e", ODD: "b"}, {}, {0: "abcd"}],
     "on all": [{}, EVERYWHERE("ad"), EVERYWHERE("bcde"), {}, {0: "ac", ODD: "ab"}],
     "from the start": [EVERYWHERE("a"), {**EVERYWHERE("a"), ODD: "ae"}, {}, {}],
+    "always the same": [{0: "a", ODD: "ab"}] * 4,
 }
+STATIC = ("always the same", "nothing")  # also in a static graph
 # By step, which parameters are frozen before it.
 FROZEN: dict[str, dict[int, str]] = {
     "nothing": {},
@@ -104,8 +106,10 @@ def weights_are_those_of_dense_sums() -> None:
     """Bit for bit, whether gradients are set to None, to zeros, or left as they are; momentum and weight decay act."""
     cases = [(unused, "nothing") for unused in UNUSED] + [("nothing", frozen) for frozen in list(FROZEN)[1:]]
     rows = list(product(WAYS, cases, ("none", "zeros", "never")))  # all have passed; every pair of values is enough
-    for kind, (unused, frozen), zero in map(rows.__getitem__, covering_array(rows, 2)):
-        dense, way = Dense(Chosen(SHAPES)), Way(kind, frozen=FROZEN[frozen].get(-1, ""))
+    rows = [rows[i] for i in covering_array(rows, 2)] + [(kind, STATIC, "none") for kind in WAYS[:3]]
+    for kind, (unused, frozen), zero in rows:
+        ddp = {"static_graph": True} if (unused, frozen) == STATIC else {}
+        dense, way = Dense(Chosen(SHAPES)), Way(kind, frozen=FROZEN[frozen].get(-1, ""), **ddp)
         freeze(dense.model, FROZEN[frozen].get(-1, ""))
         for step, without in enumerate(UNUSED[unused]):
             for each in (dense, way):
@@ -116,18 +120,6 @@ def weights_are_those_of_dense_sums() -> None:
                 each.step(gradients_by_rank(step, without, SHAPES))
             compare(way, dense, (kind, unused, frozen, zero, step))
         way.end()
-
-
-@case
-def a_static_graph() -> None:
-    """One rank never uses a parameter, and no rank another one."""
-    for kind in WAYS[:3]:
-        dense, way = Dense(Chosen(SHAPES)), Way(kind, static_graph=True)
-        for step in range(4):
-            for each in (dense, way):
-                each.optimizer.zero_grad()
-                each.step(gradients_by_rank(step, {0: "a", ODD: "ab"}, SHAPES))
-            compare(way, dense, (kind, step))
 
 
 @case
@@ -160,21 +152,6 @@ def what_waits_for_a_parameter_without_gradient_stays() -> None:
         way.exchange.discard()
         assert not any(reducer.residual(name).any() for name in SHAPES)
         way.end()
-
-
-@case
-def a_gradient_that_stays_is_exchanged_again() -> None:
-    """DDP leaves the gradient of a parameter that no rank used as it was, but sends it: the mean replaces it."""
-    training = Training("hook", ddp={"find_unused_parameters": True})
-    training.backward(gradients_by_rank(0)[RANK])
-    training.oracle.exchange(gradients_by_rank(0))
-    means = {name: p.grad for name, p in training.oracle.named.items()}
-    second = gradients_by_rank(1, EVERYWHERE("a"))
-    training.backward(second[RANK])
-    training.oracle.exchange([{name: means[name] + given.get(name, 0) for name in means} for given in second])
-    training.optimizer.step()
-    training.oracle.optimizer.step()
-    training.check()
 
 
 @case

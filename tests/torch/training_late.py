@@ -42,8 +42,3 @@ def one_that_is_late_is_left_out_and_nothing_is_lost() -> None:
     outcomes = late("by speed", by_speed=True)
     nothing_is_lost(outcomes)
     assert any(steps[0] > steps[1] for each in outcomes for steps in each["divisions"])
-
-
-@case_of_several
-def one_that_is_late_where_exchanges_are_delayed() -> None:
-    late("delayed", fragment_sync_delay=1)

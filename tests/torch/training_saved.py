@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,56 +71,39 @@ def removed() -> None:
 
 @case
 @quiet()
-def states_beside_a_model() -> None:
-    """They go on as if they had not stopped; fewer ranks share out what all had."""
+def states_that_dcp_saves() -> None:
+    """Beside a model, or as trainers get and set them, by names of parameters: they go on as if they had not stopped.
+
+    Fewer ranks share out what all had.
+    """
     fewer = dist.new_group(list(range(max(1, P - 1))))
-    for way in WAYS:
-        model, optimizer = made(way)
+    for way, by_name in product(WAYS, (False, True)):
+        (model, optimizer), (again, other) = made(way), made(way)
+        residuals, its = (o.residuals_apart() if by_name else o for o in (optimizer, other))
+        if by_name and way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train
+            get_optimizer_state_dict(model, optimizer)
+            assert optimizer.reducer.step == 0
         stepped(0, 1, 2, trainings=[(model, optimizer)])
-        dcp.save({"model": model, "sparse": Stateful(optimizer)}, checkpoint_id=SAVED)
         before = waiting(optimizer)
-        again, other = made(way)
-        dcp.load({"model": again, "sparse": Stateful(other, SAVED)}, checkpoint_id=SAVED)
+        optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
+        saved, room = (parts(m, o) if by_name else {"model": m} for m, o in ((model, optimizer), (again, other)))
+        dcp.save({**saved, "sparse": Stateful(residuals)}, checkpoint_id=SAVED)
+        assert torch.equal(waiting(optimizer), before)
+        dcp.load({**room, "sparse": Stateful(its, SAVED)}, checkpoint_id=SAVED)
+        if by_name:
+            set_state_dict(again, other, model_state_dict=room["model"], optim_state_dict=room["optimizer"])
         stepped(3, 4, trainings=[(model, optimizer), (again, other)])
-        if max(1, P - 1) > RANK:
+        if by_name:
+            with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
+                made(way)[1].load_state_dict(optimizer.state_dict())  # which has none
+        elif max(1, P - 1) > RANK:
             _, few = made(way, fewer)
             dcp.load({"sparse": Stateful(few, SAVED, comm=fewer)}, checkpoint_id=SAVED, process_group=fewer)
             assert few.reducer.step == 3
             torch.testing.assert_close(waiting(few, fewer), before, rtol=1e-5, atol=1e-5)
-        with pytest.raises(sc.InvalidInputError, match="has no 'other' of a Stateful"):
-            Stateful(other, SAVED, name="other").state_dict()
         removed()
 
 
-@case
-@quiet()
-def states_that_pytorch_gets_and_sets() -> None:
-    """By names of parameters, as trainers do that are built on `torch.distributed.checkpoint`."""
-    for way in WAYS:
-        model, optimizer = made(way)
-        residuals = optimizer.residuals_apart()
-        if way == "SparseAdamW":  # one that has made no step, and whose state has been got, can train and be saved
-            get_optimizer_state_dict(model, optimizer)
-            assert optimizer.reducer.step == 0
-            _, early = made(way)
-            early.residuals_apart()
-            early.load_state_dict(optimizer.state_dict())
-            assert not early.state
-        stepped(0, 1, 2, trainings=[(model, optimizer)])
-        before = waiting(optimizer)
-        optimizer.zero_grad()  # PyTorch makes a step without gradients and rate, where there is no state
-        weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state, "residuals": Stateful(residuals)}, checkpoint_id=SAVED)
-        assert torch.equal(waiting(optimizer), before)
-
-        again, other = made(way)
-        its = other.residuals_apart()
-        weights, state = get_state_dict(again, other)
-        room = {"model": weights, "optimizer": state, "residuals": Stateful(its, SAVED)}
-        dcp.load(room, checkpoint_id=SAVED)
-        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-        stepped(3, 4, trainings=[(model, optimizer), (again, other)])
-        _, forgetful = made(way)
-        with pytest.raises(sc.InvalidInputError, match="residuals_apart"):
-            forgetful.load_state_dict(optimizer.state_dict())  # which has none
-        removed()
+def parts(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}

@@ -113,71 +113,43 @@ def dense_sums_are_fsdps() -> None:
         assert torch.equal(p.grad.to_local(), mine[name.replace(".", "_")])
 
 
-class Run:
-    """A training of a hybrid model, and its oracle."""
-
-    def __init__(self) -> None:
-        self.model, self.state = hybrid()
-        self.optimizer = sgd(self.model.parameters())
-        self.oracle = Oracle(Shards(self.model), rank=REPLICA, ranks=P // SHARDS)
-
-    def step(self, number: int, more: str | None = None, unused: str = "") -> None:
-        """One step, after a pass that only adds up, if ``more`` says how."""
-        by_rank = [given(number, rank, unused) for rank in range(P)]
-        if more is not None:
-            other = [given(number + 9, rank) for rank in range(P)]
-            self._add(more, other[RANK])
-            both = [{n: g + a.get(n, 0) for n, g in b.items()} for a, b in zip(by_rank, other, strict=True)]
-        self.model(by_rank[RANK]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.oracle.step(shards_by_replica(by_rank if more is None else both))
-
-    def _add(self, way: str, gradients: Gradients) -> None:
-        if way == "no_sync":
-            with self.state.no_sync():
-                self.model(gradients).backward()
-            return
-        switch = getattr(self.model, way)
-        switch(False)
-        self.model(gradients).backward()
-        switch(True)
-
-    def check(self) -> None:
-        """Weights and residuals are the oracle's, bit for bit."""
-        for name, parameter in self.model.named_parameters():
-            assert torch.equal(parameter.to_local(), self.oracle.named[name.replace(".", "_")]), name
-        for name, kept in self.state.state_dict()["residuals"].items():
-            assert np.array_equal(kept.numpy().reshape(-1), self.oracle.residuals[REPLICA][name.replace(".", "_")]), (
-                name
-            )
-
-    def stop(self) -> None:
-        """Go on with another model, from a checkpoint."""
-        saved = io.BytesIO()
-        torch.save((self.state.state_dict(), self.model.state_dict()), saved)
-        saved.seek(0)
-        state, weights = torch.load(saved, weights_only=False)
-        self.state.remove()
-        self.model, self.state = hybrid()
-        self.model.load_state_dict(weights)
-        self.state.load_state_dict(state)
-        self.optimizer = sgd(self.model.parameters())
-
-
 @case
 def sparse_sums_are_the_oracles() -> None:
-    """Also with gradients that only add up, unused parameters, and a stop."""
-    run = Run()
-    run.step(0)
-    run.step(1, "no_sync")
-    run.step(2, "set_requires_gradient_sync")
-    run.check()
-    run.stop()
-    run.step(4, unused="bd")
-    run.step(5, unused="ade")
-    run.step(6)
-    run.check()
+    """Bit for bit, also with passes that only add up, unused parameters, and a checkpoint."""
+    model, state = hybrid()
+    optimizer = sgd(model.parameters())
+    oracle = Oracle(Shards(model), rank=REPLICA, ranks=P // SHARDS)
+    for step, (adds, unused) in enumerate(
+        [("", ""), ("no_sync", ""), ("switch", ""), ("", "bd"), ("", "ade"), ("", "")]
+    ):
+        by_rank = [given(step, rank, unused) for rank in range(P)]
+        if step == 3:
+            saved = io.BytesIO()
+            torch.save((state.state_dict(), model.state_dict()), saved)
+            saved.seek(0)
+            of_exchange, weights = torch.load(saved, weights_only=False)
+            state.remove()
+            model, state = hybrid()
+            model.load_state_dict(weights)
+            state.load_state_dict(of_exchange)
+            optimizer = sgd(model.parameters())
+        if adds == "no_sync":
+            with state.no_sync():
+                model(given(step + 9, RANK)).backward()
+        elif adds:
+            model.set_requires_gradient_sync(False)
+            model(given(step + 9, RANK)).backward()
+            model.set_requires_gradient_sync(True)
+        model(by_rank[RANK]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        added = [given(step + 9, rank) if adds else {} for rank in range(P)]
+        sums = [{n: g + a.get(n, 0) for n, g in b.items()} for a, b in zip(added, by_rank, strict=True)]
+        oracle.step(shards_by_replica(sums))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.to_local(), oracle.named[name.replace(".", "_")]), name
+        for name, kept in state.state_dict()["residuals"].items():
+            assert np.array_equal(kept.numpy().reshape(-1), oracle.residuals[REPLICA][name.replace(".", "_")]), name
 
 
 # -- DTensors ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-"""`sparse_adamw` of JAX, besides what `tests/optimizers/test_contract.py` tests: jit, optax, types, overflows."""
+"""`sparse_adamw` and `LocalSteps` of JAX, besides `tests/optimizers/test_contract.py` and
+`tests/local_steps/test_contract.py`: jit, optax, types, trees.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,10 @@ import jax.numpy as jnp  # noqa: E402
 import sparsecomm as sc  # noqa: E402
 import sparsecomm.jax as sj  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
+from tests.local_steps.adapters import OnJax  # noqa: E402
 from tests.optimizers.adapters import OfArrays, gradients, weights  # noqa: E402
 from tests.ranks import run  # noqa: E402
+from tests.reducer.programs import bits  # noqa: E402
 
 MASK = {"matrix": True, "bias": True, "number": False}
 
@@ -105,15 +110,49 @@ def test_types_and_masks_by_functions() -> None:
     run(1, program)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"learning_rate": -1.0}, r"lr=-1\.0"),
-        ({"b1": 1.0}, "betas"),
-        ({"density": 0.0}, "density"),
-        ({"check_weights_every": "often"}, "check_weights_every"),
-    ],
-)
-def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(sc.InvalidInputError, match=why):
-        sj.sparse_adamw(**{"learning_rate": 0.1, **wrong})
+def test_wrong_arguments() -> None:
+    for wrong, why in (({"learning_rate": -1.0}, r"lr=-1\.0"), ({"b1": 1.0}, "betas"), ({"density": 0.0}, "density")):
+        with pytest.raises(sc.InvalidInputError, match=why):
+            sj.sparse_adamw(**{"learning_rate": 0.1, **wrong})
+
+
+# -- local steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Undo what `OnJax` sets."""
+    before = jax.config.jax_enable_x64
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.usefixtures("float64")
+def test_trees_are_replaced_and_never_written() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OnJax(transport, sync_every=4, fragments=2)
+        mine.count = lambda: None  # type: ignore[method-assign]
+        for step in range(1, 10):
+            mine.step(transport.rank, step)
+            trained, before = mine.parameters, bits(mine.values())
+            mine.parameters = mine.local.step(trained)
+            assert (mine.parameters is trained) == (step not in (2, 4, 6, 8))
+            assert bits(mine.named(trained)) == before
+
+    run(2, program)
+
+
+@pytest.mark.usefixtures("float64")
+def test_trees_that_are_refused() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OnJax(transport)
+        params, local = mine.parameters, mine.local
+        with pytest.raises(sc.InvalidInputError, match="expected PyTreeDef"):
+            local.step(params["rest"])
+        with pytest.raises(sc.InvalidInputError, match=r"params\['first'\]: got ndarray; expected a JAX array"):
+            local.step(params | {"first": np.zeros((20, 30), np.float32)})
+        with pytest.raises(sc.InvalidInputError, match=r"got a traced array; call LocalSteps outside of jax\.jit"):
+            jax.jit(local.step)(params)
+        assert local.step(params) is params
+
+    run(1, program)
