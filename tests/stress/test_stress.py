@@ -56,7 +56,7 @@ ON_REAL_RANKS = [
     "states --states 40 --over gloo",
     "signals --calls 200 --ranks 1 2 3 --over mpi",
     "signals --calls 200 --ranks 2 --over gloo",
-    "interrupts --stride 0 --signals 30 --over mpi --scenes reducer local",
+    "interrupts --stride 0 --signals 20 --over mpi --scenes reducer local adamw load-Reducer torch-optimizer",
     "endurance --calls 4000 --communicators 100",
     "stopped --rounds 1",
     "strangers --connections 8000",

@@ -24,7 +24,6 @@ import sparsecomm as sc
 from sparsecomm.transport import control as sc_control
 from sparsecomm.transport import simulated, transport_of
 from sparsecomm.transport.process_group import joining
-from sparsecomm.transport.process_group import transport as module
 from tests import data
 from tests.transport import conformance
 from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
@@ -112,39 +111,6 @@ def works(comm: Any) -> None:
 # -- calls that fail --------------------------------------------------------------------------------------------------
 
 
-def pings_that_are_long_due() -> None:
-    """As they are whenever this process is given a core after long."""
-    with pytest.MonkeyPatch.context() as patch, call(transport_of()):
-        patch.setattr(module, "_PING", 1e-9)
-        if RANK == P - 1:
-            time.sleep(0.6)
-        assert transport_of().exchange(noise(100_000, RANK), NEXT, PREVIOUS).size == 100_000
-
-
-def a_rank_that_is_stopped() -> None:
-    """What is sent to it is not taken."""
-    transport = transport_of(new_group())
-    pids = all_gather(os.getpid())
-    works(transport)
-    number = transport.number + 1
-    if RANK == 0:
-        os.kill(pids[ODD], signal.SIGSTOP)
-        try:
-            stuck = pytest.raises(sc.TimeoutError, match="for rank 1 in call")
-            with setting("SPARSECOMM_TIMEOUT", 0.4), soon(), stuck, call(transport):
-                for _ in range(100):
-                    transport.isend(noise(10, 0), ODD).wait()
-                transport.isend(noise(50_000_000, 0), ODD).wait()
-        finally:
-            os.kill(pids[ODD], signal.SIGCONT)
-    dist.barrier()
-    if RANK != 0:
-        with pytest.raises(sc.TransportError, match=f"rank 0 left call {number}"), call(transport):
-            while True:
-                transport.receive(0)
-    ring(transport, 1_000_000)
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,21 +136,6 @@ def what_is_no_group() -> None:
         works(transport)
     transport.close()
     works(transport_of())
-
-
-def a_peer_that_has_ended() -> None:
-    group = new_group()
-    transport = transport_of(group)
-    works(transport)
-    if RANK == ODD:
-        transport.close()
-    dist.barrier()
-    if RANK != ODD:
-        for _ in range(2):
-            with soon(), pytest.raises(sc.TransportError, match=f"rank {ODD} has ended") as caught:
-                while True:
-                    works(transport)
-            assert type(caught.value) is sc.TransportError
 
 
 def _send_control_to_all_but(left_out: int, send: Any, to: int, kind: int, text: bytes) -> None:
@@ -398,14 +349,11 @@ CASES_OF_THIS = [
     what_a_transport_says_of_itself,
     gradients_are_summed,
     links_are_measured_at_the_first_call,
-    pings_that_are_long_due,
     what_is_no_group,
     ranks_of_another_version,
     an_address_that_leads_nowhere,
     many_groups,
     a_forked_process,
-    a_rank_that_is_stopped,
-    a_peer_that_has_ended,
     ranks_that_leave_a_call_and_end_at_once,
     a_peer_that_sends_what_is_no_message,
     a_group_is_destroyed_in_a_call,
