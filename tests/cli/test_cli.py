@@ -55,18 +55,14 @@ FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
     [
         ("nonsense", "usage: sparsecomm"),
         ("", "usage: sparsecomm"),
-        ("info --nonsense", "usage: sparsecomm"),
-        *((f"bench {option}", f"argument {option.split()[0]}") for option in (
-            "-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu",
-        )),
+        ("bench -f 1", "argument -f"),
+        ("bench -w -1", "argument -w"),
+        ("bench --device tpu", "argument --device"),
         *((f"tune --seconds {text}", f"{text}: expected a number above 0, and 3600 at most") for text in (
             "soon", "0", "nan", "3601",
         )),
-        (f"{FAR} --rate fast", "fast: expected a number above 0 and a unit, such as 1gbit"),
-        (f"{FAR} --rtt 80", "80: expected a number and a unit"),
         (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
         (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
-        (f"{FAR} --parameters many", "many: expected a number of at least 1"),
         (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
     ],
 )  # fmt: skip
@@ -81,8 +77,6 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
     ("line", "message"),
     [
         ("bench -b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
-        ("bench -b 3", "-b to be at least 4"),
-        ("bench -e 900000G", "on 1 rank(s) of one machine needs about"),
         ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
         ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
         ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),

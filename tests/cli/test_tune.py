@@ -109,11 +109,3 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     assert ran.stdout.strip() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["a file"]
-
-
-@needs_mpirun
-@pytest.mark.mpi
-def test_a_wrong_option_is_said_once() -> None:
-    ran = shell("-m", "sparsecomm", "tune", "--seconds", "soon", ranks=3)
-    assert ran.returncode == 2
-    assert ran.stderr.count("soon: expected a number above 0, and 3600 at most") == 1, ran.stderr
