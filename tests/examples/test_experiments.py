@@ -1,0 +1,204 @@
+"""The experiments: trainings learn, NumPy's rules are the library's, and tables show the results in the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.examples.conftest import Run
+from tests.processes import ROOT, mpirun, needs_survivors, run_python
+
+IMPORTS = "torch", "sklearn.model_selection", "matplotlib.pyplot", "rich.progress", "sparsecomm"
+CONVERGENCE = "-m", "bench.experiments.convergence"
+GRID = ["--seeds", "2", "--steps", "30", "--densities", "0.1", "--methods", "dense", "butterfly"]
+# Of the loss after the first step, what may be left at the end; the digits begin slowly.
+LEARNT = {"digits": 0.995, "text": 0.72}
+# Runs each experiment by its options in one process, and prints `= OPTIONS` before what it says.
+EACH = """
+for example, options in runs:
+    print("=", *options)
+    sys.argv = [example.__name__, *options]
+    try:
+        example.main()
+    except SystemExit as refused:
+        print(refused)
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+for needed in ("torch", "sklearn", "rich", "greenlet", "matplotlib"):
+    pytest.importorskip(needed)
+
+
+def ran(forks: Run, program: str) -> str:
+    """Return the output of a program that imports the experiments."""
+    status, said = forks("-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}")
+    assert status == 0, said
+    return said
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of a table's rows."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+
+
+def test_sparse_trainings_learn_and_tables_and_plots_show_them(forks: Run, tmp_path: Path) -> None:
+    status, said = forks(*CONVERGENCE, "--simulated", 2, *GRID, "--out", tmp_path / "all")
+    assert status == 0, said
+    names = "model", "ranks", "method", "density", "seed"
+    found = {
+        tuple(training["setting"][name] for name in names): training["curve"]
+        for training in json.loads((tmp_path / "all.json").read_text())["trainings"]
+    }
+    assert len(found) == 2 * 2 * 2
+    for (model, ranks, method, _, seed), curve in found.items():
+        assert curve["losses"][-1] < curve["losses"][0] * LEARNT[model], (model, method)
+        assert all(a < b for a, b in pairwise(curve["sent"]))
+        if method != "dense":
+            dense = found[model, ranks, "dense", 1.0, seed]
+            assert curve["losses"][0] == pytest.approx(dense["losses"][0], rel=0.1)  # from the same weights
+            assert curve["sent"][-1] < 0.2 * dense["sent"][-1]
+    shown = rows((tmp_path / "all.txt").read_text())[:4]
+    for model, P, _, name, density, seeds, score, *_ in shown:
+        method, kind = ("dense" if name == "Dense" else "butterfly"), ("accuracy" if model == "digits" else "loss")
+        scores = [found[model, int(P), method, float(density), seed][kind] for seed in range(int(seeds))]
+        expected = [np.mean(scores), min(scores), max(scores)]
+        assert list(map(float, re.findall(r"[\d.]+", score))) == pytest.approx(expected, abs=0.06)
+    for plot in ("all-2.png", "all-bytes-2.png"):
+        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    status, said = forks(*CONVERGENCE, "--report", tmp_path / "all.json", "--out", tmp_path / "again")
+    assert status == 0, said
+    assert rows((tmp_path / "again.txt").read_text()) == rows((tmp_path / "all.txt").read_text())
+
+
+def test_bad_options_are_refused(forks: Run) -> None:
+    for said, options in {
+        "divides the batches": "--simulated 3",
+        "--densities 1.5: expected numbers between 0 and 1": "--densities 1.5",
+        "both empty": "--densities",
+        "--warmup 1.0: expected": "--warmup 1",
+        "there is no such folder": "--out /nowhere/all",
+        "not results of this program": "--report /nowhere.json",
+    }.items():
+        status, refused = forks(*CONVERGENCE, *options.split())
+        assert status != 0
+        assert said in refused
+
+
+def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
+    """The losses of 20 steps agree, except for the rounding order of sums."""
+    program = """
+from bench.experiments.ablation import Variant, train
+from bench.experiments.convergence.training import Setting, simulate
+for model, ours, theirs in (("digits", "butterfly", "butterfly"), ("digits", "split", "split"),
+                            ("digits", "topk", "allgather"), ("text", "split", "split")):
+    plain = train(Variant(model=model, ranks=4, method=ours, density=0.01, steps=20, momentum=0.5, decay=0.9))
+    library = simulate(Setting(model, 4, theirs, 0.01, 0, 20, 0.5, decay=0.9))
+    print(plain["loss"], library.loss)
+"""
+    pairs = [tuple(map(float, line.split())) for line in ran(forks, program).splitlines()]
+    assert len(pairs) == 4
+    for plain, library in pairs:
+        assert plain == pytest.approx(library, rel=3e-5)  # with another masking it would not be
+
+
+def test_the_rules_of_local_steps_are_the_librarys(forks: Run) -> None:
+    """Means and residuals of some rounds agree, except for the rounding order of sums."""
+    program = """
+import numpy as np
+from bench.experiments.local_steps_rules import CHUNK, Ranks, Rule
+import sparsecomm as sc
+from sparsecomm.transport import simulated
+
+P, ROUNDS, SIZES = 4, 3, {"a": 5000, "small": 300, "b": 9000}
+deltas = np.random.default_rng(0).standard_normal((ROUNDS, P, sum(SIZES.values())), np.float32)
+ends = np.cumsum([0, *SIZES.values()])
+
+for method in ("dense", "allgather", "split"):
+    for op in ("mean", "contributors"):
+        ranks = Ranks(Rule(ranks=P, method=method, bits=32, op=op), list(SIZES.values()))
+        plain = [ranks.step(each) for each in deltas]
+
+        def program(comm):
+            local = sc.LocalSteps(
+                {name: np.zeros(size, np.float32) for name, size in SIZES.items()}, comm=comm, algorithm=method,
+                sync_every=1, wire="packed" if method != "dense" else "auto", bucket_bytes=1 << 30,
+                decay=1.0 if method == "dense" else 0.95, density=1.0 if method == "dense" else 64 / CHUNK,
+                op="mean" if op == "mean" or method == "dense" else "mean_of_contributors",
+            )
+            found = []
+            for each in deltas[:, comm.rank]:
+                before = {name: array.copy() for name, array in local.global_parameters().items()}
+                moved = {name: before[name] - each[b:e] for name, b, e in zip(SIZES, ends, ends[1:])}
+                local.step(moved)
+                found.append(np.concatenate([before[name] - moved[name] for name in SIZES]))
+            return found
+
+        for theirs in simulated.run(P, program):
+            for mine, its in zip(plain, theirs.value):
+                np.testing.assert_allclose(its, mine, atol=2e-6)
+                assert np.count_nonzero(mine) > 300
+print("alike")
+"""
+    assert ran(forks, program).strip() == "alike"
+
+
+def test_results_of_local_steps_are_kept_and_shown(forks: Run, tmp_path: Path) -> None:
+    """Each training is one line and is not repeated; tables show its loss. All in one process."""
+    program = f"""
+from bench.experiments import local_steps, local_steps_rules
+runs = []
+for example in (local_steps_rules, local_steps):
+    out = {str(tmp_path)!r} + "/" + example.__name__.rpartition(".")[2] + ".jsonl"
+    words = ["ranks=2", "steps=10", "sync_every=5", "method=dense,split", "bits=4", "--out", out]
+    report = ["--report", out]
+    runs += [(example, options) for options in (["colour=red"], words, words, report)]
+"""
+    parts = [part.splitlines() for part in ran(forks, program + EACH).split("= ")[1:]]
+    for name, (refused, made, again, table) in (
+        ("local_steps_rules.jsonl", parts[:4]),
+        ("local_steps.jsonl", parts[4:]),
+    ):
+        assert "colour=red: expected NAME=VALUE" in refused[1]
+        found = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert len(made) - 1 == len(found) == 2
+        assert len(again) == 1  # they are there already
+        dense, split = (entry["outcome"]["loss"] for entry in found)
+        assert dense < split < 4.6  # log 103 = 4.63 knows nothing
+        assert all(f"{loss:.3f}" in "\n".join(table) for loss in (dense, split))
+
+
+def test_local_steps_by_speed() -> None:
+    """They are as many in all, in less time, and no rank waits."""
+    options = ["--speeds", "1", "1", "2", "--sync-every", "5", "--steps", "10", "--seeds", "0"]
+    status, said = run_python("-m", "bench.experiments.local_steps_uneven", *options)
+    assert status == 0, said
+    found = {name: cells for name, *cells in rows(said)}
+    assert {name: cells[:4] for name, cells in found.items()} == {
+        "equally many": ["10 10 10", "30", "20", "66.7 %"],
+        "by speed": ["11 11 8", "30", "16", "79.2 %"],  # 5 5 5 in the first round, then 6 6 3
+    }
+    assert all(2 < float(cells[4]) < 5 for cells in found.values())
+
+
+@pytest.mark.mpi
+@needs_survivors
+def test_local_steps_go_on_when_a_rank_is_lost_and_replaced() -> None:
+    """The exit status after a death depends on Open MPI's MPI_Finalize, and is not checked."""
+    _, said = mpirun(4, "-m", "bench.experiments.lost_worker", "--lose", options=("--with-ft", "ulfm"))
+    kept = re.findall(
+        r"^rank [012]: of what the survivors had nothing is lost: .* comes ([\d.]+) s", said, re.MULTILINE
+    )
+    assert len(kept) == 3, said
+    assert max(map(float, kept)) < 2, said
+    assert len(re.findall(r"^rank \d: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, said
+    assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
+    pattern = r"^rank \d: of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB"
+    ends = re.findall(pattern, said, re.MULTILINE)
+    assert len(ends) == 4, said
+    assert len({parameters for _, parameters, *_ in ends}) == 1, said
+    assert all(float(accuracy) > 90 and float(sent) * 50 < float(dense) for accuracy, _, sent, dense in ends), said
