@@ -152,9 +152,9 @@ def test_better_networks_longer_rounds_and_more_cores_help(
     delays = [predict(training, network, replace(of_rounds, delay=delay)).utilisation for delay in (0, H // 2, H - 1)]
     assert delays == sorted(delays)
     without = predict(training, Network(1e15), exchange)  # only work is left, and fixed costs of messages
-    least = (exchange.sync_every or 1) * training.step_seconds + without.work * (not exchange.overlap)
-    assert least * (1 - 1e-9) <= without.round_seconds
-    assert without.round_seconds <= least + without.work + 0.05 + 1e-9 * training.parameters
+    lowest = (exchange.sync_every or 1) * training.step_seconds + without.work * (not exchange.overlap)
+    assert lowest * (1 - 1e-9) <= without.round_seconds
+    assert without.round_seconds <= lowest + without.work + 0.05 + 1e-9 * training.parameters
 
 
 @settings(max_examples=150)
