@@ -254,7 +254,6 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
 
 
 @needs_mpirun
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "dtype", "wires", "largest"),
     [(2, "float32", "auto,packed_int4", 16384), exhaustive(3, "float16", "all", 4096)],
@@ -309,8 +308,6 @@ def test_one_rank_without_mpirun() -> None:
     assert "every element is right" in ran.stdout
 
 
-@needs_mpirun
-@pytest.mark.mpi
 def test_refused_under_mpirun_once() -> None:
     ran = bench("--json=/no/a.json", ranks=2)
     assert ran.returncode != 0
@@ -322,8 +319,6 @@ def test_refused_under_mpirun_once() -> None:
 ON_CUDA = ["-m", "tests.emulator.cli"]
 
 
-@needs_mpirun
-@pytest.mark.mpi
 @pytest.mark.exhaustive
 def test_vectors_of_a_device() -> None:
     ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-e", "64Ki", "-n", "1", "-c", "--breakdown", ranks=2)
@@ -356,8 +351,6 @@ for fault in {faults}:
 """
 
 
-@needs_mpirun
-@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("os.kill(os.getpid(), signal.SIGKILL)", ""), ("raise ValueError('deliberate')", "rank 1: Traceback")],
@@ -368,8 +361,6 @@ def test_a_rank_that_dies_ends_the_others(fault: str, said: str) -> None:
     assert said in ran.stderr
 
 
-@needs_mpirun
-@pytest.mark.mpi
 def test_wrong_elements_are_counted() -> None:
     faults = ["self.vectors.out[7] += 1", "self.vectors.residual[7] += 1", "result.values[0] += 1"]
     ran = shell("-c", FAULTY.format(faults=faults), ranks=2)

@@ -129,7 +129,6 @@ def test_output_that_cannot_be_written(redirection: str, said: str) -> None:
     assert re.fullmatch(rf"sparsecomm: .*{said}\n1\n", ran.stderr), ran.stderr
 
 
-@pytest.mark.mpi
 def test_info() -> None:
     ran = shell("-m", "sparsecomm", "info", ranks=2, SPARSECOMM_THREADS="3", SPARSECOMM_TIMEOUT="12")
     assert ran.returncode == 0, ran.stderr
@@ -227,7 +226,6 @@ def rows_of(output: str) -> list[list[str]]:
     return [row for row in rows if row and row[0] in sc.algorithms()]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "sizes"), [(0, "[1:3]"), (2, "[1:2]"), exhaustive(3, "[:]")])
 def test_selftest(ranks: int, sizes: str) -> None:
     program = f"import sys\nfrom sparsecomm.cli import main, selftest\nselftest.SIZES = selftest.SIZES{sizes}\n"
@@ -239,7 +237,6 @@ def test_selftest(ranks: int, sizes: str) -> None:
     assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [exhaustive(0), 3])
 def test_selftest_notices(ranks: int) -> None:
     ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks, SPARSECOMM_TIMEOUT=str(LIMIT))  # cores may be busy
@@ -254,7 +251,6 @@ def test_selftest_notices(ranks: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.mpi
 def test_selftest_on_a_device() -> None:
     ran = shell("-m", "tests.emulator.cli", "selftest", "--device", "cuda", ranks=2)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -26,7 +26,7 @@ from sparsecomm.tuning.links import _all_pairs
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Network, Training
 from tests.cli.test_cli import shell
-from tests.processes import LIMIT, needs_mpirun, torchrun
+from tests.processes import LIMIT, torchrun
 
 MODEL = ("--parameters", "30.8M", "--step-time", "30ms")
 FAR = ("--ranks", "4", "--rate", "50mbit", "--rtt", "80ms", *MODEL)
@@ -175,8 +175,6 @@ def test_ranks_that_are_not_alike() -> None:
 # -- what it sees -----------------------------------------------------------------------------------------------------
 
 
-@needs_mpirun
-@pytest.mark.mpi
 def test_measures_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     ran = shell(*MEASURE, "--rtt", "40ms", "--json", str(file), ranks=3)

@@ -25,7 +25,6 @@ def run(*command: str, ends_well: bool = True) -> str:
     return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so there are colours
 
 
-@pytest.mark.mpi
 @needs_mpirun
 def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -53,7 +52,6 @@ def test_digits_names_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.mpi
 @needs_mpirun
 def test_jax_optax() -> None:
     for package in ("sklearn", "jax", "optax"):
@@ -67,7 +65,6 @@ def test_jax_optax() -> None:
     assert float(sent[1]) < float(sent[2]) / 5
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @needs_survivors
 def test_lost_rank() -> None:

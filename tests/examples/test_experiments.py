@@ -185,7 +185,6 @@ def test_local_steps_by_speed() -> None:
     assert all(2 < float(cells[4]) < 5 for cells in found.values())
 
 
-@pytest.mark.mpi
 @needs_survivors
 def test_local_steps_go_on_when_a_rank_is_lost_and_replaced() -> None:
     """The exit status after a death depends on Open MPI's MPI_Finalize, and is not checked."""

@@ -124,7 +124,6 @@ for folder, epochs in zip(words[::2], words[1::2]):
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
 def test_recipe_over_mpi(tmp_path: Path) -> None:
     """Three runs in one process, since imports take longer than the trainings."""
     needs("torch", "sklearn")
@@ -138,7 +137,7 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", "torch_optimizer"])
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
     """All ranks resume, including one without a checkpoint of its own, and none waits for the others."""
     needs("torch", "sklearn")

@@ -16,7 +16,6 @@ from tests.processes import mpirun, needs_survivors
 CRASH = "(ompi_comm_revoke_local+"
 
 
-@pytest.mark.mpi
 @needs_survivors
 @pytest.mark.parametrize(
     ("program", "survivors"),

@@ -75,7 +75,6 @@ def test_attack_with_a_new_seed(command: str) -> None:
     attack(command)
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ON_REAL_RANKS)
@@ -83,7 +82,6 @@ def test_attack_on_real_ranks(command: str) -> None:
     attack(command)
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @needs_survivors
 # In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now
