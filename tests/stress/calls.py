@@ -1,17 +1,10 @@
 """Calls with arguments, values, orders of events and faults drawn at random, against the oracles.
 
-Each case is a call on up to 33 ranks of one process: see `tests.stress.network` for the order of events. First it is
-made without a fault. Its result must be the oracle's, the same on all ranks, and with the residuals it must add up to
-what entered. Then it is made with the fault of the case, in another order of events:
-
-- interrupt, error: an exception at one step of one rank, from then on as if by a signal or by the library;
-- crash: one rank does nothing from that step on;
-- refused: one rank's arguments are refused, and the others wait for it;
-- mismatch: one rank makes another call.
-
-Every rank must then have raised, with its residual `residual + x`, or have all of the result and of the residual of
-the call without the fault. Nothing may hang. After `realign`, the next call must give what it gives on ranks that have
-had no fault.
+Each case is a call on up to 33 ranks of one process. Without a fault, its result must be the oracle's, the same on all
+ranks, and with the residuals it must add up to what entered. Then the call is made with a fault, in another order of
+events (`tests.stress.network`): an exception (interrupt, error) or the end of one rank (crash) at any step of its
+transport, refused arguments of one rank, or another call of one rank (mismatch). Every rank must have raised, with its
+residual `residual + x`, or have all of the result and of the residual. After `realign`, the next call must be right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Damaged profiles, states, DLPack capsules and odd arguments: each is taken, or refused by an error of the library.
 
-A profile that is taken must serve to predict times. States of reducers and local steps are judged as by the attack
-`states`. A capsule that does not describe usable memory must be refused, its memory given back
-once and once only. Several odd arguments of one call must be refused before it begins, or be taken.
+A profile that is taken must predict times. States are judged as by the attack `states`. The memory of a capsule must be
+given back once. Odd arguments must be refused before a call begins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kill -9 at random moments of saving and loading: no checkpoint is lost, and none is a mixture.
 
-Two or three processes over gloo load the newest checkpoint, and then save one after another. A random one of them, or
-all, is killed at a random time. Then the next ones begin. All ranks must load the same checkpoint, with the values that
-were saved in it, and it must not be older than the last one that all ranks have finished to save.
+Two or three processes over gloo load the newest checkpoint, and then save one after another, until a random one, or
+all, are killed. The next ones must all load the same checkpoint, with the values that were saved in it, which is not
+older than the last one that all ranks have finished to save.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """One of four ranks is killed at a random time, again and again; the others go on alike with nothing lost.
 
-Each run is a job of its own under `mpirun --with-ft ulfm`. Its ranks sum whole numbers, so that all sums are exact, and
-one of them is killed from outside: at the first call, between calls or within one. What must hold afterwards:
-
-- all survivors name the rank that was killed;
-- the calls that counted before are the same on all survivors, to the bit, and so are those that did not;
-- their results and residuals are those of simulated ranks, of which none died: a call counted on all or on none;
-- the sum of the three residuals and of what they apply is conserved from then on;
-- the survivors have made their first call on three ranks within 2 s of the kill (``--seconds``).
-
-Half of the runs make single calls, in the main thread. The other half step a `Reducer`, and `rebuild` it.
+Each run is a job of its own under `mpirun --with-ft ulfm`, which sums whole numbers by single calls, or by steps of a
+`Reducer`. All survivors must name the killed rank, and their results and residuals must be those of simulated ranks, of
+which none died: a call counted on all or on none. From then on the sum of residuals and results is conserved, and the
+first call on three ranks is made within 2 s of the kill (``--seconds``).
 """
 
 from __future__ import annotations

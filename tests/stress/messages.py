@@ -1,9 +1,7 @@
 """Damaged messages, by the million: each is refused, or read within its bounds.
 
-Real messages of every wire format and kind of contents are damaged and read as a rank reads them. A message may be
-refused with `CollectiveMismatchError`. What is taken must be well formed for the call, and the kernels must be able to
-work with it. Nothing may raise another error, hang, or allocate more than the length of the message allows, whatever
-numbers it declares.
+A message may be refused with `CollectiveMismatchError`. What is taken must be well formed, and the kernels must be able
+to work with it. Nothing may raise another error, or allocate more than the length of the message allows.
 """
 
 from __future__ import annotations

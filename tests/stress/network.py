@@ -1,9 +1,7 @@
-"""Ranks in one process, in an order that a seed chooses, whose messages are late and whose ranks fail.
+"""Ranks in one process, as greenlets, in an order that a seed chooses, whose messages are late and whose ranks fail.
 
-Every rank is a greenlet. At every call of its transport, the next thing to happen is drawn: any rank that can run
-does, or any message that is under way arrives. Only what MPI promises is kept: data of one rank to another arrive in
-the order sent. Control messages overtake them, and some arrive twice. When nothing can happen, time passes: ranks that
-wait ping the rank they wait for, and then one of them times out.
+At every call of a transport, the next thing to happen is drawn: any rank that can run does, or any message that is
+under way arrives. Only data of one rank to another arrive in the order sent. When nothing can happen, time passes.
 """
 
 from __future__ import annotations

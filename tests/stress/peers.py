@@ -1,10 +1,8 @@
 """Damaged messages in whole calls, of every algorithm and wire format.
 
-One message of one rank is replaced by bytes that the rank should not have sent: damaged ones, or a correct message of
-other entries or numbers (out of order, twice, out of range, of another rank's range). Each rank must raise
-`CollectiveMismatchError`, or `TransportError` where it waits in vain for a rank that has finished, or return a sparse
-vector whose indices increase strictly in [0, n), with no more entries than its algorithm allows. After `realign` the
-next call, without damage, must give the oracle's result on all ranks.
+One message of one rank is replaced by damaged bytes, or by a correct message of other entries or numbers. Each rank
+must raise `CollectiveMismatchError`, or `TransportError` where it waits in vain, or return a well-formed sparse vector.
+After `realign` the next call, without damage, must give the oracle's result on all ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Signals at random times in calls, on simulated ranks, over MPI and over gloo.
 
-In every second call a signal comes at a random time, to each real rank or to one simulated rank, and its handler
-raises. Then the ranks agree, realign, and make a call without signals, which must give the right result. After every
-call each rank's residual must be `residual + x`, or it must be committed and the result must stand in out; where the
-call had not begun, both are as they were. A wait that takes as long as the timeout is a hang. The counts say how many
-calls were interrupted, and what the handlers found below them: other Python code, or compiled code that asked.
+In every second call a signal comes at a random time, and its handler raises. Then the ranks realign, and make a call
+without signals, which must be right. After every call each rank's residual must be `residual + x`, or committed with
+the result in out; where the call had not begun, both are as they were. A wait as long as the timeout is a hang.
 """
 
 from __future__ import annotations

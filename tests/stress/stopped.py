@@ -1,8 +1,7 @@
 """A rank that is stopped for longer than the timeout, and goes on.
 
-In every round another rank gets SIGSTOP at a random time, and SIGCONT when the others have given up. They must have
-raised `TimeoutError` that names it, or `TransportError` because one of them did. What the stopped rank was in must end
-with an error, or with the right result if it was done already. After `realign` the next call must be right on all.
+In every round another rank gets SIGSTOP at a random time, and SIGCONT when the others have given up, with errors that
+name it. Its own call must end with an error, or with the right result. After `realign` the next calls must be right.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,29 @@ def tensors(rng: np.random.Generator) -> dict[str, Any]:
     import torch
 
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays(rng).items()}
+
+
+def digest(value: Any) -> str:
+    """Return a digest of all bits of nested values."""
+    found = hashlib.sha1()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=repr):
+                found.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            found.update(f"[{len(value)}".encode())
+            for each in value:
+                add(each)
+        elif hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
+            array = np.ascontiguousarray(value.detach() if hasattr(value, "detach") else value)
+            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            found.update(repr(value).encode())
+
+    add(value)
+    return found.hexdigest()
 
 
 def schedule(rng: np.random.Generator) -> dict[str, Any]:
@@ -54,6 +78,9 @@ class Subject:
 
     def finish(self) -> None:
         """End exchanges under way."""
+
+    def rebuild(self, comm: Any) -> None:
+        self.it.rebuild(comm)
 
     def own(self) -> Any:
         """Return everything that a refused state may not change."""
@@ -108,6 +135,9 @@ class LocalSteps(Subject):
 
     def finish(self) -> None:
         self.it.finish(self.parameters)
+
+    def rebuild(self, comm: Any) -> None:
+        self.it.rebuild(comm, self.parameters)
 
 
 class JaxLocalSteps(Subject):
