@@ -66,14 +66,8 @@ def test_mpirun_beside_python_comes_first_and_torchrun_last(monkeypatch: pytest.
     for file in (beside, other):
         assert launch._launcher_command(2)[0] == str(file)
         file.unlink()
-    assert launch._launcher_command(3)[1:] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-        "-m",
-    ]
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 -m"
+    assert " ".join(launch._launcher_command(3)[1:]) == torchrun
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(sc.TransportError, match="there is no mpirun"):
         launch._launcher_command(3)
@@ -199,32 +193,17 @@ class Alone:
 
 def test_what_the_check_finds() -> None:
     given = np.array([5, 0, -3, 1, 0.5], np.float32)
-    indices, values = np.array([0, 2], np.int32), np.array([5, -3], np.float32)
     out, residual = np.array([5, 0, -3, 0, 0], np.float32), np.array([0, 0, 0, 1, 0.5], np.float32)
-    dense, narrow = out.copy(), np.array([4, -3], np.float32)
-
-    def wrong(expected: Any = None, **changed: Any) -> int:
+    right = {"indices": np.array([0, 2]), "values": out[[0, 2]], "out": out, "residual": residual}
+    less = {"values": np.array([4, -3], np.float32), "out": np.array([4, 0, -3, 0, 0], np.float32)}
+    kept = {"residual": residual + np.array([1, 0, 0, 0, 0], np.float32)}
+    for expected, calls in (
+        (None, [({}, 0), (less | kept, 0), (less, 1), ({"out": out + 1}, 5)]),  # what rounding took may not be lost
+        (out, [({}, 0), ({}, 0), (kept, 1)]),  # the residual is that of the first call
+        (out, [(less | kept, 3)]),  # `out`, an entry, and the sum
+    ):
         checking = rows.Check(Alone(), given, expected)
-        first = {"indices": indices, "values": values, "out": out, "residual": residual} | changed
-        return checking.wrong(**first) or checking.wrong(**first)
-
-    rounded = {"values": narrow, "out": np.array([4, 0, -3, 0, 0], np.float32)}
-    kept = residual + np.array([1, 0, 0, 0, 0], np.float32)
-    assert wrong() == wrong(dense) == 0
-    assert wrong(**rounded, residual=kept) == 0
-    assert wrong(**rounded) == 1  # what rounding took is lost
-    assert wrong(dense, **rounded, residual=kept) == 3  # `out`, an entry, and the sum
-    assert wrong(values=narrow, residual=kept) == 1
-    assert wrong(out=out + 1) == 5
-    checking = rows.Check(Alone(), given, None)
-    assert checking.wrong(indices, values, out, residual) == 0
-    assert (
-        checking.wrong(**{"indices": indices, **rounded, "residual": kept}) == 0
-    )  # rounded otherwise, and all is there
-    assert checking.wrong(**{"indices": indices, **rounded, "residual": residual}) == 1
-    checking = rows.Check(Alone(), given, dense)
-    assert checking.wrong(indices, values, out, residual) == 0
-    assert checking.wrong(indices, values, out, kept) == 1  # it is not what it was
+        assert [checking.wrong(**right | changed) for changed, _ in calls] == [wrong for _, wrong in calls]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

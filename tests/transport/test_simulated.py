@@ -92,27 +92,6 @@ class TestClock:
             assert [(r.counters.bytes_sent, r.counters.bytes_received) for r in results] == [(500, 500)] * 2
         assert [result.seconds for result in run(2, swap)] == [0.0, 0.0]
 
-    @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
-    def test_one_send_and_one_receive_at_a_time(self, order):
-        def from_0(t):
-            if t.rank == 0:
-                for request in [t.isend(zeros(100), to) for to in order]:
-                    request.wait()
-            else:
-                t.receive(0)
-
-        def to_0(t):
-            if t.rank:
-                t.isend(zeros(100), 0).wait()
-            else:
-                for source in order:
-                    t.receive(source)
-
-        each, trip = GAP + 100 * BETA, ALPHA + 100 * BETA
-        came = [trip + order.index(rank) * each for rank in (1, 2, 3)]
-        assert times(4, from_0, gap=GAP) == pytest.approx([3 * each, *came])
-        assert times(4, to_0, gap=GAP) == pytest.approx([trip + 2 * each, each, each, each])
-
     @pytest.mark.parametrize("size", SIZES)
     def test_to_all_at_once_takes_one_trip(self, size):
         def body(t):
@@ -139,31 +118,6 @@ class TestNodes:
         assert times(2 * m, body, node_of_rank=[r // m for r in range(2 * m)]) == shared
         assert times(2 * m, body, node_of_rank=[0] * m + list(range(1, m + 1))) == shared
         assert times(2 * m, body) == pytest.approx([ONE] * 2 * m)
-
-    def test_inside_a_node_the_link_is_free(self):
-        def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
-            if t.rank % 2:
-                t.receive(t.rank - 1)
-            else:
-                t.isend(zeros(500), t.rank + 1).wait()
-
-        inside = 1e-5 + 500 * 1e-8
-        costs = {"node_of_rank": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
-        assert times(4, body, **costs) == pytest.approx([500 * 1e-8, inside, LINK, ONE])
-        assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([LINK, ONE] * 2)
-
-    def test_the_first_to_ask_is_first(self):
-        """Whatever the order in which the ranks were started, and although rank 0 runs first."""
-
-        def body(t):
-            if t.rank < 2:
-                t.isend(zeros(500), t.rank + 2).wait()
-            else:
-                t.receive(t.rank - 2)
-
-        late = LINK / 4
-        found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
-        assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
 
     def test_a_gap_before_is_used(self):
         def body(t):
