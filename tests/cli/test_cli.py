@@ -18,7 +18,7 @@ import sparsecomm as sc
 from sparsecomm.cli import main
 from sparsecomm.cli import world as launch
 from sparsecomm.transport.abi import cuda_aware
-from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
+from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT, torchrun
 from tests.thinning import exhaustive
 
 
@@ -287,9 +287,9 @@ def test_ranks_that_do_not_know_each_other_fail() -> None:
     assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 4
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = """
-import sys
+import os, sys
+os.environ["MPI4PY_LIBMPI"] = "/no/such/libmpi.so"
 import torch.distributed as dist
 from sparsecomm.cli import main, selftest
 selftest.SIZES = selftest.SIZES[1:3]
@@ -310,10 +310,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     """The commands need no MPI."""
     pytest.importorskip("torch")
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
-    command = [*TORCHRUN, str(tmp_path / "program.py"), str(tmp_path / "profile.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/no/such/libmpi.so"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stderr
-    for said in ("every element is right", "All passed on 2 ranks.", "The profile is in"):
-        assert ran.stdout.count(said) == 1
-    assert "Traceback" not in ran.stderr
+    status, said = torchrun(2, str(tmp_path / "program.py"), str(tmp_path / "profile.json"))
+    assert status == 0, said
+    for line in ("every element is right", "All passed on 2 ranks.", "The profile is in"):
+        assert said.count(line) == 1
+    assert "Traceback" not in said

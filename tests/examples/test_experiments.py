@@ -75,20 +75,6 @@ def test_sparse_trainings_learn_and_tables_and_plots_show_them(forks: Run, tmp_p
     assert rows((tmp_path / "again.txt").read_text()) == rows((tmp_path / "all.txt").read_text())
 
 
-def test_bad_options_are_refused(forks: Run) -> None:
-    for said, options in {
-        "divides the batches": "--simulated 3",
-        "--densities 1.5: expected numbers between 0 and 1": "--densities 1.5",
-        "both empty": "--densities",
-        "--warmup 1.0: expected": "--warmup 1",
-        "there is no such folder": "--out /nowhere/all",
-        "not results of this program": "--report /nowhere.json",
-    }.items():
-        status, refused = forks(*CONVERGENCE, *options.split())
-        assert status != 0
-        assert said in refused
-
-
 def test_the_rules_of_error_feedback_are_the_librarys(forks: Run) -> None:
     """The losses of 20 steps agree, except for the rounding order of sums."""
     program = """

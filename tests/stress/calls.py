@@ -36,15 +36,8 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2
 class Case:
     """A call on P ranks and its fault: case ``number``.
 
-    Attributes:
-        content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
-        amplitude: of integers.
-        residual: its dtype, or "" for none.
-        out: "" for none, "x", or a dtype.
-        nodes: of each rank.
-        fault, victim: one of `FAULTS`, and the rank that it meets.
-        when: at which part of its steps, from 0 to 1.
-        waits: the call is made by `isparse_allreduce`.
+    ``content``: "integers", "special" or one of `data.KINDS`. ``residual``, ``out``: a dtype, "x", or "" for none.
+    ``victim`` meets ``fault`` at the part ``when`` of its steps. ``waits``: the call is made by `isparse_allreduce`.
     """
 
     def __init__(self, seed: int, number: int, max_ranks: int) -> None:

@@ -64,21 +64,14 @@ alive: set[Exporter] = set()  # a capsule's memory must outlive whoever has take
 
 @dataclass(eq=False)
 class Exporter:
-    """An object with ``__dlpack__``.
-
-    Attributes:
-        usable: whether it describes contiguous memory of a float type on the CPU, and truly so.
-        deletes: whether it wants to know when its memory is given back, and ``deleted``, how often it was.
-        answer: the capsule.
-        old: ``__dlpack__`` takes no keywords.
-    """
+    """An object with ``__dlpack__``, which returns a capsule."""
 
     answer: Any = None
     device: Any = (1, 0)
-    old: bool = False
-    usable: bool = False
-    deletes: bool = False
-    deleted: int = 0
+    old: bool = False  # `__dlpack__` takes no keywords
+    usable: bool = False  # it describes contiguous memory of a float type on the CPU, and truly so
+    deletes: bool = False  # it wants to know when its memory is given back
+    deleted: int = 0  # how often it was
     kept: list[Any] = field(default_factory=list)
 
     def __dlpack__(self, **asked: Any) -> Any:

@@ -150,13 +150,7 @@ class Network:
 
 
 class Rank(FailureDetector):
-    """One rank's transport.
-
-    Attributes:
-        fault, fault_step: the exception that it raises, and at which step.
-        crashed: whether it has; it sends nothing any more.
-        steps: calls of the transport so far.
-    """
+    """One rank's transport, which raises ``fault`` at step ``fault_step``; one that has crashed sends nothing more."""
 
     library = "stress"
     greenlet: greenlet

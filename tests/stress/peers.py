@@ -31,12 +31,7 @@ REFUSALS = sc.CollectiveMismatchError, sc.TransportError
 
 
 class Case:
-    """A call on P ranks, and the message that is damaged: message ``which`` of rank ``victim``.
-
-    Attributes:
-        calls: the number of calls without damage before the damaged one.
-        damage: one of `DAMAGES`.
-    """
+    """A call on P ranks, after ``calls`` others, of which message ``which`` of rank ``victim`` is damaged."""
 
     def __init__(self, seed: int, number: int) -> None:
         rng = self.rng = np.random.default_rng([seed, number])
@@ -77,13 +72,7 @@ class Case:
 
 
 class Damage:
-    """Replaces the message while a case's damaged call is under way: see `applied`.
-
-    Attributes:
-        armed: the ranks that are in the damaged call.
-        sent: how many messages the victim has sent in that call.
-        done: whether a message was replaced.
-    """
+    """Replaces the message while ranks are in the damaged call, which are ``armed``; ``done``: it was replaced."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.armed, self.sent, self.done = case, set[int](), 0, False

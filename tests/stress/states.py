@@ -36,15 +36,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Case:
-    """A case by its number; the same on all ranks.
-
-    Attributes:
-        P: the number of ranks.
-        kinds: the subjects by name, each with its relative frequency.
-        ranks_damaged: the ranks whose states are damaged: "one", "all alike", "all" or "none".
-        victim: the rank whose state is damaged, if it is one.
-        resharded: whether `reshard` makes the states from damaged ones.
-    """
+    """A case by its number, the same on all ranks: a subject, and whose states of it are damaged."""
 
     seed: int
     number: int

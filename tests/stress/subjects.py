@@ -58,17 +58,13 @@ class Subject:
     """An object with a state. Subclasses `make` it, and `step` trains it and returns values equal on all ranks.
 
     All choices follow from ``rng``, which is the same on all ranks.
-
-    Attributes:
-        it: the object.
-        part: the only key of a state that may be damaged alike on all ranks; ``None``: any. PyTorch's optimizers take
-            settings and states that fail in the next step only.
-        keys: of the state, those whose values are equal on all ranks.
     """
 
     it: Any
+    # The only key of a state that may be damaged alike on all ranks: PyTorch's optimizers take settings and states that
+    # fail in the next step only.
     part: str | None = None
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # of the state, those whose values are equal on all ranks
 
     def __init__(self, comm: Any, rank: int, rng: np.random.Generator) -> None:
         self.moves = np.random.default_rng([int(rng.integers(2**31)), rank])

@@ -92,6 +92,27 @@ class TestClock:
             assert [(r.counters.bytes_sent, r.counters.bytes_received) for r in results] == [(500, 500)] * 2
         assert [result.seconds for result in run(2, swap)] == [0.0, 0.0]
 
+    @pytest.mark.parametrize("order", [(1, 2, 3), (3, 1, 2)])
+    def test_one_send_and_one_receive_at_a_time(self, order):
+        def from_0(t):
+            if t.rank == 0:
+                for request in [t.isend(zeros(100), to) for to in order]:
+                    request.wait()
+            else:
+                t.receive(0)
+
+        def to_0(t):
+            if t.rank:
+                t.isend(zeros(100), 0).wait()
+            else:
+                for source in order:
+                    t.receive(source)
+
+        each, trip = GAP + 100 * BETA, ALPHA + 100 * BETA
+        came = [trip + order.index(rank) * each for rank in (1, 2, 3)]
+        assert times(4, from_0, gap=GAP) == pytest.approx([3 * each, *came])
+        assert times(4, to_0, gap=GAP) == pytest.approx([trip + 2 * each, each, each, each])
+
     @pytest.mark.parametrize("size", SIZES)
     def test_to_all_at_once_takes_one_trip(self, size):
         def body(t):
