@@ -24,7 +24,6 @@ from tests import data, reference
 
 
 def alone(*args: Any, **kwargs: Any) -> sc.SparseVector:
-    """`sparse_allreduce` on one simulated rank."""
     return simulated.run(1, lambda transport: sc.sparse_allreduce(*args, comm=transport, **kwargs))[0].value
 
 

@@ -29,7 +29,6 @@ x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are no
 
 @pytest.fixture(scope="module")
 def compiled_for_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the check as for a wheel."""
     module = tmp_path_factory.mktemp("processor") / "_features.so"
     include = sysconfig.get_path("include")
     flags = ["-O3", "-march=x86-64-v2", "-fPIC", "-shared", f"-I{include}"]

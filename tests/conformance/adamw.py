@@ -82,7 +82,6 @@ def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, re
 
 
 def weights(dtype: torch.dtype) -> Tensors:
-    """Return parameters of all sizes, also none."""
     made = torch.Generator().manual_seed(0)
     return {n: torch.randn(s, generator=made).to(dtype).requires_grad_() for n, s in SHAPES.items()}
 

@@ -179,7 +179,6 @@ class Attack:
                 return -1, str(error)
 
     def be_rank(self, over: str, folder: str) -> None:
-        """Be one of the ranks, and report."""
         os.environ |= {"SPARSECOMM_TIMEOUT": str(self.timeout), **self.environment}
         self.folder, ranks = Path(folder), Ranks(over, f"{folder}/store")
         self._last_progress = math.inf if ranks.rank else self._last_progress
@@ -192,7 +191,6 @@ class Attack:
         ranks.close()
 
     def too_many_failures(self, ranks: Ranks) -> bool:
-        """Return whether a rank has enough failures. Collective."""
         return max(ranks.gather(len(self.report.failures))) > MAX_FAILURES
 
 

@@ -86,7 +86,6 @@ class Exporter:
 
     @property
     def consumed(self) -> bool:
-        """Whether a reader has taken the capsule, and so has to give the memory back."""
         return "used_dltensor" in repr(self.answer) and self.kept[3] in (b"dltensor", b"dltensor_versioned")
 
     def delete(self, _: int | None) -> None:

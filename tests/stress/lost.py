@@ -38,7 +38,6 @@ ENDS = list(accumulate(int(np.prod(shape)) for shape in SHAPES.values()))
 
 
 def gradient(seed: int, rank: int, step: int) -> np.ndarray:
-    """Whole numbers whose sums float32 holds exactly."""
     return np.random.default_rng([seed, rank, step]).integers(-8, 9, ELEMENTS).astype(np.float32)
 
 
@@ -95,8 +94,6 @@ class Steps:
 
 
 class Run:
-    """A run by its seed: the work of the ranks, and which of them is killed when."""
-
     def __init__(self, seed: int) -> None:
         choose = random.Random(seed)
         self.seed, self.kind, self.algorithm = seed, choose.choice((Calls, Steps)), choose.choice(ALGORITHMS)

@@ -35,8 +35,6 @@ _SENDER, _RANK, _ROUND = 1, 3, 2
 
 @dataclass(frozen=True)
 class _Target:
-    """A message as it is sent, and how the rank that expects it reads it."""
-
     original: NDArray[np.uint8]
     read: Callable[[NDArray[np.uint8]], list[SparseVector]]
     numbers: list[int]  # that mean something in it
@@ -122,7 +120,6 @@ class DamagedMessages(Numbered):
     options = (*numbered(unit, 10**6), SANITIZED)
 
     def check(self, number: int) -> None:
-        """Read a message."""
         if number == self.given.first and not sanitizers.within():  # they say themselves how much may be allocated
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + _ADDRESSES

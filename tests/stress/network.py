@@ -28,8 +28,6 @@ class Crash(BaseException):
 
 @dataclass(eq=False)
 class Message(Request):
-    """A message of call ``number``. ``out``: the sender may reuse the bytes."""
-
     sender: Rank
     to: int
     number: int

@@ -57,13 +57,11 @@ class Case:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if name != 'rng')})"
 
     def gradient(self, rank: int, step: int) -> np.ndarray:
-        """Return a rank's gradient: small whole numbers."""
         drawn = np.random.default_rng([self.calls, self.n, rank, step]).integers(-9, 10, self.n)
         return drawn.astype(self.dtype)
 
     @property
     def max_entries(self) -> int:
-        """The maximum number of entries of a result."""
         name = self.algorithm.removeprefix("hierarchical:")
         if name == "split:2":
             return 2 * self.k
@@ -81,7 +79,6 @@ class Damage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let simulated ranks send the damaged message."""
         rng, case, numbers = self.case.rng, self.case, [self.case.n - 1, self.case.n, self.case.k]
         entries, parcel, words, isend = Messages.entries, Messages.parcel, Messages.words, SimulatedTransport.isend
 
@@ -170,7 +167,6 @@ def other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) -> 
 
 
 def other_words(words: Any, rng: np.random.Generator, numbers: list[int]) -> list[int]:
-    """Return other whole numbers: one changed, one more or one fewer."""
     other = list(words)
     if other and rng.random() < 0.8:
         at = int(rng.integers(len(other)))

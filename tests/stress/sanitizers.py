@@ -34,7 +34,6 @@ def compile_all(commands: Iterable[Sequence[str]], folder: Path) -> None:
 
 
 def within() -> bool:
-    """Return whether this process has the sanitizers."""
     return "ASAN_OPTIONS" in os.environ
 
 

@@ -28,7 +28,6 @@ Scene = Callable[[Ranks, Within], Any]
 
 
 def gradients(rank: int, step: int) -> Arrays:
-    """Return whole numbers, whose sums are exact."""
     random = np.random.default_rng((rank, step))
     return {name: random.integers(-9, 10, shape).astype(np.float32) for name, shape in SHAPES.items()}
 

@@ -86,13 +86,11 @@ class Signals(Attack):
                 break
 
     def _new(self, number: int, rank: int, P: int, residual: NDArray[Any]) -> tuple[Call, bool]:
-        """Return a rank's part of a call, and whether signals come."""
         x = integers(self.report.seed, number * P, rank, 20 * P)
         call = Call(ALGORITHMS[number // 2 % len(ALGORITHMS)], x, residual)
         return call, number >= 0 and number % 2 == 0
 
     def _end(self, alarm: Alarm) -> None:
-        """Let no more signals come, and count the one that came."""
         where = alarm.where
         alarm.set(0)
         if where:
@@ -130,5 +128,4 @@ def not_begun(call: Call) -> bool:
 
 
 def average(seconds: float, usual: float) -> float:
-    """Return the usual duration of a call, after another one."""
     return usual + 0.05 * (min(seconds, 0.01) - usual)

@@ -60,7 +60,6 @@ class Training:
         return sum(map(int, parts)) % 2**64
 
     def step(self) -> None:
-        """Take a local step; the mean of changes by multiples of P is a whole number."""
         for array in self.parameters.values():
             some = self._rng.integers(0, array.size, array.size // 8)
             array[some] += self._P * self._rng.integers(-3, 4, some.size)
@@ -117,7 +116,6 @@ class Soak(Attack):
             self.fail("nothing timed out in stalls that were longer than the timeout")
 
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
-        """Stall the network, if it is time."""
         now = time.monotonic()
         if not self._number:  # the ranks have begun
             self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes

@@ -86,7 +86,6 @@ class Case:
         return damaged_state(state, np.random.default_rng(seed), part if self.ranks_damaged == "all alike" else None)
 
     def simulate(self) -> list[Outcome]:
-        """Play the case on simulated ranks, and judge the outcomes."""
         gathered: list[dict[int, Any]] = []
 
         def program(transport: simulated.SimulatedTransport) -> tuple[list[Outcome], str]:
@@ -109,7 +108,6 @@ class Case:
         return each[0]
 
     def judge(self, each: list[Outcome], after: Sequence[str]) -> None:
-        """Raise an AssertionError if the outcomes are not valid."""
         errors_text = "; ".join(f"rank {rank}: {one.raised}" for rank, one in enumerate(each))
         what, errors = f"{self.kind}, {self.ranks_damaged}: ", [one.error for one in each]
         assert not any(one.late for one in each), f"{what}took as long as a timeout: {errors_text}"

@@ -62,7 +62,6 @@ class Stopped(Attack):
                 break
 
     def _call(self, number: int, ranks: Ranks) -> BaseException | None:
-        """Make a call, check the state that it leaves, and return its error."""
         call, held = Call.numbered(number, self.report.seed, ranks.rank, ranks.size)
         call.make(ranks.comm)
         which = f"rank {ranks.rank}, call {number}, {call.algorithm}"

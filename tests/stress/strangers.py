@@ -115,7 +115,6 @@ class Strangers(Attack):
     # -- a rank -------------------------------------------------------------------------------------------------------
 
     def on_rank(self, ranks: Ranks) -> None:
-        """Make calls until the strangers stop."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.given.files, self.given.files))
         from sparsecomm.transport.process_group import joining
 

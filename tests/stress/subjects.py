@@ -25,7 +25,6 @@ def tensors(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of all bits of nested values."""
     found = hashlib.sha1()
 
     def add(value: Any) -> None:
@@ -79,11 +78,9 @@ class Subject:
         self.it.rebuild(comm)
 
     def own(self) -> Any:
-        """Return everything that a refused state may not change."""
         return self.it.state_dict()
 
     def common(self) -> Any:
-        """Return values that are equal on all ranks."""
         state = self.it.state_dict()
         return [state[key] for key in self.keys]
 

@@ -26,7 +26,6 @@ KERNELS = ROOT / "kernels" / "cpu"
 
 
 def build_program(folder: Path, pool_only: bool, *sanitize: str) -> Path:
-    """Return the program."""
     folder.mkdir()
     kernels = [KERNELS / f"{name}.cpp" for name in SHARED] if pool_only else sorted(KERNELS.glob("*.cpp"))
     flags = [COMPILER, *FLAGS, *sanitize, f"-I{KERNELS}", *([] if pool_only else ["-DKERNELS"])]

@@ -48,15 +48,12 @@ class Ranks(ABC):
         """Wait for all ranks, without the transport."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         time.sleep(seconds)
 
     def timeout(self, seconds: float) -> Any:
-        """Set the timeout of calls within a block."""
         return setting("SPARSECOMM_TIMEOUT", seconds)
 
     def new(self) -> Transport:
-        """Return a transport for a case alone."""
         return transport_of(self.comm())
 
 
@@ -75,7 +72,6 @@ def call(transport: Transport, name: bytes = b"call") -> Iterator[None]:
 
 @contextmanager
 def setting(name: str, value: object) -> Iterator[None]:
-    """Set a variable within a block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, str(value))
         yield
@@ -83,19 +79,16 @@ def setting(name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def soon() -> Iterator[None]:
-    """Fail if a block takes long."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < SOON
 
 
 def noise(size: int, seed: int = 0) -> np.ndarray:
-    """Return bytes of a rank."""
     return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
 
 
 def neighbours(transport: Transport) -> tuple[int, int]:
-    """Return the next rank, and the one before."""
     return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
 
 

@@ -15,7 +15,6 @@ HEAD = "from pathlib import Path; from sparsecomm import transport; from sparsec
 
 
 def python(code: str) -> str:
-    """Return what a fresh interpreter says."""
     ran = subprocess.run([sys.executable, "-c", HEAD + code], capture_output=True, text=True)
     return (ran.stdout + ran.stderr).strip()
 

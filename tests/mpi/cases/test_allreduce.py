@@ -19,7 +19,6 @@ ONES = np.ones(100, np.float32)
 
 
 def works(comm: MPI.Intracomm = WORLD) -> None:
-    """Make a call whose result is known."""
     result = sc.sparse_allreduce(np.array([0, 3, -1, 2], np.float32), 2, comm=comm, algorithm="butterfly")
     assert result.indices.tolist() == [1, 3]
     assert result.values.tolist() == [3 * comm.size, 2 * comm.size]

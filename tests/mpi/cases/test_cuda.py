@@ -36,7 +36,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 
 def step(comm, algorithm, device):
-    """``device``: `None` for the CPU."""
     put, wait = (device.put, device.synchronize) if device else (lambda array: array, lambda: None)
     x = data.gradient("normal", 900, "float32", seed=RANK)
     residual, out = np.zeros_like(x), np.empty_like(x)
@@ -111,8 +110,6 @@ class DeviceBytes:
 
 
 class Addresses(MessageMemory):
-    """Notes what it is asked for."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
 

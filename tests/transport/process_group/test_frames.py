@@ -196,6 +196,5 @@ def test_what_has_come_of_a_message_is_given_back_when_its_peer_is_lost() -> Non
 
 
 def segments_lost(connection: socket.socket) -> int:
-    """Return how many have been sent again."""
     found: int = struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 100)[0]
     return found

@@ -35,8 +35,6 @@ NEXT, PREVIOUS = (RANK + 1) % P, (RANK - 1) % P
 
 
 class GroupRanks(conformance.Ranks):
-    """The ranks of the default group."""
-
     rank, size = RANK, P
 
     def comm(self) -> Any:
@@ -102,7 +100,6 @@ def links_are_measured_at_the_first_call() -> None:
 
 
 def works(comm: Any) -> None:
-    """Make a call whose result is known."""
     result = sc.sparse_allreduce(np.arange(50, dtype=np.float32), 3, comm=comm, algorithm="butterfly")
     assert result.indices.tolist() == [47, 48, 49]
     assert result.values.tolist() == [each * transport_of(comm).size for each in (47, 48, 49)]
@@ -222,7 +219,6 @@ def many_groups() -> None:
 
 
 def threads_of_connections() -> int:
-    """Return how many this process has."""
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
