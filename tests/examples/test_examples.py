@@ -43,14 +43,6 @@ def test_digits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_digits_names_what_is_missing(tmp_path: Path) -> None:
-    program = "import runpy, sys\nsys.modules['matplotlib.pyplot'] = None\nrunpy.run_path(sys.argv[1])"
-    command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
-    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert ran.stderr == "This example needs matplotlib.pyplot: pip install scikit-learn matplotlib\n"
-
-
 @pytest.mark.exhaustive
 @needs_mpirun
 def test_jax_optax() -> None:

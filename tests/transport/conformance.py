@@ -159,16 +159,6 @@ def messages_keep_their_order(comm: Ranks) -> None:
 
 
 @case()
-def fast_ranks_do_not_overtake(comm: Ranks) -> None:
-    transport = comm.new()
-    after, before = neighbours(transport)
-    for i in range(200):
-        with call(transport):
-            got = transport.exchange(noise(8, 1000 * i + comm.rank), after, before)
-            assert np.array_equal(got, noise(8, 1000 * i + before))
-
-
-@case()
 def a_slow_rank_is_waited_for(comm: Ranks) -> None:
     transport = comm.new()
     after, before = neighbours(transport)
