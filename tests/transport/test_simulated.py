@@ -140,6 +140,31 @@ class TestNodes:
         assert times(2 * m, body, node_of_rank=[0] * m + list(range(1, m + 1))) == shared
         assert times(2 * m, body) == pytest.approx([ONE] * 2 * m)
 
+    def test_inside_a_node_the_link_is_free(self):
+        def body(t):  # 0 -> 1 inside while 2 -> 3 leaves
+            if t.rank % 2:
+                t.receive(t.rank - 1)
+            else:
+                t.isend(zeros(500), t.rank + 1).wait()
+
+        inside = 1e-5 + 500 * 1e-8
+        costs = {"node_of_rank": [0, 0, 0, 1], "node_alpha": 1e-5, "node_beta": 1e-8}
+        assert times(4, body, **costs) == pytest.approx([500 * 1e-8, inside, LINK, ONE])
+        assert times(4, body, node_of_rank=[0, 0, 0, 1]) == pytest.approx([LINK, ONE] * 2)
+
+    def test_the_first_to_ask_is_first(self):
+        """Whatever the order in which the ranks were started, and although rank 0 runs first."""
+
+        def body(t):
+            if t.rank < 2:
+                t.isend(zeros(500), t.rank + 2).wait()
+            else:
+                t.receive(t.rank - 2)
+
+        late = LINK / 4
+        found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
+        assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
+
     def test_a_gap_before_is_used(self):
         def body(t):
             if t.rank == 0:  # its message goes while rank 1 works, although it asks for it late
