@@ -165,10 +165,23 @@ class TestNodes:
         found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
         assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
 
+    def test_the_first_to_ask_is_first(self):
+        """Whatever the order in which the ranks were started, and although rank 0 runs first."""
+
+        def body(t):
+            if t.rank < 2:
+                t.isend(zeros(500), t.rank + 2).wait()
+            else:
+                t.receive(t.rank - 2)
+
+        late = LINK / 4
+        found = times(4, body, node_of_rank=[0, 0, 1, 2], delays=[late, 0.0, 0.0, 0.0])
+        assert found == pytest.approx([2 * LINK, LINK, ONE + LINK, ONE])
+
     def test_a_gap_before_is_used(self):
         def body(t):
-            if t.rank == 0:  # its message goes while rank 1 works, although it asks for it late
-                t.compute(1.0)
+            if t.rank == 0:  # its message came while rank 1 worked, although it asks for it late
+                t.compute(0.5 + ONE / 2)
                 t.receive(2)
             elif t.rank == 1:
                 t.compute(0.5)
@@ -177,7 +190,7 @@ class TestNodes:
                 t.compute(0.5 if t.rank == 3 else 0.0)
                 t.isend(zeros(500), t.rank - 2).wait()
 
-        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([1.0, 0.5 + ONE, LINK, 0.5 + LINK])
+        assert times(4, body, node_of_rank=[0, 0, 1, 2]) == pytest.approx([0.5 + ONE / 2, 0.5 + ONE, LINK, 0.5 + LINK])
 
     @pytest.mark.parametrize("seed", range(5))
     def test_no_link_carries_more_than_it_can(self, seed):
