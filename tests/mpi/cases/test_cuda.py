@@ -110,21 +110,8 @@ class DeviceBytes:
 
 
 class Addresses(MessageMemory):
-    def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
-
     def empty(self, nbytes: int) -> DeviceBytes:
         return DeviceBytes(np.zeros(nbytes, np.uint8))
-
-    def ready(self, message: DeviceBytes, nbytes: int) -> None:
-        self.asked.append(("ready", nbytes))
-
-    def landed(self, message: DeviceBytes, begin: int, end: int) -> None:
-        self.asked.append(("landed", begin, end))
-
-    def move(self, part: DeviceBytes, to: DeviceBytes) -> None:
-        to.array[: len(part)] = part.array
-        self.asked.append(("moved", len(part)))
 
 
 @pytest.mark.parametrize("end", ["detached", "collected"])
