@@ -170,11 +170,13 @@ def test_calls_wait_for_each_other(training: Training, network: Network, algorit
     )
 
 
-def test_ranks_of_a_site_share_its_link() -> None:
+def test_ranks_of_a_site_share_its_link_and_a_delay_hides_its_exchange() -> None:
     alone, shared = (Network(1e8, 0.02, per_site=m) for m in (1, 4))
     training, exchange = Training(8, 10**7, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 32)
     assert predict(training, shared, exchange).seconds > predict(training, alone, exchange).seconds
     assert predict(training, replace(shared, per_site=8), exchange).nbytes == 0
+    waits, hidden = (predict(training, alone, replace(exchange, delay=delay)).utilisation for delay in (0, 16))
+    assert waits < hidden
     assert predict(Training(1, 10**6, 0.03), Network(1e6, 0.1), Exchange()).utilisation == 1
 
 
