@@ -24,7 +24,7 @@ import pytest
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, transport_of
 from tests import threads
-from tests.waiting import SOON
+from tests.waiting import SOON, until
 
 ODD = 1  # the rank that does something else
 
@@ -166,6 +166,16 @@ def a_slow_rank_is_waited_for(comm: Ranks) -> None:
         if comm.rank == comm.size - 1:
             comm.sleep(0.6)  # through all stages of waiting, and some pings
         assert transport.exchange(noise(100_000, comm.rank), after, before).size == 100_000
+    ring(transport)
+
+
+@case(ranks=2, real=True)
+def a_rank_knows_that_another_one_waits_for_it(comm: Ranks) -> None:
+    transport = comm.new()
+    ring(transport)
+    if comm.rank == ODD:
+        until(lambda: transport.awaited(b"call"), "a rank that waits in the next call")
+        assert not transport.awaited(b"another")
     ring(transport)
 
 
