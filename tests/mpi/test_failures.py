@@ -23,13 +23,6 @@ from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 """
 
-KILLED = """
-for step in range(100):
-    if rank == 1 and step == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-    allreduce(algorithm="butterfly")
-"""
-
 WAITING = """
 allreduce()
 if rank == 0:
@@ -51,11 +44,6 @@ allreduce()
 REFUSED = """
 allreduce(k=0 if rank == 1 else 10)
 """
-
-
-def test_a_killed_rank_ends_the_job() -> None:
-    status, said = mpirun(4, "-c", ON_RANKS + KILLED)
-    assert status != 0, said
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
