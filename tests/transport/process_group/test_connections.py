@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from sparsecomm.transport.process_group._connections import DATA, DISCONNECTED, GOODBYE, SENT
 from tests.transport.process_group.peers import (
@@ -36,35 +34,6 @@ from tests.transport.process_group.peers import (
     stranger,
 )
 from tests.waiting import until
-
-sizes = st.one_of(st.integers(0, 70_000), st.sampled_from([13_000, 13_001, 2**16, 2**16 + 1, 10**6]))
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(sizes, max_size=12),
-    st.lists(sizes, max_size=4),
-    st.sampled_from([1, 2, 16]),
-    st.sampled_from([1000, 2**22]),
-)
-@example([0, 3_000_000, 1, 200_000, 0, 0], [1_000_000], 16, 2**22)
-@example([0, 1, 63, 64, 65, 6400], [640], 2, 64)
-def test_messages_of_any_size_arrive_whole_and_in_order(
-    there: list[int], back: list[int], streams: int, limit: int
-) -> None:
-    with ranks(2, streams, limit) as pair:
-        late: list[list[int]] = [[], []]
-        for rank, sizes_of in enumerate([there, back]):
-            for number, size in enumerate(sizes_of):
-                if not pair[rank].send(1 - rank, number, noise(size, number), number):
-                    late[rank].append(number)
-        for rank, sizes_of in enumerate([back, there]):
-            got, out = collect(pair[rank], len(sizes_of), len(late[rank]))
-            assert [(peer, number) for peer, number, _ in got] == [(1 - rank, i) for i in range(len(sizes_of))]
-            assert sorted(out) == late[rank]
-            for (_, number, data), size in zip(got, sizes_of, strict=True):
-                assert np.array_equal(data, noise(size, number))
-                data[...] = 0  # it is the receiver's
 
 
 def test_on_a_local_network_one_connection_serves_a_pair() -> None:
