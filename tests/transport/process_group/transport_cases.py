@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ import torch.distributed as dist
 
 import sparsecomm as sc
 from sparsecomm.transport import control as sc_control
-from sparsecomm.transport import simulated, transport_of
+from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group import joining
-from tests import data
 from tests.transport import conformance
 from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
 from tests.waiting import SOON, until, until_awaited
@@ -67,21 +65,6 @@ def what_a_transport_says_of_itself() -> None:
     assert sum(peer.bytes_sent for peer in peers.values()) > transport.counters.bytes_sent >= 100_000
     assert sum(peer.bytes_received for peer in peers.values()) > transport.counters.bytes_received >= 100_000
     assert all(peer.connections >= 1 and 0 <= peer.round_trip < SOON and peer.rate >= 0 for peer in peers.values())
-
-
-def gradients_are_summed() -> None:
-    """Real ranks do what simulated ones do, to the bit."""
-
-    def program(comm: Any, rank: int) -> list[bytes]:
-        found = []
-        for algorithm, dtype in product(sc.algorithms(), ["float32", "float64"]):
-            x, residual = (data.gradient("normal", 5000, dtype, seed + rank) for seed in (0, P))
-            result = sc.sparse_allreduce(x, 100, comm=comm, algorithm=algorithm, wire="packed", residual=residual)
-            found += [array.tobytes() for array in (result.indices, result.values, residual)]
-        return found
-
-    theirs = simulated.run(P, lambda transport: program(transport, transport.rank), node_of_rank=[0] * P)
-    assert program(transport_of(), RANK) == theirs[RANK].value
 
 
 def links_are_measured_at_the_first_call() -> None:
@@ -343,7 +326,6 @@ def start(store: str) -> None:
 # Starting a process takes seconds, so the ranks of one job make all cases, some of them in smaller groups.
 CASES_OF_THIS = [
     what_a_transport_says_of_itself,
-    gradients_are_summed,
     links_are_measured_at_the_first_call,
     what_is_no_group,
     ranks_of_another_version,
