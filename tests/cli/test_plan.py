@@ -41,39 +41,27 @@ def best(network: Network, training: Training = TRAINING, costs: Costs = DEFAULT
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`test_the_page_shows_the_output_of_its_command` compares a table."""
     pytest.importorskip("matplotlib")
     file, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
     assert main(["plan", *FAR, "--loss", "0.1%", "--json", str(file), "--plot", str(drawn)]) == 0
-    shown = capsys.readouterr().out
-    table = [line for line in shown.splitlines() if line.startswith(" ") and not line.startswith("  ")]
-    content = json.loads(file.read_text())
+    shown, content = capsys.readouterr().out, json.loads(file.read_text())
+    header, rows = content["header"], content["rows"]
     assert content["schema"] == plan.SCHEMA
-    header = content["header"]
     assert (header["ranks"], header["parameters"], header["step_seconds"]) == (4, 30_800_000, 0.03)
     assert (header["rate"], header["rtt"], header["loss"], header["per_site"]) == (50e6, 0.08, 0.001, 1)
-    rows = content["rows"]
-    assert len(rows) == len(table) == 1 + 2 + 3 + 3 + 4 + 3
+    assert len(rows) == sum(line.startswith(" ") and line[1] != " " for line in shown.splitlines()) == 16
     assert set(rows[0]) == {
         "method", "arguments", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
         "bytes_per_round", "round_seconds", "step_seconds", "utilisation", "nats_above_dense", "seconds_at_equal_loss",
     }  # fmt: skip
-    min_seconds = min(row["seconds_at_equal_loss"] for row in rows if row["nats_above_dense"] is not None)
-    for row, line in zip(rows, table, strict=True):
+    for row in rows:
         H = row["sync_every"] or 1
         assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
-        words = line.removeprefix(" " + row["method"]).split()
-        assert (words[0], words[3]) == (str(H), row["algorithm"])
         assert row["step_seconds"] == pytest.approx(row["round_seconds"] / H)
-        if row["nats_above_dense"] is None:
-            assert words[-3:] == ["not", "trained", "-"]
-            assert row["seconds_at_equal_loss"] is None
-            continue
-        assert float(words[-1].replace(",", "")) == pytest.approx(row["seconds_at_equal_loss"] / min_seconds, rel=0.01)
-        assert float(words[-2]) == pytest.approx(row["nats_above_dense"], abs=6e-4)
-        assert float(words[-3]) == pytest.approx(100 * row["utilisation"], rel=0.05, abs=0.5)
-    taken = rows[content["taken"]]
-    assert f"sync_every={taken['sync_every']}" in shown
+        assert (row["nats_above_dense"] is None) == (row["seconds_at_equal_loss"] is None)
+    assert f"sync_every={rows[content['taken']]['sync_every']}" in shown
     assert content["advice"][0] == "Sparse sums pay here."
     assert all(line in shown for line in content["advice"])
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
