@@ -273,9 +273,7 @@ def test_a_run(ranks: int, dtype: str, wires: str, largest: int, tmp_path: Path)
     table = [line.split() for line in lines if not line.startswith("#")]
     shown = [[str(r["size_bytes"]), str(r["count"]), str(r["k"]), r["algorithm"]] for r in rows]
     assert [line[:4] for line in table] == shown
-    assert {line[4] for line in table} <= {"auto=plain", "auto=packed", *names}
-    assert {len(line) for line in table} == {13 + 7}
-    assert {line[12] for line in table} == {"0"}
+    assert {(len(line), line[12]) for line in table} == {(13 + 7, "0")}
     assert "# every element is right" in lines
     assert re.search(rf"^# ranks +{ranks}\r?$", ran.stdout, re.MULTILINE)
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.primitives.costs import Costs, Link
@@ -35,22 +33,6 @@ def with_costs(**costs: Any) -> str:
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
-
-seconds = st.floats(0, 1e9, exclude_max=True, allow_nan=False)
-links = st.builds(Link, seconds, seconds)
-profiles = st.builds(
-    Profile,
-    st.text(),
-    st.integers(1, 10**6),
-    st.integers(1, 10**6),
-    st.builds(Costs, links, st.none() | links, seconds, seconds, seconds, seconds),
-)
-
-
-@given(profiles)
-def test_there_and_back(made: Profile) -> None:
-    assert Profile.from_json(made.as_json()) == made
-
 
 UNUSABLE = {
     "no JSON": ("{", "JSONDecodeError"),
