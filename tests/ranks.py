@@ -14,14 +14,12 @@ PER_NODE = 3
 
 
 def nodes_of(P: int) -> list[int]:
-    """Return the node of each rank."""
     return [rank // PER_NODE for rank in range(P)]
 
 
 def run(
     P: int, program: Callable[[simulated.SimulatedTransport], Any], nodes: Sequence[int] | None = None, **options: Any
 ) -> list[Any]:
-    """Return what a program returns on each rank."""
     node_of_rank = nodes_of(P) if nodes is None else nodes
     return [result.value for result in simulated.run(P, program, node_of_rank=node_of_rank, **options)]
 
@@ -29,7 +27,6 @@ def run(
 def errors(
     P: int, program: Callable[[simulated.SimulatedTransport], Any], **options: Any
 ) -> list[BaseException | None]:
-    """Return what a program raises on each rank."""
     return [result.error for result in simulated.run(P, program, catch=True, **options)]
 
 

@@ -31,17 +31,14 @@ def test_invalid_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 read()
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SPARSECOMM_TIMEOUT", "SPARSECOMM_MAX_MESSAGE_BYTES", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD"):
+def test_defaults_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, _ in INVALID.values():
         monkeypatch.delenv(name, raising=False)
     assert (config.timeout(), config.max_message_bytes(), config.simd()) == (300.0, 2**22, None)
     assert 1 <= config.threads() <= 8
-
-
-@pytest.mark.parametrize(("value", "read"), [("", 0), ("auto", 0), (" auto ", 0), ("1", 1), ("64", 64)])
-def test_connections(value: str, read: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSECOMM_CONNECTIONS", value)
-    assert config.connections() == read
+    for value, read in (("", 0), (" auto ", 0), ("1", 1), ("64", 64)):
+        monkeypatch.setenv("SPARSECOMM_CONNECTIONS", value)
+        assert config.connections() == read
 
 
 def test_ranks_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

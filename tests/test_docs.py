@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import sparsecomm
-from docs import links, recipes, tables
+from docs import links, tables
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("sparsecomm", "kernels", "bench", "examples", "packaging", "tests", "docs")
@@ -108,27 +108,6 @@ def test_one_place_knows_the_address_of_the_repository() -> None:
     if files.returncode > 1:
         pytest.skip("needs a clone")
     assert files.stdout.split() == ["pyproject.toml"]
-
-
-def test_links_are_made_absolute() -> None:
-    address = links.repository()
-    for page, text, expected in (
-        ("README.md", "[a](docs/guides/choosing.md#top)", f"[a]({address}/blob/main/docs/guides/choosing.md#top)"),
-        ("README.md", "![a](docs/images/split.svg)", f"![a]({address}/raw/main/docs/images/split.svg)"),
-        ("docs/a/b.md", "[a](../../bench/results)", f"[a]({address}/tree/main/bench/results)"),
-        ("README.md", "[a](#here) [b](https://a.b/c) d[0](x)", None),
-        ("docs/a/b.md", "[a](../choosing.md)", None),
-    ):
-        keep = ROOT / "docs" if page.startswith("docs") else None
-        assert links.absolute(text, ROOT / page, keep) == (expected or text)
-
-
-def test_files_that_a_recipe_touches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    three = ["sparsecomm/algorithms/x.py", "sparsecomm/algorithms/__init__.py", "sparsecomm/cli/oracles.py"]
-    for files, status in ((three, 0), ([*three, "sparsecomm/api.py"], 1), ([*three, "sparsecomm/algorithms/y.py"], 1)):
-        monkeypatch.setattr(recipes, "touched", lambda revision, files=files: files)
-        monkeypatch.setattr("sys.argv", ["recipes.py", "algorithm", "HEAD"])
-        assert recipes.main() == status
 
 
 REFERENCE = {page.stem: page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md")}

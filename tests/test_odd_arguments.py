@@ -87,14 +87,12 @@ Call = Callable[[Ranks, Any], object]
 
 
 def reducer(tensors: Any = None, density: Any = 0.5, **options: Any) -> sc.Reducer:
-    """Return a Reducer after one step."""
     made = sc.Reducer({"a": X} if tensors is None else tensors, density, **options)
     made.reduce({name: X.copy() for name in made.names if made._spec(name).shape == X.shape})
     return made
 
 
 def local_steps(parameters: Any = None, density: Any = 0.5, **options: Any) -> sc.LocalSteps:
-    """Return a LocalSteps after two steps."""
     given = {"a": X.copy()} if parameters is None else parameters
     made = sc.LocalSteps(given, density, **{"sync_every": 2} | options)
     for _ in range(2):

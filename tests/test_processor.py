@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomm.processor import _features
 from tests.processes import LIMIT
 
 SOURCE = Path(__file__).parents[1] / "sparsecomm" / "processor" / "_features.c"
@@ -30,7 +29,6 @@ x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are no
 
 @pytest.fixture(scope="module")
 def compiled_for_v2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the check as for a wheel."""
     module = tmp_path_factory.mktemp("processor") / "_features.so"
     include = sysconfig.get_path("include")
     flags = ["-O3", "-march=x86-64-v2", "-fPIC", "-shared", f"-I{include}"]
@@ -44,10 +42,6 @@ def imports(module: Path, *emulator: str) -> subprocess.CompletedProcess[str]:
     # NumPy's OpenBLAS takes the emulator's processors for newer ones than they are.
     env = os.environ | {"OPENBLAS_CORETYPE": "Nehalem"} if emulator else None
     return subprocess.run(command, cwd=SOURCE.parents[2], env=env, capture_output=True, text=True, timeout=LIMIT)
-
-
-def test_this_processor_has_what_this_build_needs() -> None:
-    assert _features.missing() == []
 
 
 @x86_64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import sparsecomm as sc
 from sparsecomm import typing as types
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.reducer.options import ReducerOptions
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.wire import WIRES
 
@@ -84,17 +82,6 @@ def test_types_list_the_names_of_the_code() -> None:
     assert {name.partition(":")[2] for name in derived if name.startswith("hierarchical")} <= set(inner_algorithms())
     assert get_args(types.WireName) == ("auto", *WIRES)
     assert get_args(types.DTypeName) == tuple(DTYPES)
-
-
-def test_signatures_spell_out_options() -> None:
-    pytest.importorskip("torch")
-    declared = inspect.signature(sc.Reducer).parameters
-    assert set(ReducerOptions.__annotations__) <= set(declared)
-    for function in (sc.LocalSteps, sc.torch.register, sc.torch.DistributedOptimizer, sc.torch.DiLoCo):
-        shown = inspect.signature(function).parameters
-        assert set(ReducerOptions.__annotations__) <= set(shown)
-        assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
-    assert inspect.signature(sc.LocalSteps).parameters["decay"].default == 0.8
 
 
 def test_algorithm_objects_replace_names() -> None:

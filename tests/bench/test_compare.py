@@ -31,7 +31,6 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, float) else []
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("P", "wire"), [(4, "plain"), exhaustive(3, "packed_int8")])
 def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
     only = ["--only", f"{ALL},gtopk-paper"] if P == 3 else []  # which need no PyTorch
@@ -51,7 +50,6 @@ def test_comparison(P: int, wire: str, tmp_path: Path) -> None:
         assert row["measured"]["bound_ms"] > 0
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("wire", [exhaustive("auto"), exhaustive("packed")])
 def test_all_of_ours_are_right(wire: str) -> None:
     ours = "allgather,hierarchical,ssar_recursive_doubling,ssar_split_allgather"
@@ -60,7 +58,6 @@ def test_all_of_ours_are_right(wire: str) -> None:
     assert "0 results wrong" in said
 
 
-@pytest.mark.mpi
 def test_densities(tmp_path: Path) -> None:
     status, said = compare(2, "--n", "1e4", "--densities", "0.5,0.001", "--rounds", "2", "--write", str(tmp_path))
     assert status == 0, said
@@ -94,14 +91,12 @@ def test_refused(
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.mpi
 def test_what_one_rank_refuses_all_do() -> None:
     status, said = compare(2, "--n", "1e3", "--write", "/proc/nowhere")
     assert status == 2, said
     assert "cannot write" in said
 
 
-@pytest.mark.mpi
 def test_replay_and_the_paper() -> None:
     """A replay moves what the algorithm moves, and gTop-k by the paper loses what its authors' program loses."""
     from tests.processes import mpirun

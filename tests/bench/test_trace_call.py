@@ -17,7 +17,6 @@ THROUGH = {
 }
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @pytest.mark.parametrize("what", ["call", exhaustive("adamw"), exhaustive("step")])
 def test_what_runs_is_listed_once_and_exists(what: str) -> None:

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def row(rate: float, method: str, H: int, utilisation: float, rtt: float = 0.0, **more: Any) -> dict[str, Any]:
-    """Return a row of the file."""
     round_s = H * grid.STEP / utilisation
     where = {"rate": rate, "rtt": rtt, "loss": 0.0, "method": method, "H": H, **grid.METHODS[method]}
     took = {"utilisation": utilisation, "round_s": round_s, "exchange_s": round_s - H * grid.STEP, "rounds": 3}

@@ -104,7 +104,6 @@ def start(n=100, comm=None):
 """
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("level", ["serialized", exhaustive("funneled"), exhaustive("single")])
 def test_an_mpi_without_threads(level: str) -> None:
     status, said = mpirun(
@@ -130,7 +129,6 @@ print("fine", flush=True)
     assert said.count("fine") == 3, said
 
 
-@pytest.mark.mpi
 def test_a_rank_that_exits_without_waiting_makes_its_calls() -> None:
     status, said = mpirun(
         3,

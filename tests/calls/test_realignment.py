@@ -171,7 +171,6 @@ comm = dist.group.WORLD
 """
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("P", "group"), [(2, False), (2, True), exhaustive(4, False), exhaustive(3, True)])
 def test_real_ranks(P: int, group: bool, tmp_path: Path) -> None:
     comm = GROUP.format(repr(str(tmp_path / "group"))) if group else "comm = MPI.COMM_WORLD"

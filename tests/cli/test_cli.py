@@ -18,7 +18,7 @@ import sparsecomm as sc
 from sparsecomm.cli import main
 from sparsecomm.cli import world as launch
 from sparsecomm.transport.abi import cuda_aware
-from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT
+from tests.processes import ENVIRONMENT, LIMIT, MORE_RANKS_THAN_CORES, MPIRUN, ROOT, torchrun
 from tests.thinning import exhaustive
 
 
@@ -55,18 +55,14 @@ FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
     [
         ("nonsense", "usage: sparsecomm"),
         ("", "usage: sparsecomm"),
-        ("info --nonsense", "usage: sparsecomm"),
-        *((f"bench {option}", f"argument {option.split()[0]}") for option in (
-            "-f 1", "-f inf", "-n 0", "-w -1", "--ranks 0", "--dtype int8", "--device tpu",
-        )),
+        ("bench -f 1", "argument -f"),
+        ("bench -w -1", "argument -w"),
+        ("bench --device tpu", "argument --device"),
         *((f"tune --seconds {text}", f"{text}: expected a number above 0, and 3600 at most") for text in (
             "soon", "0", "nan", "3601",
         )),
-        (f"{FAR} --rate fast", "fast: expected a number above 0 and a unit, such as 1gbit"),
-        (f"{FAR} --rtt 80", "80: expected a number and a unit"),
         (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
         (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
-        (f"{FAR} --parameters many", "many: expected a number of at least 1"),
         (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
     ],
 )  # fmt: skip
@@ -81,8 +77,6 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
     ("line", "message"),
     [
         ("bench -b 2M -e 1M", "-b 2000000 -e 1000000: expected -b to be at least 4, and at most -e"),
-        ("bench -b 3", "-b to be at least 4"),
-        ("bench -e 900000G", "on 1 rank(s) of one machine needs about"),
         ("bench -e 900000G --ranks 3", "on 3 rank(s) of one machine needs about"),
         ("bench --wire plain,packed_int8 --dtype float64", "expected auto, plain or packed with --dtype float64"),
         ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
@@ -135,7 +129,6 @@ def test_output_that_cannot_be_written(redirection: str, said: str) -> None:
     assert re.fullmatch(rf"sparsecomm: .*{said}\n1\n", ran.stderr), ran.stderr
 
 
-@pytest.mark.mpi
 def test_info() -> None:
     ran = shell("-m", "sparsecomm", "info", ranks=2, SPARSECOMM_THREADS="3", SPARSECOMM_TIMEOUT="12")
     assert ran.returncode == 0, ran.stderr
@@ -233,7 +226,6 @@ def rows_of(output: str) -> list[list[str]]:
     return [row for row in rows if row and row[0] in sc.algorithms()]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "sizes"), [(0, "[1:3]"), (2, "[1:2]"), exhaustive(3, "[:]")])
 def test_selftest(ranks: int, sizes: str) -> None:
     program = f"import sys\nfrom sparsecomm.cli import main, selftest\nselftest.SIZES = selftest.SIZES{sizes}\n"
@@ -245,7 +237,6 @@ def test_selftest(ranks: int, sizes: str) -> None:
     assert f"All passed on {ranks or 1} rank{'s' * (ranks > 1)}." in ran.stdout
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [exhaustive(0), 3])
 def test_selftest_notices(ranks: int) -> None:
     ran = shell("-c", BROKEN, *FAULTS.values(), ranks=ranks, SPARSECOMM_TIMEOUT=str(LIMIT))  # cores may be busy
@@ -260,7 +251,6 @@ def test_selftest_notices(ranks: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.mpi
 def test_selftest_on_a_device() -> None:
     ran = shell("-m", "tests.emulator.cli", "selftest", "--device", "cuda", ranks=2)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -297,9 +287,9 @@ def test_ranks_that_do_not_know_each_other_fail() -> None:
     assert len(re.findall(said, ran.stderr, re.MULTILINE)) == 4
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = """
-import sys
+import os, sys
+os.environ["MPI4PY_LIBMPI"] = "/no/such/libmpi.so"
 import torch.distributed as dist
 from sparsecomm.cli import main, selftest
 selftest.SIZES = selftest.SIZES[1:3]
@@ -320,10 +310,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     """The commands need no MPI."""
     pytest.importorskip("torch")
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
-    command = [*TORCHRUN, str(tmp_path / "program.py"), str(tmp_path / "profile.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/no/such/libmpi.so"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stderr
-    for said in ("every element is right", "All passed on 2 ranks.", "The profile is in"):
-        assert ran.stdout.count(said) == 1
-    assert "Traceback" not in ran.stderr
+    status, said = torchrun(2, str(tmp_path / "program.py"), str(tmp_path / "profile.json"))
+    assert status == 0, said
+    for line in ("every element is right", "All passed on 2 ranks.", "The profile is in"):
+        assert said.count(line) == 1
+    assert "Traceback" not in said

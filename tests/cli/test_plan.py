@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,7 @@ from sparsecomm.tuning.links import _all_pairs
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.tuning.utilisation import Network, Training
 from tests.cli.test_cli import shell
-from tests.processes import LIMIT, needs_mpirun, torchrun
-from tests.waiting import until
+from tests.processes import LIMIT, torchrun
 
 MODEL = ("--parameters", "30.8M", "--step-time", "30ms")
 FAR = ("--ranks", "4", "--rate", "50mbit", "--rtt", "80ms", *MODEL)
@@ -43,39 +41,27 @@ def best(network: Network, training: Training = TRAINING, costs: Costs = DEFAULT
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`test_the_page_shows_the_output_of_its_command` compares a table."""
     pytest.importorskip("matplotlib")
     file, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
     assert main(["plan", *FAR, "--loss", "0.1%", "--json", str(file), "--plot", str(drawn)]) == 0
-    shown = capsys.readouterr().out
-    table = [line for line in shown.splitlines() if line.startswith(" ") and not line.startswith("  ")]
-    content = json.loads(file.read_text())
+    shown, content = capsys.readouterr().out, json.loads(file.read_text())
+    header, rows = content["header"], content["rows"]
     assert content["schema"] == plan.SCHEMA
-    header = content["header"]
     assert (header["ranks"], header["parameters"], header["step_seconds"]) == (4, 30_800_000, 0.03)
     assert (header["rate"], header["rtt"], header["loss"], header["per_site"]) == (50e6, 0.08, 0.001, 1)
-    rows = content["rows"]
-    assert len(rows) == len(table) == 1 + 2 + 3 + 3 + 4 + 3
+    assert len(rows) == sum(line.startswith(" ") and line[1] != " " for line in shown.splitlines()) == 16
     assert set(rows[0]) == {
         "method", "arguments", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
         "bytes_per_round", "round_seconds", "step_seconds", "utilisation", "nats_above_dense", "seconds_at_equal_loss",
     }  # fmt: skip
-    min_seconds = min(row["seconds_at_equal_loss"] for row in rows if row["nats_above_dense"] is not None)
-    for row, line in zip(rows, table, strict=True):
+    for row in rows:
         H = row["sync_every"] or 1
         assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
-        words = line.removeprefix(" " + row["method"]).split()
-        assert (words[0], words[3]) == (str(H), row["algorithm"])
         assert row["step_seconds"] == pytest.approx(row["round_seconds"] / H)
-        if row["nats_above_dense"] is None:
-            assert words[-3:] == ["not", "trained", "-"]
-            assert row["seconds_at_equal_loss"] is None
-            continue
-        assert float(words[-1].replace(",", "")) == pytest.approx(row["seconds_at_equal_loss"] / min_seconds, rel=0.01)
-        assert float(words[-2]) == pytest.approx(row["nats_above_dense"], abs=6e-4)
-        assert float(words[-3]) == pytest.approx(100 * row["utilisation"], rel=0.05, abs=0.5)
-    taken = rows[content["taken"]]
-    assert f"sync_every={taken['sync_every']}" in shown
+        assert (row["nats_above_dense"] is None) == (row["seconds_at_equal_loss"] is None)
+    assert f"sync_every={rows[content['taken']]['sync_every']}" in shown
     assert content["advice"][0] == "Sparse sums pay here."
     assert all(line in shown for line in content["advice"])
     assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -177,8 +163,6 @@ def test_ranks_that_are_not_alike() -> None:
 # -- what it sees -----------------------------------------------------------------------------------------------------
 
 
-@needs_mpirun
-@pytest.mark.mpi
 def test_measures_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     ran = shell(*MEASURE, "--rtt", "40ms", "--json", str(file), ranks=3)
@@ -218,18 +202,6 @@ def test_all_pairs_and_all_links_are_measured(count: int) -> None:
     assert not any({*turn} & {*turn.values()} for turn in one_way)
 
 
-def test_the_connections_of_a_process() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
-        other, _ = server.accept()
-        with other:
-            assert {(one.getsockname(), one.getpeername()), (one.getpeername(), one.getsockname())} <= {
-                *measurement._connections()
-            }
-            one.sendall(b"x" * 100_000)
-            assert measurement._segments(one)[1] > 0
-    assert measurement._interfaces()["lo"] == "127.0.0.1"
-
-
 def test_an_interface_inside_a_machine_is_told_of() -> None:
     """Ranks 0 and 1 communicate over docker0 and eth0; rank 2 has no visible connection."""
     a, b, stranger = ("172.17.0.1", 1), ("10.0.0.2", 2), ("10.0.0.9", 3)
@@ -250,53 +222,23 @@ def test_unequally_many_ranks_are_told_of() -> None:
     assert measurement.warnings(ranks) == ["machines have different numbers of ranks: 2, 1"]
 
 
-class Threads:
-    """Ranks as threads of this process, with the methods that streams use."""
-
-    def __init__(self, size: int) -> None:
-        self.told: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
-
-    def rank(self, number: int) -> Any:
-        def allgather(mine: Any) -> list[Any]:
-            self.told[number] = mine
-            self.barrier.wait(LIMIT)
-            everyone = list(self.told)
-            self.barrier.wait(LIMIT)
-            return everyone
-
-        return SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
-
-
-def told_of(pairs: dict[int, int], addresses: list[str | None], pace: float) -> list[measurement.Report]:
-    transport = Threads(len(addresses))
-
-    def work(rank: int) -> measurement.Report:
-        return measurement._streams(transport.rank(rank), pairs, addresses, 2, 0.4, pace)
-
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        return list(pool.map(work, range(len(addresses))))
-
-
-@pytest.mark.parametrize("pace", [0.0, 8e6])
-def test_streams(pace: float) -> None:
-    """The receiver reports the rate, the sender the segments; the third rank only waits; no stream exceeds its pace."""
-    found: list[measurement.Report] = []
-
-    def undisturbed() -> bool:  # by other programs: for all of the time of a measurement they may have the cores
-        found[:] = told_of({0: 1}, ["127.0.0.1"] * 3, pace)
-        return found[1].rate is not None and 1e6 < found[1].rate < (2 * 2 * pace or math.inf)
-
-    until(undisturbed)
-    sender, _, other = found
-    assert sender.rate is None
-    assert sender.sent > 0
-    assert sender.control
-    assert other == measurement.Report()
-
-
 def test_streams_that_cannot_be_made() -> None:
     """All ranks report the same error: one of them cannot listen at a foreign address."""
-    told = told_of({0: 1}, ["127.0.0.1", "192.0.2.1"], 0.0)
-    assert told[0] == told[1]
-    assert told[0].problem.startswith("rank 1 cannot listen on 192.0.2.1: ")
+    told: list[Any] = [None, None]
+    barrier = threading.Barrier(2)
+
+    def work(number: int) -> measurement.Report:
+        def allgather(mine: Any) -> list[Any]:
+            told[number] = mine
+            barrier.wait(LIMIT)
+            everyone = list(told)
+            barrier.wait(LIMIT)
+            return everyone
+
+        rank: Any = SimpleNamespace(Get_rank=lambda: number, allgather=allgather)
+        return measurement._streams(rank, {0: 1}, ["127.0.0.1", "192.0.2.1"], 2, 0.4, 0.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert first == second
+    assert first.problem.startswith("rank 1 cannot listen on 192.0.2.1: ")

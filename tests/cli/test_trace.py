@@ -27,21 +27,32 @@ def tree(transport: SimulatedTransport, k: int = 9) -> None:
     sc.sparse_allreduce(vector(transport.rank), k, comm=transport, algorithm="tree", wire="plain")
 
 
-def files(folder: Path, program: Callable[[SimulatedTransport], Any], monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Run simulated ranks, and return their files."""
+class Traces:
+    """A folder with the files of simulated ranks, and the command that reads them."""
 
-    def errors_are_expected(transport: SimulatedTransport) -> None:
-        with suppress(sc.SparseCommError, MemoryError):
-            program(transport)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
+        monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that no call measures links
 
-    monkeypatch.setenv("SPARSECOMM_PROFILE", "none")  # so that no call measures links
-    traced(folder, P, errors_are_expected, monkeypatch)
-    return sorted(folder.glob("trace.*.json"))
+    def ranks(self, program: Callable[[SimulatedTransport], Any], size: int = P) -> dict[int, Rank]:
+        def errors_are_expected(transport: SimulatedTransport) -> None:
+            with suppress(sc.SparseCommError, MemoryError):
+                program(transport)
+
+        return traced(self.folder, size, errors_are_expected, self._monkeypatch)[1]
+
+    def files(self, program: Callable[[SimulatedTransport], Any]) -> list[Path]:
+        self.ranks(program)
+        return sorted(self.folder.glob("trace.*.json"))
+
+    def command(self, *arguments: object) -> tuple[int, str]:
+        status = main(["trace", *map(str, arguments)])
+        return status, "".join(self._capsys.readouterr())
 
 
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    status = main(["trace", *map(str, arguments)])
-    return status, "".join(capsys.readouterr())
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Traces:
+    return Traces(tmp_path, monkeypatch, capsys)
 
 
 # -- whom to blame ----------------------------------------------------------------------------------------------------
@@ -85,82 +96,73 @@ def lost(transport: SimulatedTransport) -> None:
         (lost, r"All ranks waited"),
     ],
 )
-def test_the_rank_to_look_at(
-    program: Callable[[SimulatedTransport], None],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, output = command(capsys, *files(tmp_path, program, monkeypatch))
+def test_the_rank_to_look_at(program: Callable[[SimulatedTransport], None], said: str, traces: Traces) -> None:
+    status, output = traces.command(*traces.files(program))
     assert status == 1
     assert f"=> {said}" in output
 
 
-def test_a_rank_that_stopped_during_a_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_stopped_during_a_call(traces: Traces) -> None:
     """A killed rank's file ends anywhere after the event that begins the call, possibly within a line."""
-    paths = files(tmp_path, tree, monkeypatch)
+    paths = traces.files(tree)
     text = paths[1].read_text()
     begun = text.index("\n", text.rindex('"ph":"B"')) + 1
     for end in (begun, begun + 20, text.index(",", begun) + 1, text.index("\n", begun) + 1):
         paths[1].write_text(text[:end])
-        status, output = command(capsys, *paths)
+        status, output = traces.command(*paths)
         assert status == 1
         assert "Look at rank 1, which began the call and wrote nothing more" in output
-        status, output = command(capsys, *paths[:3])
-        assert status == 1
-        assert "There is no file of rank 3" in output
+    status, output = traces.command(*paths[:3])
+    assert status == 1
+    assert "There is no file of rank 3" in output
 
 
-def test_successful_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output = command(capsys, *files(tmp_path, tree, monkeypatch))
+def test_successful_calls(traces: Traces) -> None:
+    status, output = traces.command(*traces.files(tree))
     assert status == 0
     assert "All calls ended well." in output
 
 
-def test_files_that_are_not_traces_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = files(tmp_path, tree, monkeypatch)[0]
+def test_files_that_are_not_traces_are_refused(traces: Traces) -> None:
+    good, bad = traces.files(tree)[0], traces.folder / "bad.json"
     for text in ("", "[\n{},\n", "[\nhello,\n", '[\n{"name":"process_name","pid":1},\n', '{"traceEvents": []}'):
-        bad = tmp_path / "bad.json"
         bad.write_text(text)
-        status, output = command(capsys, good, bad)
+        status, output = traces.command(good, bad)
         assert status == 1
         assert output.startswith(f"sparsecomm: {bad}: not a file of SPARSECOMM_TRACE")
-    assert command(capsys, tmp_path / "none")[0] == 1
-    status, output = command(capsys, good, good)
-    assert status == 1
-    assert "are both of rank 0" in output
-    os.mkfifo(tmp_path / "fifo.json")
-    with (tmp_path / "huge.json").open("wb") as file:
+    os.mkfifo(traces.folder / "fifo.json")
+    with (traces.folder / "huge.json").open("wb") as file:
         file.truncate(2**40)
     special = "not a regular file"
-    for name, said in (("/dev/zero", special), ("fifo.json", special), ("huge.json", "not a file")):
-        status, output = command(capsys, tmp_path / name)
+    for name, said in (
+        ("/dev/zero", special),
+        ("fifo.json", special),
+        ("huge.json", "not a file"),
+        ("none", "No such"),
+    ):
+        status, output = traces.command(traces.folder / name)
         assert (status, said in output) == (1, True), output
+    status, output = traces.command(good, good)
+    assert (status, "are both of rank 0" in output) == (1, True), output
 
 
-def test_unwritable_timelines_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_timelines_are_refused(traces: Traces) -> None:
     """Input files cannot be overwritten under any other name."""
-    good = files(tmp_path, tree, monkeypatch)[0]
+    good, folder = traces.files(tree)[0], traces.folder
     contents = good.read_bytes()
-    (tmp_path / "soft").symlink_to(good)
-    (tmp_path / "hard").hardlink_to(good)
-    for output in (good, tmp_path / "soft", tmp_path / "hard", tmp_path / ".." / tmp_path.name / good.name):
-        status, said = command(capsys, good, "--output", output)
+    (folder / "soft").symlink_to(good)
+    (folder / "hard").hardlink_to(good)
+    (folder / "loop").symlink_to("loop")
+    own = "is one of the files to be read"
+    for output, why in (
+        *((path, own) for path in (good, folder / "soft", folder / "hard", folder / ".." / folder.name / good.name)),
+        ("/dev/full", "cannot be written: .*No space left"),
+        (folder / "loop", "cannot be written: .*levels of symbolic links"),
+    ):
+        status, said = traces.command(good, "--output", output)
         assert status == 1
-        assert "is one of the files to be read" in said
+        assert re.search(why, said), said
     assert good.read_bytes() == contents
-    (tmp_path / "loop").symlink_to("loop")
-    for output, why in (("/dev/full", "No space left"), (tmp_path / "loop", "levels of symbolic links")):
-        status, said = command(capsys, good, "--output", output)
-        assert status == 1
-        assert re.search(rf"^sparsecomm: {output}: cannot be written: .*{why}", said, re.MULTILINE), said
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
@@ -195,24 +197,19 @@ def test_the_narrowest_bounds_count() -> None:
     assert offsets(range(3), fastest) == {0: Offset(0.0, 0.0), 1: Offset(0.0, 1.0), 2: Offset(-1.0, 2.0)}
 
 
-def test_ranks_that_exchange_nothing_keep_their_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ranks = traced(tmp_path, 2, lambda transport: None if transport.rank else tree_alone(transport), monkeypatch)
+def test_ranks_that_exchange_nothing_keep_their_clocks(traces: Traces) -> None:
+    ranks = traces.ranks(lambda transport: None if transport.rank else tree(transport), 2)
     other = Rank(1, node="other", host="b")
     assert clock_offsets({0: ranks[0], 1: other}) == {0: Offset(0.0, 0.0), 1: Offset(0.0, float("inf"))}
     assert clock_offsets({0: ranks[0], 1: Rank(1, node=ranks[0].node)})[1] == Offset(0.0, 0.0)
 
 
-def tree_alone(transport: SimulatedTransport) -> None:
-    with pytest.raises(sc.TransportError):
-        tree(transport)
-
-
-def test_a_late_rank_makes_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_rank_makes_others_wait(traces: Traces) -> None:
     def program(transport: SimulatedTransport) -> None:
         transport.compute(3.0 if transport.rank == 2 else 0.0)
         sc.sparse_allreduce(vector(transport.rank), 9, comm=transport, algorithm="allgather", wire="plain")
 
-    _, ranks = traced(tmp_path, P, program, monkeypatch)
+    ranks = traces.ranks(program)
     late = late_senders(list(messages(ranks)), dict.fromkeys(ranks, Offset(0.0, 0.0)))
     assert {pair for pair, seconds in late.items() if seconds > 1} == {(0, 2), (1, 2), (3, 2)}
     assert all(seconds == pytest.approx(3.0, abs=0.1) for seconds in late.values() if seconds > 1)
@@ -221,11 +218,9 @@ def test_a_late_rank_makes_others_wait(tmp_path: Path, monkeypatch: pytest.Monke
 # -- the timeline -----------------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_has_all_events_and_an_arrow_for_each_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths, timeline = files(tmp_path, a_call_missing, monkeypatch), tmp_path / "timeline.json"
-    command(capsys, *paths, "--output", timeline)
+def test_the_timeline_has_all_events_and_an_arrow_for_each_message(traces: Traces) -> None:
+    paths, timeline = traces.files(a_call_missing), traces.folder / "timeline.json"
+    traces.command(*paths, "--output", timeline)
     events, ranks = json.loads(timeline.read_text()), read(paths)
     arrows = [event for event in events if event.get("cat") == "message"]
     sent = list(messages(ranks))

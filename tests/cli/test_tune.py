@@ -10,7 +10,6 @@ import pytest
 
 from sparsecomm.tuning import profile
 from tests.cli.test_cli import shell
-from tests.processes import needs_mpirun
 from tests.thinning import exhaustive
 
 QUICK = ("--seconds", "0.05")
@@ -44,8 +43,6 @@ def costs_of(made: profile.Profile) -> list[float]:
 # -- what it writes ---------------------------------------------------------------------------------------------------
 
 
-@needs_mpirun
-@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, exhaustive(3)])
 def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "profile.json"
@@ -69,8 +66,6 @@ def test_writes_the_profile_that_is_used(ranks: int, tmp_path: Path, monkeypatch
     assert "do not see it" not in ran.stdout
 
 
-@needs_mpirun
-@pytest.mark.mpi
 @pytest.mark.parametrize(("nodes", "inside"), [([0, 0, 1], True), exhaustive([0, 1], False)])
 def test_several_nodes(nodes: list[int], inside: bool, tmp_path: Path) -> None:
     file = tmp_path / "a folder" / "profile.json"
@@ -90,8 +85,6 @@ def test_several_nodes(nodes: list[int], inside: bool, tmp_path: Path) -> None:
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
-@needs_mpirun
-@pytest.mark.mpi
 def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     refused = {
@@ -109,11 +102,3 @@ def test_refused_once_before_anything_is_measured(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
     assert ran.stdout.strip() == ""
     assert [p.name for p in tmp_path.iterdir()] == ["a file"]
-
-
-@needs_mpirun
-@pytest.mark.mpi
-def test_a_wrong_option_is_said_once() -> None:
-    ran = shell("-m", "sparsecomm", "tune", "--seconds", "soon", ranks=3)
-    assert ran.returncode == 2
-    assert ran.stderr.count("soon: expected a number above 0, and 3600 at most") == 1, ran.stderr

@@ -73,14 +73,8 @@ def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, re
     for number, error in enumerate(info.optim_error_inputs_func("cpu", torch.float32)):
         entry = error.optimizer_error_input
         yield f"error input {number}: {entry.desc}", lambda entry=entry, e=error: _error(entry, e)
-    for check in (
-        tensor_lr_changed_in_place,
-        missing_gradients_are_no_step,
-        state_dict_is_of_pytorch,
-        zero_grad,
-        step_hooks,
-        state_dict_hooks,
-    ):
+    checks = tensor_lr_changed_in_place, missing_gradients_are_no_step, state_dict_is_of_pytorch, state_dict_hooks
+    for check in checks:
         yield check.__name__, lambda check=check: check(rank, P)
 
 
@@ -88,7 +82,6 @@ def _cases(rank: int, P: int, steps: int, dtypes: tuple[torch.dtype, ...], *, re
 
 
 def weights(dtype: torch.dtype) -> Tensors:
-    """Return parameters of all sizes, also none."""
     made = torch.Generator().manual_seed(0)
     return {n: torch.randn(s, generator=made).to(dtype).requires_grad_() for n, s in SHAPES.items()}
 
@@ -261,31 +254,6 @@ def state_dict_is_of_pytorch(rank: int, P: int) -> None:
             assert its[key] == other[key], f"{key} of a group: {its[key]}, not {other[key]}"
     for i, state in theirs["state"].items():
         assert mine["state"][i].keys() >= state.keys(), f"{mine['state'][i].keys()}, not {state.keys()}"
-
-
-def zero_grad(rank: int, P: int) -> None:
-    both = Trainings(rank, P)
-    both.step()
-    optimizer, named = both.optimizers[0], both.named[0]
-    optimizer.zero_grad(set_to_none=False)
-    assert all(weight.grad is not None and not weight.grad.any() for weight in named.values())
-    optimizer.zero_grad()
-    assert all(weight.grad is None for weight in named.values())
-
-
-def step_hooks(rank: int, P: int) -> None:
-    both = Trainings(rank, P)
-    seen: list[str] = []
-    optimizer = both.optimizers[0]
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-    ]
-    both.step()
-    for handle in handles:
-        handle.remove()
-    both.step()
-    assert seen == ["before", "after"], seen
 
 
 def state_dict_hooks(rank: int, P: int) -> None:

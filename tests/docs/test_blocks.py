@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,16 @@ def test_files_scripts_and_sessions_run_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("```sh\nfalse\n```\n", "page.md:1: false\nexit status 1"),
-        ("```sh\nfalse\ntrue\n```\n", "exit status 1"),
+        ("```sh\nfalse\ntrue\n```\n", "page.md:1: false\ntrue\nexit status 1"),
         ("```console\n$ true | false | true\n```\n", "exit status 1"),
-        ("```console\n$ echo one\ntwo\n```\n", "expected:\ntwo\nprinted:\none"),
         ("```console\n$ echo one two\none\n```\n", "expected:\none\nprinted:\none two"),
         ("```console\none\n```\n", "begins with a command"),
         ("```python\nimport this\n```\n", "a block of python begins with `# NAME`"),
     ],
 )
 def test_a_wrong_page_is_an_error(tmp_path: Path, text: str, error: str) -> None:
-    with pytest.raises(FailedError) as caught:
+    with pytest.raises(FailedError, match=re.escape(error)):
         run(tmp_path, text)
-    assert error in str(caught.value)
 
 
 def test_machines_work_at_the_same_time(tmp_path: Path) -> None:
@@ -88,17 +86,13 @@ def test_machines_work_at_the_same_time(tmp_path: Path) -> None:
     assert (alone.ran, len(alone.left_out)) == ([], 1)
 
 
-def test_the_same_command_on_the_same_files_runs_once(tmp_path: Path) -> None:
+def test_the_same_command_on_the_same_files_runs_once_and_its_output_is_compared(tmp_path: Path) -> None:
     file, command = "```python\n# a.py\nprint({0})\n```\n", "```console\n$ python a.py\n{0}\n```\n"
-    page = "".join(part.format(value) for value in (1, 1, 2) for part in (file, command))
-    runner = run(tmp_path, page)
+    runner = run(tmp_path, "".join(part.format(value) for value in (1, 1, 2) for part in (file, command)))
     assert (len(runner.ran), len(runner.left_out)) == (2, 1)
-
-
-def test_output_that_no_other_page_showed_is_compared(tmp_path: Path) -> None:
-    file, command = "```python\n# a.py\nprint(1)\n```\n", "```console\n$ python a.py\n{0}```\n"
+    silent = command.replace("{0}\n", "")
     with pytest.raises(FailedError, match="expected:\n2\nprinted:\n1"):
-        run(tmp_path, file + command.format("") + command.format("2\n"))
+        run(tmp_path, file.format(1) + silent + command.format(2))
 
 
 def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,4 +103,3 @@ def test_the_command_says_what_it_ran(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [line.split()[:2] for line in lines] == [["ran", "page.md:7:"], ["left", "out"], ["left", "out"]]
     page.write_text("```sh\nfalse\n```\n")
     assert main([str(page)]) == 1
-    assert "exit status 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The drawings of the documentation show what the algorithms do now."""
+"""The drawings show what the algorithms do now, and the numbers of docs/concepts/index.md are those of the library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from docs.drawings.pictures import PICTURES, apart
-from docs.drawings.timeline import holdings, timeline
+import sparsecomm as sc
+from docs.drawings.example import GRADIENTS, Example, K, worked_example
+from docs.drawings.pictures import PICTURES
 from docs.drawings.traces import trace
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "index.md").read_text()
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -22,23 +25,64 @@ def test_drawings_are_up_to_date(name: str) -> None:
     ElementTree.fromstring(drawn)
 
 
-def test_a_trace_tells_steps_senders_and_amounts() -> None:
-    found = trace(apart(4), 64, "butterfly")
-    assert [(m.sent, m.sender, m.receiver, m.items) for m in found.messages] == [
-        (step, rank, rank ^ 1 << step, 64) for step in range(2) for rank in range(4)
-    ]
-    states = holdings(found, [[frozenset([rank])] for rank in range(4)], lambda message: [0])
-    assert states[1] == [[frozenset({0, 1})]] * 2 + [[frozenset({2, 3})]] * 2
-    assert states[2] == [[frozenset(range(4))]] * 4
-
-
-def test_phases_that_do_not_fit_are_refused() -> None:
-    found = trace(apart(4), 64, "butterfly")
-    with pytest.raises(ValueError, match="2 steps"):
-        timeline(found, "butterfly", [(1, "only one")], [])
-
-
 def test_every_drawing_is_shown_and_described() -> None:
     pages = "\n".join(page.read_text() for page in (IMAGES.parent).rglob("*.md"))
     described = dict(re.findall(r"!\[([^\]]{40,})\]\((?:\.\./)*images/([\w-]+)\.svg\)", pages))
     assert set(described.values()) == set(PICTURES) == {image.stem for image in IMAGES.glob("*.svg")}
+
+
+# -- the worked example ----------------------------------------------------------------------------------------------
+
+
+def table(name: str) -> list[list[str]]:
+    """Return the rows of a table of the page, without its head."""
+    text = re.search(rf"<!-- example: {name} -->\n((?:\|.*\n)+)", PAGE)
+    assert text is not None
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in text[1].splitlines()[2:]]
+
+
+def numbers(name: str) -> np.ndarray:
+    return np.array([[float(cell) for cell in row[1:]] for row in table(name)])
+
+
+def entries(cell: str) -> dict[int, float]:
+    return {int(index): float(value) for index, value in (part.split(":") for part in cell.split(","))}
+
+
+def of(vector: sc.SparseVector) -> dict[int, float]:
+    return dict(zip(vector.indices.tolist(), vector.values.tolist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def example() -> Example:
+    return worked_example()
+
+
+def test_gradients_and_selection(example: Example) -> None:
+    np.testing.assert_array_equal(numbers("gradients"), [*GRADIENTS, GRADIENTS.sum(axis=0)])
+    assert [entries(row[1]) for row in table("selected")] == [of(vector) for vector in example.selected]
+
+
+def test_merges_and_result(example: Example) -> None:
+    merges = [[f"rank {m.sender} to rank {m.rank}", of(m.total), of(m.kept), of(m.rejected)] for m in example.merges]
+    assert [[row[0], *map(entries, row[1:])] for row in table("merges")] == merges
+    assert all(entries(table("result")[0][1]) == of(result) for result in example.trace.results)
+
+
+def test_residuals_and_conservation(example: Example) -> None:
+    residuals, result = np.array(example.trace.residuals), example.trace.results[0].to_dense()
+    total = residuals.sum(axis=0)
+    np.testing.assert_array_equal(numbers("residuals"), [*residuals, total, result, total + result])
+    np.testing.assert_array_equal(numbers("residuals")[-1], numbers("gradients")[-1])
+
+
+def test_other_algorithms() -> None:
+    seen = 0
+    for call, result, _ in table("others"):
+        for algorithm in re.findall(r'"(\w+)"', call):
+            found = trace(list(GRADIENTS), K, algorithm)
+            assert all(of(each) == entries(result) for each in found.results), call
+            kept = sum(found.residuals) + found.results[0].to_dense()
+            np.testing.assert_array_equal(kept, GRADIENTS.sum(axis=0))
+            seen += 1
+    assert seen == 5

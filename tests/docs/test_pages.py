@@ -169,24 +169,3 @@ def test_the_readme_in_its_order(clone: Path) -> None:
     commands = "\n".join(runner.ran)
     for command in ("pip install -e", "selftest", "python first.py", "pip install torch", "torchrun --nproc_per_node"):
         assert command in commands, commands
-
-
-@pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv")
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_installation_outside_the_clone(clone: Path, tmp_path: Path) -> None:
-    """What the README's installation has compiled serves this one, too."""
-    objects = clone / "build" / "objects"
-    kept = {file.name for file in objects.glob("*.o")}
-    env = Environment.make(tmp_path)
-    env.install(f"{clone}[openmpi]", objects=objects)
-    pip = [sys.executable, "-m", "pip", "--python", str(env.folder), "install", "--quiet", "sparsecomm[simulated]"]
-    subprocess.run(pip, env=bare(), check=True)  # of what is installed
-    (tmp_path / "first.py").write_text(next(block.text for block in blocks(README) if block.file == "first.py"))
-    status, output = env.run("mpirun", "-n", "4", "python", "first.py", cwd=tmp_path)
-    assert status == 0, output
-    assert "nothing is lost: True" in output
-    status, output = env.run("python", "-c", "import greenlet, sparsecomm; print(sparsecomm.__file__)", cwd=tmp_path)
-    assert output.startswith(f"{env.folder}/lib"), output
-    now = {file.name for file in objects.glob("*.o")}
-    assert not kept or now == kept

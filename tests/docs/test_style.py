@@ -66,19 +66,11 @@ def docstrings(module: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_have_no_banned_phrase(page: Path) -> None:
-    assert phrases(CODE.sub("", page.read_text())) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_sentences_are_short(page: Path) -> None:
-    assert [text for text in sentences(page.read_text()) if len(text.split()) > MAX_WORDS] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_begins_with_its_answer(page: Path) -> None:
+def test_a_page_has_no_banned_phrase_and_short_sentences_and_begins_with_its_answer(page: Path) -> None:
     """The first paragraph follows the title, is a paragraph, and is not about the page itself."""
     text = page.read_text()
+    assert phrases(CODE.sub("", text)) == []
+    assert [sentence for sentence in sentences(text) if len(sentence.split()) > MAX_WORDS] == []
     title, first = text.split("\n\n")[:2]
     if ":::" in (title[:3], first[:3]):  # the docstring of a module begins the page
         return

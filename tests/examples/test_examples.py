@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, OPEN_MPI_5, ROOT, free_port, needs_mpirun, needs_survivors
+from tests.processes import ENVIRONMENT, LIMIT, MPIRUN, ROOT, free_port, needs_mpirun, needs_survivors
 from tests.waiting import until
 
 SETTINGS = ENVIRONMENT | {"TERM": "dumb"}
@@ -25,13 +25,6 @@ def run(*command: str, ends_well: bool = True) -> str:
     return re.sub(r"\x1b\[[\d;?]*\w", "", ran.stdout)  # mpirun gives its ranks a terminal, so there are colours
 
 
-def rows(output: str) -> dict[str, list[str]]:
-    """Return the cells of a table, by the first cell of each row."""
-    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
-    return {name: cells for name, *cells in table}
-
-
-@pytest.mark.mpi
 @needs_mpirun
 def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -50,16 +43,7 @@ def test_digits(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_digits_names_what_is_missing(tmp_path: Path) -> None:
-    program = "import runpy, sys\nsys.modules['matplotlib.pyplot'] = None\nrunpy.run_path(sys.argv[1])"
-    command = [sys.executable, "-c", program, str(ROOT / "examples/digits.py")]
-    ran = subprocess.run(command, env=SETTINGS, capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert ran.stderr == "This example needs matplotlib.pyplot: pip install scikit-learn matplotlib\n"
-
-
 @pytest.mark.exhaustive
-@pytest.mark.mpi
 @needs_mpirun
 def test_jax_optax() -> None:
     for package in ("sklearn", "jax", "optax"):
@@ -73,7 +57,6 @@ def test_jax_optax() -> None:
     assert float(sent[1]) < float(sent[2]) / 5
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @needs_survivors
 def test_lost_rank() -> None:
@@ -89,54 +72,6 @@ def test_lost_rank() -> None:
     assert sorted(rank for rank, _, _ in ends) == ["0", "1", "2", "3"], said
     assert len({weights for _, _, weights in ends}) == 1, said
     assert float(ends[0][1]) > 80, said
-
-
-def test_local_steps_by_speed() -> None:
-    """Local steps by speed are as many in all, in less time, and no rank waits."""
-    for needed in ("torch", "rich", "greenlet"):
-        pytest.importorskip(needed)
-    options = ["--speeds", "1", "1", "2", "--sync-every", "5", "--steps", "10", "--seeds", "0"]
-    output = run(sys.executable, "-m", "bench.experiments.local_steps_uneven", *options)
-    found = rows(output)
-    assert {name: cells[:4] for name, cells in found.items()} == {
-        "equally many": ["10 10 10", "30", "20", "66.7 %"],
-        "by speed": ["11 11 8", "30", "16", "79.2 %"],  # 5 5 5 in the first round, then 6 6 3
-    }
-    losses = [float(cells[4]) for cells in found.values()]
-    (difference,) = re.findall(r"by speed - equally many, nats: (-?[\d.]+)", output)
-    assert float(difference) == pytest.approx(losses[1] - losses[0], abs=2e-4)
-    assert all(2 < loss < 5 for loss in losses)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.mpi
-@needs_mpirun
-def test_local_steps() -> None:
-    """If MPI survives the loss of a rank, a rank is killed between rounds and replaced."""
-    pytest.importorskip("sklearn")
-    survives = OPEN_MPI_5
-    options = ["--with-ft", "ulfm"] if survives else []
-    script = ["-m", "bench.experiments.lost_worker", *(["--lose"] if survives else [])]
-    said = run(str(MPIRUN), *options, "-n", "4", sys.executable, *script, ends_well=not survives)
-    if survives:
-        gone_on = re.findall(
-            r"^rank [012]: of what the survivors had nothing is lost: .* comes ([\d.]+) s after", said, re.MULTILINE
-        )
-        assert len(gone_on) == 3, said
-        assert max(map(float, gone_on)) < 2, said
-        assert len(re.findall(r"^rank [012]: 3 ranks continue with round 9; lost: rank 1", said, re.MULTILINE)) == 3, (
-            said
-        )
-        assert len(re.findall(r"^rank \d: 4 ranks continue with round 16; new: rank 3", said, re.MULTILINE)) == 4, said
-    ends = re.findall(
-        r"^rank (\d): of 4: 24 rounds, accuracy ([\d.]+)%, global parameters (\w+); sent ([\d.]+) kB .* (\d+) kB",
-        said,
-        re.MULTILINE,
-    )
-    assert sorted(rank for rank, *_ in ends) == ["0", "1", "2", "3"], said
-    assert len({parameters for _, _, parameters, *_ in ends}) == 1, said
-    assert float(ends[0][1]) > 90, said
-    assert all(float(sent) * 50 < float(dense) for *_, sent, dense in ends), said
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -115,26 +114,6 @@ def test_recipe(
     check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS, RANKS, *options))
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_gpt2_at_density_1_trains_as_dense(tmp_path: Path, forks: Run) -> None:
-    """With exact values of all weights, dense and sparse trainings of the report have the same losses."""
-    needs("torch", "transformers", "accelerate")
-    program = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-sys.argv += [*"--steps 12 --clip 0 --density 1.0 --wire packed --out".split(), {str(tmp_path / "gpt2.jsonl")!r}]
-from bench import gpt2
-gpt2.main()
-"""
-    status, said = forks("-c", program, ranks=RANKS)
-    assert status == 0, said
-    dense, sparse = (json.loads(line)["outcome"] for line in (tmp_path / "gpt2.jsonl").read_text().splitlines())
-    for loss in ("loss", "training_loss"):
-        assert sparse[loss] == pytest.approx(dense[loss], rel=1e-4)
-        assert sparse[loss] < 4.5  # the logarithm of the number of characters, 4.56, knows nothing
-
-
 SEVERAL = """
 import runpy, sys
 _, recipe, *words = sys.argv
@@ -145,7 +124,6 @@ for folder, epochs in zip(words[::2], words[1::2]):
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
 def test_recipe_over_mpi(tmp_path: Path) -> None:
     """Three runs in one process, since imports take longer than the trainings."""
     needs("torch", "sklearn")
@@ -159,7 +137,7 @@ def test_recipe_over_mpi(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", pytest.param("torch_optimizer", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize("recipe", ["torch_ddp", "diloco", "torch_optimizer"])
 def test_recipe_goes_on_with_another_number_of_ranks(recipe: str, tmp_path: Path, forks: Run) -> None:
     """All ranks resume, including one without a checkpoint of its own, and none waits for the others."""
     needs("torch", "sklearn")
@@ -189,22 +167,6 @@ def test_shards(options: tuple[str, ...], tmp_path: Path, forks: Run) -> None:
         assert len({report.weights for report in found}) == 1
         assert all(0 < report.sent < 0.05 * report.dense for report in found)
     assert found[0].accuracy > 60
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_shards_of_a_checkpoint_that_is_whole(tmp_path: Path, forks: Run) -> None:
-    """A complete training ends at once; a checkpoint of other shards is refused on all ranks."""
-    needs("torch", "sklearn")
-    for ranks, expected, pattern in (
-        (2, 0, r"(?s)(rank [01]: accuracy .*? 45 steps, sent .*?){2}"),
-        (2, 0, r"(?s)(nothing to train: the checkpoint has 1 epochs; pass a larger --epochs, .*?){2}"),
-        (4, 1, r"(?s)(tensors are sharded over a mesh of other ranks; start with the saved world size.*?){4}"),
-    ):
-        words = ROOT / "examples/fsdp_hybrid.py", "--epochs", 1, "--folder", tmp_path
-        status, said = forks(*words, ranks=ranks)
-        assert status == expected, said
-        assert re.search(pattern, said), said
 
 
 @pytest.mark.parametrize(

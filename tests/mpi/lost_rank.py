@@ -213,48 +213,6 @@ def another_dies_meanwhile() -> None:
     goes_on(comm, 2)
 
 
-def another_takes_its_place() -> None:
-    """A new process gets weights by broadcast, and step, order and buckets by rebuild."""
-    if (comm := sc.join()) is None:
-        shapes = {"a": np.zeros(3000, np.float32), "b": np.zeros(2000, np.float32)}
-        reducer, weights = sc.Reducer(shapes, 0.1, op="sum", bucket_bytes=8000), np.zeros(5000)
-        for _ in range(4):
-            gradients = {name: np.full_like(x, 1 + RANK) for name, x in shapes.items()}
-            reducer.reduce(gradients)
-            weights += np.concatenate(list(gradients.values()))
-        if RANK == VICTIM:
-            die()
-        fails(lambda: reducer.reduce({name: np.ones_like(x) for name, x in shapes.items()}))
-        smaller = sc.shrink()
-        assert reducer.rebuild(smaller).ranks_lost == (VICTIM,)
-        comm = sc.grow(smaller, 1, [sys.executable, "-m", "tests.mpi.lost_rank", *sys.argv[1:]])
-        rebuilt = reducer.rebuild(comm)
-    else:
-        reducer = sc.Reducer({"a": np.zeros(3000, np.float32), "b": np.zeros(2000, np.float32)}, 0.1, op="sum")
-        weights = np.zeros(5000)
-        rebuilt = reducer.rebuild(comm, joining=True)
-    assert rebuilt == sc.Rebuilt(4, (), 0, (3,), 5)
-    comm.Bcast(weights)
-    gradients = {"a": np.ones(3000, np.float32), "b": np.ones(2000, np.float32)}
-    kept = sum(reducer.residual(name).sum() for name in gradients)
-    reducer.reduce(gradients)
-    left = sum(reducer.residual(name).sum() for name in gradients)
-    applied = sum(x.sum() for x in gradients.values())
-    assert comm.allreduce(left) + applied == comm.allreduce(kept) + 4 * 5000
-    weights += np.concatenate(list(gradients.values()))
-    everyones = comm.allgather(weights.tobytes())
-    assert set(everyones) == {everyones[0]}
-    if comm.Get_rank() == 0:  # the new one is like all others: it may die, too
-        os.kill(comm.recv(source=3), signal.SIGKILL)
-    elif comm.Get_rank() == 3:
-        comm.send(os.getpid(), 0)
-        time.sleep(1000)
-    with pytest.raises(sc.RankFailedError) as error:
-        forever(lambda: reducer.reduce({name: np.ones_like(x) for name, x in gradients.items()}))
-    assert error.value.ranks == (3,)
-    assert reducer.rebuild(sc.shrink(comm)).ranks_lost == (3,)
-
-
 if __name__ == "__main__":
     done = 1
     try:

@@ -23,13 +23,6 @@ from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 """
 
-KILLED = """
-for step in range(100):
-    if rank == 1 and step == 20:
-        os.kill(os.getpid(), signal.SIGKILL)
-    allreduce(algorithm="butterfly")
-"""
-
 WAITING = """
 allreduce()
 if rank == 0:
@@ -53,13 +46,6 @@ allreduce(k=0 if rank == 1 else 10)
 """
 
 
-@pytest.mark.mpi
-def test_a_killed_rank_ends_the_job() -> None:
-    status, said = mpirun(4, "-c", ON_RANKS + KILLED)
-    assert status != 0, said
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_a_job_whose_ranks_wait(
     sign: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -81,14 +67,12 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait(
     assert rank_0_is_missing()
 
 
-@pytest.mark.mpi
 def test_a_rank_may_start_a_program_that_is_alone() -> None:
     status, said = mpirun(2, "-c", ON_RANKS + STARTS_ANOTHER)
     assert status == 0, said
     assert "SparseVector(size=9, nnz=2" in said
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("by_mpi4py", [True, False])
 def test_a_refused_argument_ends_the_job(by_mpi4py: bool) -> None:
     """``python -m mpi4py`` ends the ranks that wait for one that left with a traceback; else they time out."""

@@ -16,7 +16,6 @@ from tests.processes import mpirun, needs_survivors
 CRASH = "(ompi_comm_revoke_local+"
 
 
-@pytest.mark.mpi
 @needs_survivors
 @pytest.mark.parametrize(
     ("program", "survivors"),
@@ -26,7 +25,6 @@ CRASH = "(ompi_comm_revoke_local+"
         ("one_leaves_or_dies_when_all_have_the_result", 3),
         ("one_never_makes_the_call", 4),
         ("another_dies_meanwhile", 2),
-        ("another_takes_its_place", 3),
     ],
 )
 def test_a_lost_rank(program: str, survivors: int, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tests.processes import mpirun
 from tests.thinning import exhaustive
 
 
-@pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("P", [exhaustive(1), exhaustive(5), exhaustive(2), 3])
 def test_cases(P: int) -> None:

@@ -7,7 +7,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,14 @@ def test_a_wrapper_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "error", "shown"),
-    [
-        ("int an_unknown_mpi;", "is neither Open MPI, nor MPICH, nor of the standard ABI", " ".join),  # by Open MPI
-        ("int an_unknown_mpi;", "is neither Open MPI, nor MPICH, nor of the standard ABI", shlex.join),
-        (None, "mpi.h", shlex.join),
-    ],
+    ("header", "error"),
+    [("int an_unknown_mpi;", "is neither Open MPI, nor MPICH, nor of the standard ABI"), (None, "mpi.h")],
 )
-def test_a_wrapper_of_no_known_mpi(
-    header: str | None, error: str, shown: Callable[[list[str]], str], tmp_path: Path
-) -> None:
+def test_a_wrapper_of_no_known_mpi(header: str | None, error: str, tmp_path: Path) -> None:
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     wrapper = folder / "mpicc"
-    command = shown(["cc", f"-I{folder}", "-pthread", "-lmpi"])
+    command = shlex.join(["cc", f"-I{folder}", "-pthread", "-lmpi"])
     wrapper.write_text(f"#!/bin/sh\necho {shlex.quote(command)}\n")
     wrapper.chmod(0o755)
     if header is not None:

@@ -115,7 +115,7 @@ def test_a_load_that_meets_another_call_is_undone() -> None:
 
 
 def test_an_interrupt_anywhere_leaves_all_loaded_or_nothing_changed() -> None:
-    """On one rank. `tests/mpi/cases/test_states.py` interrupts several ranks."""
+    """On one rank. The attack `interrupts` interrupts one of several."""
     outcomes = set()
 
     def program(transport: simulated.SimulatedTransport) -> None:

@@ -1,17 +1,10 @@
 """Calls with arguments, values, orders of events and faults drawn at random, against the oracles.
 
-Each case is a call on up to 33 ranks of one process: see `tests.stress.network` for the order of events. First it is
-made without a fault. Its result must be the oracle's, the same on all ranks, and with the residuals it must add up to
-what entered. Then it is made with the fault of the case, in another order of events:
-
-- interrupt, error: an exception at one step of one rank, from then on as if by a signal or by the library;
-- crash: one rank does nothing from that step on;
-- refused: one rank's arguments are refused, and the others wait for it;
-- mismatch: one rank makes another call.
-
-Every rank must then have raised, with its residual `residual + x`, or have all of the result and of the residual of
-the call without the fault. Nothing may hang. After `realign`, the next call must give what it gives on ranks that have
-had no fault.
+Each case is a call on up to 33 ranks of one process. Without a fault, its result must be the oracle's, the same on all
+ranks, and with the residuals it must add up to what entered. Then the call is made with a fault, in another order of
+events (`tests.stress.network`): an exception (interrupt, error) or the end of one rank (crash) at any step of its
+transport, refused arguments of one rank, or another call of one rank (mismatch). Every rank must have raised, with its
+residual `residual + x`, or have all of the result and of the residual. After `realign`, the next call must be right.
 """
 
 from __future__ import annotations
@@ -43,15 +36,8 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256, "float32": 2**24, "float64": 2
 class Case:
     """A call on P ranks and its fault: case ``number``.
 
-    Attributes:
-        content: of the gradients: "integers", "special", or one of `tests.data.KINDS`.
-        amplitude: of integers.
-        residual: its dtype, or "" for none.
-        out: "" for none, "x", or a dtype.
-        nodes: of each rank.
-        fault, victim: one of `FAULTS`, and the rank that it meets.
-        when: at which part of its steps, from 0 to 1.
-        waits: the call is made by `isparse_allreduce`.
+    ``content``: "integers", "special" or one of `data.KINDS`. ``residual``, ``out``: a dtype, "x", or "" for none.
+    ``victim`` meets ``fault`` at the part ``when`` of its steps. ``waits``: the call is made by `isparse_allreduce`.
     """
 
     def __init__(self, seed: int, number: int, max_ranks: int) -> None:

@@ -1,10 +1,9 @@
 """Damaged checkpoint files on 2 to 4 ranks: the newest checkpoint whose files are whole is loaded, alike on all ranks.
 
-In each case ranks save several checkpoints, of NumPy's or of PyTorch's files, in one folder or in one for each rank.
-Then some files are damaged: bits are flipped, files are cut, swapped with those of other ranks, copied over others,
-renamed, or replaced by foreign ones, FIFOs, devices and huge ones. `load` must return a checkpoint with the values that
-were saved in it, the same on all ranks, and no older than the newest one that was not damaged. If none can be loaded,
-all ranks must raise. A further save must keep a checkpoint that can be loaded.
+In each case ranks save several checkpoints, of NumPy's or of PyTorch's files, in one folder or in one for each rank,
+and some files are damaged. `load` must return a checkpoint with the values that were saved in it, the same on all
+ranks, and no older than the newest one that was not damaged. If none can be loaded, all ranks must raise. A further
+save must keep a checkpoint that can be loaded.
 """
 
 from __future__ import annotations
@@ -27,48 +26,24 @@ from sparsecomm.transport import simulated
 from tests.stress.harness import Numbered, numbered
 
 MAX_BYTES = 1 << 30  # of a file that is read
-Damage = Callable[[Path, list[Path], np.random.Generator], object]
+Damage = Callable[[Path, Path, np.random.Generator], object]  # of a file; beside another one
 
 
-def _flip(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+def _flip(path: Path, other: Path, rng: np.random.Generator) -> None:
     raw = bytearray(path.read_bytes())
     for at in rng.integers(0, len(raw), rng.integers(1, 4)):
         raw[at] ^= 1 << int(rng.integers(8))
     path.write_bytes(raw)
 
 
-def _cut(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-    os.truncate(path, int(rng.integers(0, path.stat().st_size)))
-
-
-def _grow(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-    os.truncate(path, path.stat().st_size + int(rng.integers(1, 10_000)))
-
-
-def _huge(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-    os.truncate(path, 1 << 40)
-
-
-def _swap(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-    other, between = others[rng.integers(len(others))], path.with_suffix(".between")
+def _swap(path: Path, other: Path, rng: np.random.Generator) -> None:
+    between = path.with_suffix(".between")
     path.rename(between)
     other.rename(path)
     between.rename(other)
 
 
-def _copy_over(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-    shutil.copy(others[rng.integers(len(others))], path)
-
-
-def _another(make: Callable[[Path], object]) -> Damage:
-    def replace(path: Path, others: list[Path], rng: np.random.Generator) -> None:
-        path.unlink()
-        make(path)
-
-    return replace
-
-
-def _compress(path: Path, others: list[Path], rng: np.random.Generator) -> None:
+def _compress(path: Path, other: Path, rng: np.random.Generator) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: archive.read(info) for info in archive.infolist()}
@@ -79,6 +54,14 @@ def _compress(path: Path, others: list[Path], rng: np.random.Generator) -> None:
             archive.writestr(name, data)
 
 
+def _another(make: Callable[[Path], object]) -> Damage:
+    def replace(path: Path, other: Path, rng: np.random.Generator) -> None:
+        path.unlink()
+        make(path)
+
+    return replace
+
+
 def _foreign(path: Path) -> None:
     with path.open("wb") as file:
         np.savez(file, values=np.arange(5))
@@ -86,11 +69,11 @@ def _foreign(path: Path) -> None:
 
 DAMAGES: dict[str, Damage] = {
     "flipped": _flip,
-    "cut": _cut,
-    "grown": _grow,
-    "huge": _huge,
+    "cut": lambda path, other, rng: os.truncate(path, int(rng.integers(0, path.stat().st_size))),
+    "grown": lambda path, other, rng: os.truncate(path, path.stat().st_size + int(rng.integers(1, 10_000))),
+    "huge": lambda path, other, rng: os.truncate(path, 1 << 40),
     "swapped": _swap,
-    "copied over": _copy_over,
+    "copied over": lambda path, other, rng: shutil.copy(other, path),
     "compressed": _compress,
     "empty": _another(Path.touch),
     "FIFO": _another(lambda path: os.mkfifo(path)),
@@ -146,12 +129,13 @@ class Case:
         kind = list(DAMAGES)[self.rng.integers(len(DAMAGES))]
         paths = sorted(self.root.rglob(f"step*{self.suffix}"), reverse=True)
         regular = [path for path in paths if path.is_file() and 0 < path.stat().st_size < MAX_BYTES]
-        path = regular[min(int(self.rng.exponential(2)), len(regular) - 1)] if len(regular) > 1 else None
+        path = regular[min(int(self.rng.exponential(2)), len(regular) - 1)] if regular else None
         others = [other for other in regular if path and other.name != path.name]
         if path is None or not others:
             return ""
-        before = {each: each.read_bytes() for each in [path, *(others if kind == "swapped" else [])]}
-        DAMAGES[kind](path, others, self.rng)
+        other = others[self.rng.integers(len(others))]
+        before = {each: each.read_bytes() for each in (path, other)}
+        DAMAGES[kind](path, other, self.rng)
         for each, content in before.items():
             if not (each.is_file() and each.stat().st_size < MAX_BYTES and each.read_bytes() == content):
                 undamaged.discard(int(each.name[4:].partition("-")[0]))

@@ -38,19 +38,13 @@ BROADCAST_LIMIT = 8  # seconds until a broadcast of PyTorch, which hears of no e
 
 @dataclass
 class Report:
-    """What an attack did and found.
-
-    Attributes:
-        counts: how often each event happened.
-        figures: the largest value of each measurement, by name with its unit.
-        failures: descriptions, each with the command that repeats it.
-    """
+    """What an attack did and found."""
 
     attack: str
     seed: int
-    counts: Counter[str] = field(default_factory=Counter)
-    figures: dict[str, float] = field(default_factory=dict)
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # of events
+    figures: dict[str, float] = field(default_factory=dict)  # the largest value of each measurement, with its unit
+    failures: list[tuple[str, str]] = field(default_factory=list)  # descriptions, and the commands that repeat them
     began: float = field(default_factory=time.monotonic)
 
     def measure(self, name: str, value: float) -> None:
@@ -86,19 +80,12 @@ class Report:
 
 
 class Attack:
-    """An attack: one class per module, whose docstring is the attack's help.
+    """An attack: one class per module, whose docstring is the attack's help."""
 
-    Attributes:
-        options: name, default value and meaning of each option; a tuple as the default takes several values.
-        timeout: SPARSECOMM_TIMEOUT of real ranks, in seconds.
-        environment: further environment variables of real ranks.
-        folder: a folder that real ranks and their starter share.
-    """
-
-    options: tuple[tuple[str, Any, str], ...] = ()
-    timeout: float = 20
-    environment: dict[str, str] = {}  # noqa: RUF012
-    folder: Path
+    options: tuple[tuple[str, Any, str], ...] = ()  # name, default (a tuple: several values) and meaning of each
+    timeout: float = 20  # SPARSECOMM_TIMEOUT of real ranks, in seconds
+    environment: dict[str, str] = {}  # noqa: RUF012 - further variables of real ranks
+    folder: Path  # that real ranks and their starter share
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.report = given, Report(given.attack, given.seed)
@@ -192,7 +179,6 @@ class Attack:
                 return -1, str(error)
 
     def be_rank(self, over: str, folder: str) -> None:
-        """Be one of the ranks, and report."""
         os.environ |= {"SPARSECOMM_TIMEOUT": str(self.timeout), **self.environment}
         self.folder, ranks = Path(folder), Ranks(over, f"{folder}/store")
         self._last_progress = math.inf if ranks.rank else self._last_progress
@@ -205,16 +191,13 @@ class Attack:
         ranks.close()
 
     def too_many_failures(self, ranks: Ranks) -> bool:
-        """Return whether a rank has enough failures. Collective."""
         return max(ranks.gather(len(self.report.failures))) > MAX_FAILURES
 
 
 class Ranks:
     """This process among real ranks, with a side channel between them that the library does not use.
 
-    Attributes:
-        comm: the communicator of MPI, or process group over gloo, that the library uses.
-        new: returns another one of the same ranks.
+    ``comm`` is the communicator or process group that the library uses; ``new()`` returns another one.
     """
 
     def __init__(self, over: str, store: str) -> None:
@@ -267,25 +250,16 @@ SANITIZED = "sanitized", "", "with AddressSanitizer and UndefinedBehaviorSanitiz
 
 def numbered(unit: str, cases: int, jobs: int = os.cpu_count() or 1) -> tuple[tuple[str, Any, str], ...]:
     """Return the options of a `Numbered` attack; ``unit``: the name of its cases."""
-    return (
-        (unit, cases, "how many"),
-        ("first", 0, "the number of the first"),
-        ("jobs", jobs, "processes; 0: only this one"),
-    )
+    first = "first", 0, "the number of the first"
+    return (unit, cases, "how many"), first, ("jobs", jobs, "processes; 0: only this one")
 
 
 class Numbered(Attack):
-    """An attack of numbered cases, which processes share. A process that crashes costs its part, and is reported.
+    """An attack of numbered cases, which processes share. A process that crashes costs its part, and is reported."""
 
-    Attributes:
-        unit: the name of the cases, and of the option for their number.
-        chunk: how many cases a process checks; with sanitizers a quarter.
-        case: the current case, which is printed with a failure.
-    """
-
-    unit: str
-    chunk: int
-    case: object = None
+    unit: str  # the name of the cases, and of the option for their number
+    chunk: int  # how many cases a process checks; with sanitizers a quarter
+    case: object = None  # the current one, which is printed with a failure
 
     def check(self, number: int) -> None:
         """Check a case. An exception is a failure."""

@@ -1,8 +1,7 @@
 """Damaged profiles, states, DLPack capsules and odd arguments: each is taken, or refused by an error of the library.
 
-A profile that is taken must serve to predict times. States of reducers and local steps are judged as by the attack
-`states`. A capsule that does not describe usable memory must be refused, its memory given back
-once and once only. Several odd arguments of one call must be refused before it begins, or be taken.
+A profile that is taken must predict times. States are judged as by the attack `states`. The memory of a capsule must be
+given back once. Odd arguments must be refused before a call begins.
 """
 
 from __future__ import annotations
@@ -65,21 +64,14 @@ alive: set[Exporter] = set()  # a capsule's memory must outlive whoever has take
 
 @dataclass(eq=False)
 class Exporter:
-    """An object with ``__dlpack__``.
-
-    Attributes:
-        usable: whether it describes contiguous memory of a float type on the CPU, and truly so.
-        deletes: whether it wants to know when its memory is given back, and ``deleted``, how often it was.
-        answer: the capsule.
-        old: ``__dlpack__`` takes no keywords.
-    """
+    """An object with ``__dlpack__``, which returns a capsule."""
 
     answer: Any = None
     device: Any = (1, 0)
-    old: bool = False
-    usable: bool = False
-    deletes: bool = False
-    deleted: int = 0
+    old: bool = False  # `__dlpack__` takes no keywords
+    usable: bool = False  # it describes contiguous memory of a float type on the CPU, and truly so
+    deletes: bool = False  # it wants to know when its memory is given back
+    deleted: int = 0  # how often it was
     kept: list[Any] = field(default_factory=list)
 
     def __dlpack__(self, **asked: Any) -> Any:
@@ -94,7 +86,6 @@ class Exporter:
 
     @property
     def consumed(self) -> bool:
-        """Whether a reader has taken the capsule, and so has to give the memory back."""
         return "used_dltensor" in repr(self.answer) and self.kept[3] in (b"dltensor", b"dltensor_versioned")
 
     def delete(self, _: int | None) -> None:

@@ -1,11 +1,8 @@
 """Interrupts of one of two real ranks, over MPI and over gloo: at every place in Python code, and by real signals.
 
 Rank 1 is interrupted at the n-th place within the library's Python code, for n = 0, stride, 2 stride ... until there
-are no more. Within the gate of `sparsecomm.signals`, only waits poll: real signals at random times find these.
-Then both ranks continue as docs/guides/troubleshooting.md says. Afterwards everything must be as without an interrupt,
-bit for bit.
-In a first call gradients must be where `last_call` says, and the next call right. A wait as long as the timeout is a
-hang. The report counts the places by file.
+are no more, and by signals at random times, which also find waits within the gate of `sparsecomm.signals`. Then both
+ranks continue as docs/guides/troubleshooting.md says, and everything must be as without an interrupt, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Signal(Alarm):
             if frame.f_code.co_filename.startswith(LIBRARY):
                 return True
             frame = frame.f_back
-        return frame is not None and frame.f_code.co_name in ("<lambda>", "act", "call")
+        return frame is not None and frame.f_code.co_name in ("<lambda>", "call")
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
@@ -75,7 +72,7 @@ class Interrupts(Attack):
     @property
     def timeout(self) -> float:  # type: ignore[override]
         """Short where a rank may wait for one that does not come."""
-        return 2 if self.given.scenes[0].startswith(("torch", "rebuild-local")) else HANG
+        return 2 if self.given.scenes[0].startswith(("torch", "rebuild-LocalSteps")) else HANG
 
     def on_rank(self, ranks: Ranks) -> None:
         """Interrupt one scene, at places and by signals."""
@@ -110,7 +107,7 @@ class Interrupts(Attack):
         self.report.measure("s, the slowest round", seconds)
         if not error and found != self._right:
             error = "other bits than without an interrupt"
-        if seconds > HANG and self._name != "rebuild-local":
+        if seconds > HANG and self._name != "rebuild-LocalSteps":
             error = f"a hang of {seconds:.0f} s; {error}"
         place, errors = self._ranks.gather(where())[1], self._ranks.gather(error)
         if self._ranks.rank == 0:

@@ -1,8 +1,8 @@
 """Kill -9 at random moments of saving and loading: no checkpoint is lost, and none is a mixture.
 
-Two or three processes over gloo load the newest checkpoint, and then save one after another. A random one of them, or
-all, is killed at a random time. Then the next ones begin. All ranks must load the same checkpoint, with the values that
-were saved in it, and it must not be older than the last one that all ranks have finished to save.
+Two or three processes over gloo load the newest checkpoint, and then save one after another, until a random one, or
+all, are killed. The next ones must all load the same checkpoint, with the values that were saved in it, which is not
+older than the last one that all ranks have finished to save.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Kills(Attack):
                 self._kill_in(Path(folder), sparsecomm.torch if torch else sc, shared, rng)
 
     def _kill_in(self, root: Path, module: Any, shared: bool, rng: random.Random) -> None:
-        """Let processes save in a folder, and kill them, in life after life."""
         P, finished = rng.choice([2, 3]), 0  # the last step that all ranks have finished to save
         for life in range(LIVES):
             logs = root / f"log{life}"
@@ -80,8 +79,6 @@ class Kills(Attack):
 
 
 def live(rank: int, P: int, folder: Path, store: Path, log: Path, module: Any) -> None:
-    """Load and save, and log it, until killed."""
-
     def note(text: str) -> None:
         with log.open("a") as file:
             file.write(f"{text}\n")

@@ -1,9 +1,7 @@
 """Damaged messages, by the million: each is refused, or read within its bounds.
 
-Real messages of every wire format and kind of contents are damaged and read as a rank reads them. A message may be
-refused with `CollectiveMismatchError`. What is taken must be well formed for the call, and the kernels must be able to
-work with it. Nothing may raise another error, hang, or allocate more than the length of the message allows, whatever
-numbers it declares.
+A message may be refused with `CollectiveMismatchError`. What is taken must be well formed, and the kernels must be able
+to work with it. Nothing may raise another error, or allocate more than the length of the message allows.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ _SENDER, _RANK, _ROUND = 1, 3, 2
 
 @dataclass(frozen=True)
 class _Target:
-    """A message as it is sent, and how the rank that expects it reads it."""
-
     original: NDArray[np.uint8]
     read: Callable[[NDArray[np.uint8]], list[SparseVector]]
     numbers: list[int]  # that mean something in it
@@ -124,7 +120,6 @@ class DamagedMessages(Numbered):
     options = (*numbered(unit, 10**6), SANITIZED)
 
     def check(self, number: int) -> None:
-        """Read a message."""
         if number == self.given.first and not sanitizers.within():  # they say themselves how much may be allocated
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + _ADDRESSES

@@ -112,7 +112,6 @@ def _nested(levels: int) -> Any:
 
 
 def _unexpected(rng: np.random.Generator) -> Any:
-    """Return a value that hardly any reader expects."""
     kind = rng.integers(6)
     if kind == 0:
         return Hostile(str(rng.choice(METHODS)), ERRORS[rng.integers(len(ERRORS))])

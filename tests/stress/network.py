@@ -1,9 +1,7 @@
-"""Ranks in one process, in an order that a seed chooses, whose messages are late and whose ranks fail.
+"""Ranks in one process, as greenlets, in an order that a seed chooses, whose messages are late and whose ranks fail.
 
-Every rank is a greenlet. At every call of its transport, the next thing to happen is drawn: any rank that can run
-does, or any message that is under way arrives. Only what MPI promises is kept: data of one rank to another arrive in
-the order sent. Control messages overtake them, and some arrive twice. When nothing can happen, time passes: ranks that
-wait ping the rank they wait for, and then one of them times out.
+At every call of a transport, the next thing to happen is drawn: any rank that can run does, or any message that is
+under way arrives. Only data of one rank to another arrive in the order sent. When nothing can happen, time passes.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ class Crash(BaseException):
 
 @dataclass(eq=False)
 class Message(Request):
-    """A message of call ``number``. ``out``: the sender may reuse the bytes."""
-
     sender: Rank
     to: int
     number: int
@@ -152,13 +148,7 @@ class Network:
 
 
 class Rank(FailureDetector):
-    """One rank's transport.
-
-    Attributes:
-        fault, fault_step: the exception that it raises, and at which step.
-        crashed: whether it has; it sends nothing any more.
-        steps: calls of the transport so far.
-    """
+    """One rank's transport, which raises ``fault`` at step ``fault_step``; one that has crashed sends nothing more."""
 
     library = "stress"
     greenlet: greenlet

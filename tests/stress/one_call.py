@@ -25,7 +25,6 @@ SIMULATED = str(Path(simulated.__file__).parent) + os.sep  # stands for MPI and 
 
 
 def integers(*numbers: int) -> NDArray[Any]:
-    """Return whole numbers, whose sums are exact."""
     return data.integers(N, "float32", sum(numbers), 5)
 
 
@@ -66,16 +65,13 @@ class Call:
 
     @property
     def untouched(self) -> bool:
-        """Whether everything is as before the call."""
         return np.array_equal(self.residual, self.before) and bool(np.all(self.out == UNTOUCHED))
 
     @property
     def kept(self) -> bool:
-        """Whether the gradient is in the residual."""
         return np.array_equal(self.residual, self.held)
 
     def right(self, held: list[NDArray[Any]]) -> bool:
-        """Return whether the result is right; ``held``: what each rank brought into the call."""
         return np.array_equal(self.out, self._total(held))
 
     def committed(self, held: list[NDArray[Any]]) -> bool:
@@ -106,7 +102,6 @@ class Alarm:
         signal.signal(signal.SIGALRM, self._handle)
 
     def may_raise(self, frame: FrameType | None) -> bool:
-        """Return whether the handler raises here."""
         return frame is None or not frame.f_code.co_filename.startswith(SIMULATED)
 
     def _handle(self, _: int, frame: FrameType | None) -> None:

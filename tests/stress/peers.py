@@ -1,10 +1,8 @@
 """Damaged messages in whole calls, of every algorithm and wire format.
 
-One message of one rank is replaced by bytes that the rank should not have sent: damaged ones, or a correct message of
-other entries or numbers (out of order, twice, out of range, of another rank's range). Each rank must raise
-`CollectiveMismatchError`, or `TransportError` where it waits in vain for a rank that has finished, or return a sparse
-vector whose indices increase strictly in [0, n), with no more entries than its algorithm allows. After `realign` the
-next call, without damage, must give the oracle's result on all ranks.
+One message of one rank is replaced by damaged bytes, or by a correct message of other entries or numbers. Each rank
+must raise `CollectiveMismatchError`, or `TransportError` where it waits in vain, or return a well-formed sparse vector.
+After `realign` the next call, without damage, must give the oracle's result on all ranks.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ REFUSALS = sc.CollectiveMismatchError, sc.TransportError
 
 
 class Case:
-    """A call on P ranks, and the message that is damaged: message ``which`` of rank ``victim``.
-
-    Attributes:
-        calls: the number of calls without damage before the damaged one.
-        damage: one of `DAMAGES`.
-    """
+    """A call on P ranks, after ``calls`` others, of which message ``which`` of rank ``victim`` is damaged."""
 
     def __init__(self, seed: int, number: int) -> None:
         rng = self.rng = np.random.default_rng([seed, number])
@@ -64,13 +57,11 @@ class Case:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if name != 'rng')})"
 
     def gradient(self, rank: int, step: int) -> np.ndarray:
-        """Return a rank's gradient: small whole numbers."""
         drawn = np.random.default_rng([self.calls, self.n, rank, step]).integers(-9, 10, self.n)
         return drawn.astype(self.dtype)
 
     @property
     def max_entries(self) -> int:
-        """The maximum number of entries of a result."""
         name = self.algorithm.removeprefix("hierarchical:")
         if name == "split:2":
             return 2 * self.k
@@ -79,13 +70,7 @@ class Case:
 
 
 class Damage:
-    """Replaces the message while a case's damaged call is under way: see `applied`.
-
-    Attributes:
-        armed: the ranks that are in the damaged call.
-        sent: how many messages the victim has sent in that call.
-        done: whether a message was replaced.
-    """
+    """Replaces the message while ranks are in the damaged call, which are ``armed``; ``done``: it was replaced."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.armed, self.sent, self.done = case, set[int](), 0, False
@@ -94,7 +79,6 @@ class Damage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let simulated ranks send the damaged message."""
         rng, case, numbers = self.case.rng, self.case, [self.case.n - 1, self.case.n, self.case.k]
         entries, parcel, words, isend = Messages.entries, Messages.parcel, Messages.words, SimulatedTransport.isend
 
@@ -183,7 +167,6 @@ def other_vector(vector: SparseVector, wire: Wire, rng: np.random.Generator) -> 
 
 
 def other_words(words: Any, rng: np.random.Generator, numbers: list[int]) -> list[int]:
-    """Return other whole numbers: one changed, one more or one fewer."""
     other = list(words)
     if other and rng.random() < 0.8:
         at = int(rng.integers(len(other)))

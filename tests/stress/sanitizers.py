@@ -1,8 +1,7 @@
 """AddressSanitizer and UndefinedBehaviorSanitizer, for attacks whose cases have numbers.
 
-The extension modules that read what others wrote, and the kernels, are built with both sanitizers in a folder of their
-own, beside a copy of the rest of the library. The attack then runs there, with all memory of Python from malloc. An
-access out of bounds, undefined behaviour or an allocation of more than 256 MiB ends its process, and is a failure.
+The extension modules that read what others wrote, and the kernels, are built with both in a folder beside a copy of the
+library, where the attack then runs with all memory of Python from malloc.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def compile_all(commands: Iterable[Sequence[str]], folder: Path) -> None:
 
 
 def within() -> bool:
-    """Return whether this process has the sanitizers."""
     return "ASAN_OPTIONS" in os.environ
 
 

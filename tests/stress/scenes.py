@@ -16,11 +16,9 @@ import numpy as np
 import sparsecomm as sc
 from tests.interrupts import InterruptError, interrupted
 from tests.stress.harness import Ranks
-from tests.stress.states import digest
-from tests.stress.subjects import KINDS
+from tests.stress.subjects import KINDS, ON_HOST, Subject, digest
 
 SHAPES = {"a": (30,), "b": (7, 3), "c": (2,)}
-_REDUCER: dict[str, Any] = {"op": "sum", "dense_below": 3}
 _TORCH: dict[str, Any] = {"scope": "tensor", "dense_below": 3}
 _LOCAL: dict[str, Any] = {"scope": "tensor", "algorithm": "allgather", "op": "mean", "wire": "plain", "dense_below": 0}
 
@@ -30,13 +28,8 @@ Scene = Callable[[Ranks, Within], Any]
 
 
 def gradients(rank: int, step: int) -> Arrays:
-    """Return whole numbers, whose sums are exact."""
     random = np.random.default_rng((rank, step))
     return {name: random.integers(-9, 10, shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def bits(*arrays: Arrays) -> list[bytes]:
-    return [array.tobytes() for each in arrays for array in each.values()]
 
 
 def _zeros() -> Arrays:
@@ -111,7 +104,17 @@ def _first_call(ranks: Ranks, within: Within) -> Any:
         sc.realign(comm)
     residual[:] = before
     call()
-    return bits({"residual": residual, "out": out})
+    return digest((residual, out))
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def _trained(kind: str, comm: Any, rank: int, steps: int) -> Subject:
+    subject = KINDS[kind][0](comm, rank, np.random.default_rng(2))
+    for _ in range(steps):
+        subject.step()
+    return subject
 
 
 def _load(kind: str) -> Scene:
@@ -119,9 +122,7 @@ def _load(kind: str) -> Scene:
 
     def scene(ranks: Ranks, within: Within) -> Any:
         comm = ranks.new()
-        subject = KINDS[kind][0](comm, ranks.rank, np.random.default_rng(2))
-        for _ in range(7):
-            subject.step()
+        subject = _trained(kind, comm, ranks.rank, 7)
         state = subject.it.state_dict()
         subject.step()
         subject.finish()
@@ -134,14 +135,43 @@ def _load(kind: str) -> Scene:
     return scene
 
 
-# -- Reducer ----------------------------------------------------------------------------------------------------------
+def _rebuild(kind: str) -> Scene:
+    """A rebuild, made again after an error on one rank: of a reducer on the same communicator, else on a new one."""
+
+    def scene(ranks: Ranks, within: Within) -> Any:
+        subject = _trained(kind, ranks.new(), ranks.rank, 5)
+        subject.finish()
+        if kind == "Reducer":
+            comm = ranks.new()
+            sc.realign(comm)
+            _again(ranks, comm, within, lambda: subject.rebuild(comm))
+        else:
+            attempt, failed = 0, True
+            while any(ranks.gather(failed)):
+                comm, failed = ranks.new(), False  # broadcasts over another one may not pair any more
+                act = lambda c=comm: subject.rebuild(c)  # noqa: E731
+                try:
+                    with interrupted() if attempt else within():
+                        act()
+                except (InterruptError, sc.SparseCommError):  # the other rank may time out
+                    failed = True
+                attempt += 1
+        for _ in range(3):
+            subject.step()
+        subject.finish()
+        return digest(subject.own())
+
+    return scene
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _reducer_step(number: int, **options: Any) -> Scene:
     """Steps of a reducer, one of which is interrupted; `pushed` and `step` show where to continue."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
-        reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER, **options)
+        reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), op="sum", dense_below=3, **options)
         outs, applied = _zeros(), _zeros()
         for i in range(3):
             with within() if i == number else interrupted():
@@ -153,24 +183,9 @@ def _reducer_step(number: int, **options: Any) -> Scene:
             assert reducer.step == i + 1
             for name, out in outs.items():
                 applied[name] += out
-        return bits(applied, _residuals(reducer))
+        return digest((applied, _residuals(reducer)))
 
     return scene
-
-
-def _rebuild_reducer(ranks: Ranks, within: Within) -> Any:
-    """A rebuild of a reducer, which is made again on both ranks after an error on one."""
-    comm = ranks.new()
-    reducer = sc.Reducer(_zeros(), 0.2, comm=ranks.new(), **_REDUCER)
-    reducer.reduce(gradients(ranks.rank, 0))
-    sc.realign(comm)
-    _again(ranks, comm, within, lambda: reducer.rebuild(comm))
-    step = gradients(ranks.rank, 1)
-    reducer.reduce(step)
-    return bits(step, _residuals(reducer))
-
-
-# -- SparseAdamW ------------------------------------------------------------------------------------------------------
 
 
 def _adamw_step(number: int) -> Scene:
@@ -183,77 +198,35 @@ def _adamw_step(number: int) -> Scene:
             given = gradients(ranks.rank, i)
             with within() if i == number else interrupted():
                 _until(lambda i=i: max(optimizer._adamw.steps.values()) > i, lambda g=given: optimizer.step(g))
-        return bits(weights, _residuals(optimizer.reducer))
+        return digest((weights, _residuals(optimizer.reducer)))
 
     return scene
 
 
-# -- LocalSteps -------------------------------------------------------------------------------------------------------
-
-
-class _Local:
-    """Local steps, and the parameters that they train."""
-
-    def __init__(self, ranks: Ranks, comm: Any, **options: Any) -> None:
-        self.rank, self.parameters = ranks.rank, _zeros()
-        outer = sc.NesterovSGD(0.5, 0.5)
-        self.steps = sc.LocalSteps(self.parameters, 0.5, comm=comm, outer=outer, **_LOCAL, **options)
-
-    def move(self, step: int) -> None:
-        for name, move in gradients(self.rank, step).items():
-            self.parameters[name] += move
-
-    def train(self, *steps: int) -> None:
-        for step in steps:
-            self.move(step)
-            self.steps.step(self.parameters)
-
-    def bits(self) -> list[bytes]:
-        return bits(self.parameters, self.steps.global_parameters())
-
-
-def _local_step(number: int, **options: Any) -> Scene:
+def _local_step(number: int, delay: int = 0, **options: Any) -> Scene:
     """Local steps, one of which is interrupted: `round` and `local_step` say how to go on."""
 
     def scene(ranks: Ranks, within: Within) -> Any:
-        local = _Local(ranks, ranks.new(), decay=0.5, sync_every=2, **options)
-        delayed = bool(options.get("fragment_sync_delay"))
-
-        def act() -> None:
-            local.steps.step(local.parameters)
-
+        parameters = _zeros()
+        schedule = {"sync_every": 2, "fragment_sync_delay": delay, "outer": sc.NesterovSGD(0.5, 0.5), "decay": 0.5}
+        steps = sc.LocalSteps(parameters, 0.5, comm=ranks.new(), **_LOCAL, **schedule, **options)
+        act = lambda: steps.step(parameters)  # noqa: E731
         for i in range(6):
-            local.move(i)
+            for name, move in gradients(ranks.rank, i).items():
+                parameters[name] += move
             try:
                 with within() if i == number else interrupted():
                     act()
             except InterruptError:
-                if 2 * local.steps.round + local.steps.local_step == i:
+                if 2 * steps.round + steps.local_step == i:
                     act()
-                elif not delayed:
-                    local.steps.finish(local.parameters)
-        held = bits(local.steps.global_parameters())
+                elif not delay:
+                    steps.finish(parameters)
+        held = digest(steps.global_parameters())
         assert held == ranks.gather(held)[0], "global parameters differ between ranks"
-        return None if delayed else local.bits()
+        return None if delay else (held, digest(parameters))
 
     return scene
-
-
-def _rebuild_local(ranks: Ranks, within: Within) -> Any:
-    """A rebuild of local steps, made again on a new communicator after an error. The other rank may time out before."""
-    local, attempt, failed = _Local(ranks, ranks.new(), sync_every=1), 0, True
-    local.train(0)
-    while any(ranks.gather(failed)):
-        comm, failed = ranks.new(), False  # broadcasts over another one may not pair any more
-        act = lambda c=comm: local.steps.rebuild(c, local.parameters)  # noqa: E731
-        try:
-            with interrupted() if attempt else within():
-                act()
-        except (InterruptError, sc.SparseCommError):
-            failed = True
-        attempt += 1
-    local.train(1)
-    return local.bits()
 
 
 # -- PyTorch ----------------------------------------------------------------------------------------------------------
@@ -347,10 +320,10 @@ def _torch_step(kind: str, number: int) -> Scene:
                 comm = ranks.new()  # the reducers that it had may not be as many on all ranks
                 training = _Training(kind, ranks.rank, comm, saved)
                 training.train(step)
-        held = [p.detach().numpy().tobytes() for p in training.module.parameters()]
+        held = digest(training.module.state_dict())
         assert held == ranks.gather(held)[0], "weights differ between ranks"
         state = training.holder.state_dict()
-        return held + [kept.numpy().tobytes() for kept in state.get("sparsecomm", state)["residuals"].values()]
+        return held, digest(state.get("sparsecomm", state)["residuals"])
 
     return scene
 
@@ -367,13 +340,10 @@ SCENES: dict[str, Scene] = {
     "adamw": _adamw_step(2),
     "local-first": _local_step(1),
     "local": _local_step(3, fragments=2),
-    "local-delay": _local_step(2, fragment_sync_delay=1),
-    "local-applied": _local_step(3, fragment_sync_delay=1),
-    "rebuild-reducer": _rebuild_reducer,
-    "rebuild-local": _rebuild_local,
+    "local-delay": _local_step(2, delay=1),
+    "local-applied": _local_step(3, delay=1),
+    **{f"rebuild-{kind}": _rebuild(kind) for kind in ON_HOST},
     **{f"load-{kind}": _load(kind) for kind in KINDS},
-    "torch-hook-first": _torch_step("hook", 0),
-    "torch-hook": _torch_step("hook", 1),
-    "torch-optimizer-first": _torch_step("optimizer", 0),
-    "torch-optimizer": _torch_step("optimizer", 1),
+    **{f"torch-{kind}-first": _torch_step(kind, 0) for kind in ("hook", "optimizer")},
+    **{f"torch-{kind}": _torch_step(kind, 1) for kind in ("hook", "optimizer")},
 }

@@ -1,10 +1,8 @@
 """Signals at random times in calls, on simulated ranks, over MPI and over gloo.
 
-In every second call a signal comes at a random time, to each real rank or to one simulated rank, and its handler
-raises. Then the ranks agree, realign, and make a call without signals, which must give the right result. After every
-call each rank's residual must be `residual + x`, or it must be committed and the result must stand in out; where the
-call had not begun, both are as they were. A wait that takes as long as the timeout is a hang. The counts say how many
-calls were interrupted, and what the handlers found below them: other Python code, or compiled code that asked.
+In every second call a signal comes at a random time, and its handler raises. Then the ranks realign, and make a call
+without signals, which must be right. After every call each rank's residual must be `residual + x`, or committed with
+the result in out; where the call had not begun, both are as they were. A wait as long as the timeout is a hang.
 """
 
 from __future__ import annotations
@@ -88,13 +86,11 @@ class Signals(Attack):
                 break
 
     def _new(self, number: int, rank: int, P: int, residual: NDArray[Any]) -> tuple[Call, bool]:
-        """Return a rank's part of a call, and whether signals come."""
         x = integers(self.report.seed, number * P, rank, 20 * P)
         call = Call(ALGORITHMS[number // 2 % len(ALGORITHMS)], x, residual)
         return call, number >= 0 and number % 2 == 0
 
     def _end(self, alarm: Alarm) -> None:
-        """Let no more signals come, and count the one that came."""
         where = alarm.where
         alarm.set(0)
         if where:
@@ -132,5 +128,4 @@ def not_begun(call: Call) -> bool:
 
 
 def average(seconds: float, usual: float) -> float:
-    """Return the usual duration of a call, after another one."""
     return usual + 0.05 * (min(seconds, 0.01) - usual)

@@ -1,18 +1,14 @@
 """Local steps for an hour, over links that lose packets and stall for seconds now and then.
 
-The relay of `bench.slow_network` has single links stand still, and is stopped itself at random times: mostly for less
-than ranks wait for each other, and now and then for longer. (With ``--no-network`` a rank is stopped instead.) Two
-trainings share the ranks, one whose exchanges block and one whose exchanges go on beside the steps. Parameters change
-by whole numbers, values travel whole, and nothing decays, so that all sums are exact. What must hold:
+The relay of `bench.slow_network` has single links stand still, and is stopped itself at random times, now and then for
+longer than the timeout. (With ``--no-network`` a rank is stopped instead.) Of two trainings the exchanges of one block,
+and those of the other go on beside the steps. All sums are exact. What must hold:
 
-- what ranks pushed is what was applied and what waits in residuals, to the bit;
-- global parameters are the same bits on all ranks, after all rounds that all ranks have seen to their end;
+- what ranks pushed is what was applied and what waits in residuals, and global parameters are the same on all ranks;
 - a stall shorter than the timeout raises nothing. A longer one raises `TimeoutError` that names another rank, and
-  `TransportError` elsewhere; then `realign` and `rebuild` let the ranks go on;
+  `TransportError` elsewhere; then `realign` and `rebuild` let the ranks go on. Where some ranks have applied a round in
+  which others raised, `rebuild` makes global parameters equal, and sums are counted anew;
 - no rank waits for ever, and memory, descriptors and threads do not grow.
-
-Where some ranks have applied a round in which others raised, which a process group cannot rule out, global parameters
-differ. `rebuild` makes them equal, and the sums are counted anew from there.
 """
 
 from __future__ import annotations
@@ -64,7 +60,6 @@ class Training:
         return sum(map(int, parts)) % 2**64
 
     def step(self) -> None:
-        """Take a local step; the mean of changes by multiples of P is a whole number."""
         for array in self.parameters.values():
             some = self._rng.integers(0, array.size, array.size // 8)
             array[some] += self._P * self._rng.integers(-3, 4, some.size)
@@ -121,7 +116,6 @@ class Soak(Attack):
             self.fail("nothing timed out in stalls that were longer than the timeout")
 
     def meanwhile(self, job: subprocess.Popen[bytes], lines: list[str]) -> None:
-        """Stall the network, if it is time."""
         now = time.monotonic()
         if not self._number:  # the ranks have begun
             self._number, self._due, self._end = 1, now + self.given.every / 2, now + 60 * self.given.minutes

@@ -1,8 +1,7 @@
 """A rank that is stopped for longer than the timeout, and goes on.
 
-In every round another rank gets SIGSTOP at a random time, and SIGCONT when the others have given up. They must have
-raised `TimeoutError` that names it, or `TransportError` because one of them did. What the stopped rank was in must end
-with an error, or with the right result if it was done already. After `realign` the next call must be right on all.
+In every round another rank gets SIGSTOP at a random time, and SIGCONT when the others have given up, with errors that
+name it. Its own call must end with an error, or with the right result. After `realign` the next calls must be right.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Stopped(Attack):
                 break
 
     def _call(self, number: int, ranks: Ranks) -> BaseException | None:
-        """Make a call, check the state that it leaves, and return its error."""
         call, held = Call.numbered(number, self.report.seed, ranks.rank, ranks.size)
         call.make(ranks.comm)
         which = f"rank {ranks.rank}, call {number}, {call.algorithm}"

@@ -1,10 +1,8 @@
 """Floods of connections from a process that does not know the token, while ranks connect and afterwards.
 
-The ranks of a process group may have few open files each. All but the last one make their first call, and listen.
-Strangers open half of their connections then, and while the last rank connects; the other half while calls are made.
 A stranger sends nothing, a byte now and then, half a hello, a hello with a guessed ticket, or garbage, or it resets the
-connection. What must hold: every call is right, strangers take fewer than 32 descriptors of each rank, and nobody can
-connect to a rank once all ranks are connected.
+connection. Every call must be right, strangers take fewer than 32 descriptors of each rank, and nobody can connect to a
+rank once all ranks are connected.
 """
 
 from __future__ import annotations
@@ -117,7 +115,6 @@ class Strangers(Attack):
     # -- a rank -------------------------------------------------------------------------------------------------------
 
     def on_rank(self, ranks: Ranks) -> None:
-        """Make calls until the strangers stop."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.given.files, self.given.files))
         from sparsecomm.transport.process_group import joining
 

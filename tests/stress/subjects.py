@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,28 @@ def tensors(rng: np.random.Generator) -> dict[str, Any]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays(rng).items()}
 
 
+def digest(value: Any) -> str:
+    found = hashlib.sha1()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value, key=repr):
+                found.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, (list, tuple)):
+            found.update(f"[{len(value)}".encode())
+            for each in value:
+                add(each)
+        elif hasattr(value, "__dlpack__") or isinstance(value, (np.ndarray, np.generic)):
+            array = np.ascontiguousarray(value.detach() if hasattr(value, "detach") else value)
+            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        else:
+            found.update(repr(value).encode())
+
+    add(value)
+    return found.hexdigest()
+
+
 def schedule(rng: np.random.Generator) -> dict[str, Any]:
     sync_every = int(rng.integers(2, 5))
     drawn = {"fragments": int(rng.integers(1, 3)), "fragment_sync_delay": int(rng.integers(0, sync_every))}
@@ -34,17 +57,13 @@ class Subject:
     """An object with a state. Subclasses `make` it, and `step` trains it and returns values equal on all ranks.
 
     All choices follow from ``rng``, which is the same on all ranks.
-
-    Attributes:
-        it: the object.
-        part: the only key of a state that may be damaged alike on all ranks; ``None``: any. PyTorch's optimizers take
-            settings and states that fail in the next step only.
-        keys: of the state, those whose values are equal on all ranks.
     """
 
     it: Any
+    # The only key of a state that may be damaged alike on all ranks: PyTorch's optimizers take settings and states that
+    # fail in the next step only.
     part: str | None = None
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # of the state, those whose values are equal on all ranks
 
     def __init__(self, comm: Any, rank: int, rng: np.random.Generator) -> None:
         self.moves = np.random.default_rng([int(rng.integers(2**31)), rank])
@@ -55,12 +74,13 @@ class Subject:
     def finish(self) -> None:
         """End exchanges under way."""
 
+    def rebuild(self, comm: Any) -> None:
+        self.it.rebuild(comm)
+
     def own(self) -> Any:
-        """Return everything that a refused state may not change."""
         return self.it.state_dict()
 
     def common(self) -> Any:
-        """Return values that are equal on all ranks."""
         state = self.it.state_dict()
         return [state[key] for key in self.keys]
 
@@ -108,6 +128,9 @@ class LocalSteps(Subject):
 
     def finish(self) -> None:
         self.it.finish(self.parameters)
+
+    def rebuild(self, comm: Any) -> None:
+        self.it.rebuild(comm, self.parameters)
 
 
 class JaxLocalSteps(Subject):

@@ -56,7 +56,7 @@ ON_REAL_RANKS = [
     "states --states 40 --over gloo",
     "signals --calls 200 --ranks 1 2 3 --over mpi",
     "signals --calls 200 --ranks 2 --over gloo",
-    "interrupts --stride 0 --signals 30 --over mpi --scenes reducer local",
+    "interrupts --stride 0 --signals 20 --over mpi --scenes reducer local adamw load-Reducer torch-optimizer",
     "endurance --calls 4000 --communicators 100",
     "stopped --rounds 1",
     "strangers --connections 8000",
@@ -75,7 +75,6 @@ def test_attack_with_a_new_seed(command: str) -> None:
     attack(command)
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", ON_REAL_RANKS)
@@ -83,7 +82,6 @@ def test_attack_on_real_ranks(command: str) -> None:
     attack(command)
 
 
-@pytest.mark.mpi
 @needs_mpirun
 @needs_survivors
 # In calls, at the first call, and in steps. In the first call MPI duplicates the communicator, and Open MPI 5.0.11 now

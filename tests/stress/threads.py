@@ -1,8 +1,7 @@
 """Threads: the kernels' pool and scratch memory under ThreadSanitizer, forks beside them, and Python's threads.
 
-First a C++ program, `check_threads.cpp`, uses the pool and the scratch memory from several threads at once, built with
-ThreadSanitizer. The same program, built without it, forks meanwhile; children must work, too. Then several threads of
-this process make calls at once, on communicators of their own and on one that they share.
+A C++ program, `check_threads.cpp`, uses the pool and the scratch memory from several threads at once under the
+sanitizer, and without it beside forks. Then threads of this process make calls, on communicators of their own or one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ KERNELS = ROOT / "kernels" / "cpu"
 
 
 def build_program(folder: Path, pool_only: bool, *sanitize: str) -> Path:
-    """Return the program."""
     folder.mkdir()
     kernels = [KERNELS / f"{name}.cpp" for name in SHARED] if pool_only else sorted(KERNELS.glob("*.cpp"))
     flags = [COMPILER, *FLAGS, *sanitize, f"-I{KERNELS}", *([] if pool_only else ["-DKERNELS"])]

@@ -24,7 +24,7 @@ import pytest
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, transport_of
 from tests import threads
-from tests.waiting import SOON
+from tests.waiting import SOON, until
 
 ODD = 1  # the rank that does something else
 
@@ -48,15 +48,12 @@ class Ranks(ABC):
         """Wait for all ranks, without the transport."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         time.sleep(seconds)
 
     def timeout(self, seconds: float) -> Any:
-        """Set the timeout of calls within a block."""
         return setting("SPARSECOMM_TIMEOUT", seconds)
 
     def new(self) -> Transport:
-        """Return a transport for a case alone."""
         return transport_of(self.comm())
 
 
@@ -75,7 +72,6 @@ def call(transport: Transport, name: bytes = b"call") -> Iterator[None]:
 
 @contextmanager
 def setting(name: str, value: object) -> Iterator[None]:
-    """Set a variable within a block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, str(value))
         yield
@@ -83,19 +79,16 @@ def setting(name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def soon() -> Iterator[None]:
-    """Fail if a block takes long."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < SOON
 
 
 def noise(size: int, seed: int = 0) -> np.ndarray:
-    """Return bytes of a rank."""
     return np.random.default_rng([size, seed]).integers(0, 256, size, np.uint8)
 
 
 def neighbours(transport: Transport) -> tuple[int, int]:
-    """Return the next rank, and the one before."""
     return (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
 
 
@@ -166,16 +159,6 @@ def messages_keep_their_order(comm: Ranks) -> None:
 
 
 @case()
-def fast_ranks_do_not_overtake(comm: Ranks) -> None:
-    transport = comm.new()
-    after, before = neighbours(transport)
-    for i in range(200):
-        with call(transport):
-            got = transport.exchange(noise(8, 1000 * i + comm.rank), after, before)
-            assert np.array_equal(got, noise(8, 1000 * i + before))
-
-
-@case()
 def a_slow_rank_is_waited_for(comm: Ranks) -> None:
     transport = comm.new()
     after, before = neighbours(transport)
@@ -183,6 +166,16 @@ def a_slow_rank_is_waited_for(comm: Ranks) -> None:
         if comm.rank == comm.size - 1:
             comm.sleep(0.6)  # through all stages of waiting, and some pings
         assert transport.exchange(noise(100_000, comm.rank), after, before).size == 100_000
+    ring(transport)
+
+
+@case(ranks=2, real=True)
+def a_rank_knows_that_another_one_waits_for_it(comm: Ranks) -> None:
+    transport = comm.new()
+    ring(transport)
+    if comm.rank == ODD:
+        until(lambda: transport.awaited(b"call"), "a rank that waits in the next call")
+        assert not transport.awaited(b"another")
     ring(transport)
 
 

@@ -15,7 +15,6 @@ HEAD = "from pathlib import Path; from sparsecomm import transport; from sparsec
 
 
 def python(code: str) -> str:
-    """Return what a fresh interpreter says."""
     ran = subprocess.run([sys.executable, "-c", HEAD + code], capture_output=True, text=True)
     return (ran.stdout + ran.stderr).strip()
 
@@ -34,10 +33,6 @@ def test_the_module_fits_what_mpi4py_has_loaded() -> None:
     library = abi.library()
     assert library is not None
     assert library in abi.libraries()
-
-
-def test_sizes_tell_the_abis_apart() -> None:
-    assert len({(its.comm, its.status) for its in abi.ABIS.values()}) == len(abi.ABIS)
 
 
 @pytest.mark.parametrize(

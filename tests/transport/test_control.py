@@ -138,11 +138,9 @@ def test_control_messages_wait_for_their_call_and_end_with_it() -> None:
 @pytest.mark.parametrize(
     ("number", "kind", "text"),
     [
-        (1, 200, b""),
         (1, -1, b""),
         (-5, LEFT, b";why"),
         (2**63 - 1, WAITING, b"call"),
-        (1, REALIGN, b""),
         (1, REALIGN, b"\xff" * 8),
         (1, REALIGN, b"\0" * 9),
         (1, LEFT, b"x" * 1001),

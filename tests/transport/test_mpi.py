@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from sparsecomm.errors import InvalidInputError, TimeoutError
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.transport import Transport, transport_of
 
 MPI = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
@@ -75,33 +75,6 @@ def test_not_a_communicator(comm: object) -> None:
 
 
 class TestOneRank:
-    @pytest.mark.parametrize("expected", [0, 50, 10**6, 10**7])
-    @pytest.mark.parametrize("size", [0, 1, 100, 2**16 - 1, 2**16, 2**16 + 1, 10**6])
-    def test_a_message_to_oneself(self, size, expected):
-        """It may be longer or shorter than expected."""
-        transport = transport_of(None)
-        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-        number = transport.begin(b"call", fails)
-        got = transport.exchange(data, 0, 0, expected=expected)
-        transport.end()
-        assert np.array_equal(got, data)
-        assert got.dtype == np.uint8
-        assert not np.shares_memory(got, data)
-        assert transport.begin(b"call", fails) == number + 1
-        transport.end()
-
-    def test_nothing_comes(self, monkeypatch):
-        monkeypatch.setenv("SPARSECOMM_TIMEOUT", "0.02")
-        transport = transport_of(None)
-        number = transport.begin(b"call", fails)
-        with pytest.raises(TimeoutError, match=rf"rank 0 waited 0.02 s for rank 0 in call {number}") as caught:
-            transport.receive(0)
-        transport.abort(caught.value)
-        assert transport.reap() == 0  # nobody takes what comes later
-        transport.begin(b"next", fails)
-        assert transport.exchange(np.ones(1, np.uint8), 0, 0).tolist() == [1]
-        transport.end()
-
     def test_bytes_must_be_contiguous(self):
         transport = transport_of(None)
         transport.begin(b"call", fails)

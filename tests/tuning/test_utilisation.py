@@ -21,7 +21,6 @@ PUBLISHED = {
 }  # fmt: skip
 THEIRS = Training(4, 30_800_000, 0.030)
 
-check = settings(max_examples=150)
 trainings = st.builds(
     Training, st.integers(2, 32), st.integers(10**4, 10**9), st.floats(1e-3, 10).filter(lambda seconds: seconds > 0)
 )
@@ -114,54 +113,51 @@ def test_without_a_pause_windows_stay_open() -> None:
     assert kept.seconds == pytest.approx(none.seconds, rel=0.05)
 
 
-def test_a_loss_delays_short_messages_by_round_trips() -> None:
-    """About one of 40 groups of 24 short messages loses one at 0.1 %."""
+def test_losses_and_short_queues_cost_round_trips_and_timeouts() -> None:
+    """About one of 40 groups of 24 short messages loses one; of 2 MB on 144 connections a short queue drops some."""
     training, exchange = Training(4, 10**4, 1.0), Exchange("butterfly", "plain", 1e-3)
     clean, lossy = (predict(training, Network(1e9, 0.1, loss), exchange).seconds for loss in (0.0, 1e-3))
     assert 0 < lossy - clean < 0.1
+    training, exchange = Training(4, 30_846_720, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 8)
+    short, enough = (predict(training, Network(50e6, 0.08, queue=queue), exchange) for queue in (0.08, 1.0))
+    assert 0.2 < short.seconds - enough.seconds < 0.6
 
 
 # -- logic ------------------------------------------------------------------------------------------------------------
 
 
-@check
+@settings(max_examples=150)
 @given(trainings, networks, exchanges)
-def test_of_a_better_network_more_is_used(training: Training, network: Network, exchange: Exchange) -> None:
-    found = predict(training, network, exchange).utilisation
-    assert 0 <= found <= 1
+def test_better_networks_longer_rounds_and_more_cores_help(
+    training: Training, network: Network, exchange: Exchange
+) -> None:
+    found = predict(training, network, exchange)
+    assert 0 <= found.utilisation <= 1
     for better in (
         replace(network, rate=2 * network.rate),
         replace(network, rtt=network.rtt / 2),
         replace(network, loss=network.loss / 2),
         replace(network, loss=0.0),
     ):
-        assert predict(training, better, exchange).utilisation >= found - 0.01, better
-
-
-@check
-@given(trainings, networks, exchanges)
-def test_longer_rounds_and_delays_hide_more(training: Training, network: Network, exchange: Exchange) -> None:
-    H = exchange.sync_every or 1
-    exchange = replace(exchange, sync_every=H)
-    found = predict(training, network, exchange).utilisation
-    assert predict(training, network, replace(exchange, sync_every=4 * H)).utilisation >= found - 1e-3
-    if H > 1:
-        delayed = [predict(training, network, replace(exchange, delay=delay)).utilisation for delay in (H // 2, H - 1)]
-        assert found <= delayed[0] <= delayed[1]
-
-
-@check
-@given(trainings, networks, exchanges)
-def test_shared_cores_and_short_queues_cost_time(training: Training, network: Network, exchange: Exchange) -> None:
-    found = predict(training, network, exchange)
+        assert predict(training, better, exchange).utilisation >= found.utilisation - 0.01, better
+    assert predict(training, replace(network, queue=10.0), exchange).seconds <= found.seconds * (1 + 1e-9)
     shared = predict(replace(training, cores_per_rank=0.5), network, exchange)
     assert shared.round_seconds >= found.round_seconds
-    if shared.algorithm == found.algorithm and exchange.delay == 0 and not exchange.overlap:
+    if shared.algorithm == found.algorithm and not exchange.overlap:
         assert shared.round_seconds - found.round_seconds == pytest.approx(found.work, rel=0.2, abs=1e-3)
-    assert predict(training, replace(network, queue=10.0), exchange).seconds <= found.seconds * (1 + 1e-9)
+    H = exchange.sync_every or 1
+    of_rounds = replace(exchange, sync_every=H)
+    found = predict(training, network, of_rounds)
+    assert predict(training, network, replace(of_rounds, sync_every=4 * H)).utilisation >= found.utilisation - 1e-3
+    delays = [predict(training, network, replace(of_rounds, delay=delay)).utilisation for delay in (0, H // 2, H - 1)]
+    assert delays == sorted(delays)
+    without = predict(training, Network(1e15), exchange)  # only work is left, and fixed costs of messages
+    lowest = (exchange.sync_every or 1) * training.step_seconds + without.work * (not exchange.overlap)
+    assert lowest * (1 - 1e-9) <= without.round_seconds
+    assert without.round_seconds <= lowest + without.work + 0.05 + 1e-9 * training.parameters
 
 
-@check
+@settings(max_examples=150)
 @given(trainings, networks, st.sampled_from([GLOO, "double"]), st.sampled_from([0.018, 0.1]))
 def test_calls_wait_for_each_other(training: Training, network: Network, algorithm: str, density: float) -> None:
     """Overlap hides at most the backward pass; a longer queue drains after it."""
@@ -169,57 +165,32 @@ def test_calls_wait_for_each_other(training: Training, network: Network, algorit
     beside = predict(training, network, Exchange(algorithm, "packed_int2", density, overlap=True))
     if algorithm != GLOO:  # whose buckets are the same either way
         assert after.round_seconds - training.step_seconds <= beside.round_seconds <= after.round_seconds * (1 + 1e-9)
-    exchange = beside.seconds
-    assert beside.round_seconds >= max(training.step_seconds, training.step_seconds / 3 + exchange) * (1 - 1e-9)
+    assert beside.round_seconds >= max(1, 1 / 3 + beside.seconds / training.step_seconds) * training.step_seconds * (
+        1 - 1e-9
+    )
 
 
-@check
-@given(trainings, exchanges)
-def test_without_a_network_only_work_is_left(training: Training, exchange: Exchange) -> None:
-    """On infinitely fast links, a step takes its computation and its work, plus the costs of messages."""
-    found = predict(training, Network(1e15), exchange)
-    work, computed = found.work, (exchange.sync_every or 1) * training.step_seconds
-    messages = 0.05 + 1e-9 * training.parameters  # fixed costs of messages
-    assert computed <= found.round_seconds <= computed + work + messages
-    if not exchange.overlap:
-        assert found.round_seconds >= (computed + work) * (1 - 1e-9)
-
-
-def test_a_queue_that_is_too_short_costs_a_timeout() -> None:
-    """2 MB leave at once on 144 connections; a queue of 500 kB drops some."""
-    training, exchange = Training(4, 30_846_720, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 8)
-    short, enough = (predict(training, Network(50e6, 0.08, queue=queue), exchange) for queue in (0.08, 1.0))
-    assert 0.2 < short.seconds - enough.seconds < 0.6
-
-
-def test_ranks_of_a_site_share_its_link() -> None:
+def test_ranks_of_a_site_share_its_link_and_a_delay_hides_its_exchange() -> None:
     alone, shared = (Network(1e8, 0.02, per_site=m) for m in (1, 4))
-    exchange = Exchange("allgather", "packed_int2", 1 / 64, 32)
-    training = Training(8, 10**7, 0.03)
+    training, exchange = Training(8, 10**7, 0.03), Exchange("allgather", "packed_int2", 1 / 64, 32)
     assert predict(training, shared, exchange).seconds > predict(training, alone, exchange).seconds
     assert predict(training, replace(shared, per_site=8), exchange).nbytes == 0
-
-
-def test_one_rank_only_computes() -> None:
+    waits, hidden = (predict(training, alone, replace(exchange, delay=delay)).utilisation for delay in (0, 16))
+    assert waits < hidden
     assert predict(Training(1, 10**6, 0.03), Network(1e6, 0.1), Exchange()).utilisation == 1
 
 
 # -- what trains ------------------------------------------------------------------------------------------------------
 
 
-def test_losses_are_those_of_the_trainings() -> None:
+def test_losses_are_those_of_the_trainings_and_take_more_steps() -> None:
     for algorithm, points in TRAINED.items():
         for H, loss in points:
             assert nats(algorithm, H) == pytest.approx(loss)
         between = [nats(algorithm, H) for H in (1, 2, 8, 32, 128, 500)]
         assert between == sorted(between)
     assert nats("allgather", 30, 15) == pytest.approx(1.622, abs=0.01)
-    assert nats("allgather", 8, 4) == pytest.approx(1.512, abs=0.01)
-
-
-def test_more_loss_takes_more_steps() -> None:
-    dense = nats("dense", 1)
-    assert relative_steps(dense) == pytest.approx(1)
+    assert relative_steps(nats("dense", 1)) == pytest.approx(1)
     assert relative_steps(1.2) == 1  # nothing counts as better than dense: its rate was not tuned
     assert relative_steps(1.714) == pytest.approx(2)
     assert 2 < relative_steps(1.9) < relative_steps(2.0)

@@ -25,7 +25,6 @@ def together() -> Iterator[None]:
 
 @pytest.fixture
 def comm() -> Iterator[Any]:
-    """Return a duplicate of the world, which is freed after the test."""
     from tests.mpi.ranks import MPI, WORLD, barrier
 
     private = WORLD.Dup()
@@ -37,5 +36,4 @@ def comm() -> Iterator[Any]:
 
 @pytest.fixture
 def timeout(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Set the timeout of calls until the test ends."""
     return lambda seconds: monkeypatch.setenv("SPARSECOMM_TIMEOUT", str(seconds))

@@ -18,7 +18,7 @@ from sparsecomm.transport.base import MessageMemory, TrafficCounters
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
-from tests.mpi.ranks import MPI, RANK, WORLD, P, barrier
+from tests.mpi.ranks import MPI, RANK, WORLD, barrier
 
 FIRST = 65_536  # bytes of the first piece of a message; one that is full announces another
 
@@ -36,7 +36,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 
 def step(comm, algorithm, device):
-    """``device``: `None` for the CPU."""
     put, wait = (device.put, device.synchronize) if device else (lambda array: array, lambda: None)
     x = data.gradient("normal", 900, "float32", seed=RANK)
     residual, out = np.zeros_like(x), np.empty_like(x)
@@ -111,43 +110,8 @@ class DeviceBytes:
 
 
 class Addresses(MessageMemory):
-    """Notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
-
     def empty(self, nbytes: int) -> DeviceBytes:
         return DeviceBytes(np.zeros(nbytes, np.uint8))
-
-    def ready(self, message: DeviceBytes, nbytes: int) -> None:
-        self.asked.append(("ready", nbytes))
-
-    def landed(self, message: DeviceBytes, begin: int, end: int) -> None:
-        self.asked.append(("landed", begin, end))
-
-    def move(self, part: DeviceBytes, to: DeviceBytes) -> None:
-        to.array[: len(part)] = part.array
-        self.asked.append(("moved", len(part)))
-
-
-@pytest.mark.parametrize("expected", [0, 250_000, 400_000])
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 100_000, 250_000])
-def test_addresses_of_a_device(nbytes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is asked for before it is sent, and each of several is told of when it has come."""
-    monkeypatch.setenv("SPARSECOMM_MAX_MESSAGE_BYTES", "100000")
-    comm, memory = WORLD.Dup(), Addresses()
-    transport = transport_of(comm)
-    transport.begin(b"addresses", lambda theirs, rank: AssertionError(rank))
-    mine = DeviceBytes(np.full(nbytes, RANK + 1, np.uint8))
-    made = transport.exchange(mine, (RANK + 1) % P, (RANK - 1) % P, memory, expected)
-    np.testing.assert_array_equal(made.array, np.full(nbytes, (RANK - 1) % P + 1, np.uint8))
-    transport.end()
-    comm.Free()
-    ends = [nbytes] if nbytes < FIRST else [*range(FIRST, nbytes + 1, 100_000), nbytes]
-    assert [asked[1] for asked in memory.asked if asked[0] == "ready"] == ends
-    assert [asked[-1] for asked in memory.asked if asked[0] == "landed"] == (ends if len(ends) > 1 else [])
-    if expected >= nbytes:
-        assert not [a for a in memory.asked if a[0] == "moved"]
 
 
 @pytest.mark.parametrize("end", ["detached", "collected"])

@@ -24,21 +24,18 @@ Tokens = tuple[bytes, bytes]  # of rank 0 and of rank 1
 
 
 def hello(tokens: Tokens, sender: int, index: int, streams: int = 1) -> bytes:
-    """Return the hello of rank 0 or 1 of two."""
     tickets = hashlib.shake_128(b"".join(tokens)).digest(2 * 64 * 16)
     at = 16 * (index + (0 if sender else 64))  # first those of the rank that connects
     return HELLO.pack(b"sparsec2", tickets[at : at + 16], sender, index, streams)
 
 
 def frame(sequence: int, data: bytes, offset: int = 0, piece: int = 0, kind: int = DATA, number: int = 7) -> bytes:
-    """Return a piece of a message, with its header."""
     piece = piece or max(len(data), 1)
     part = data[offset : offset + piece]
     return FRAME.pack(MAGIC, kind, number, sequence, len(data), offset, piece, len(part)) + part
 
 
 def read(peer: socket.socket, nbytes: int) -> bytes:
-    """Return so many bytes."""
     found = b""
     while len(found) < nbytes:
         found += (more := peer.recv(nbytes - len(found)))
@@ -68,7 +65,6 @@ def reset_at_close(peer: socket.socket) -> None:
 
 
 def following(connections: Connections) -> tuple[int, int, int, Any]:
-    """Return the next completion."""
     return until(lambda: connections.next(1.0), "a completion")
 
 
@@ -95,7 +91,6 @@ def listen(made: Sequence[Connections], address: str = HOST) -> list[int]:
 
 @contextmanager
 def ranks(P: int, streams: int = 1, limit: int = 2**22, address: str = HOST) -> Iterator[list[Connections]]:
-    """Ranks that are connected."""
     made = [Connections(rank, P, limit, streams) for rank in range(P)]
     listen(made, address)
     for each in made:
@@ -170,13 +165,11 @@ class LowerPeer:
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process has."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def of_this_process() -> list[int]:
-    """Return the descriptors of sockets."""
     return [int(fd) for fd in os.listdir("/proc/self/fd") if stat.S_ISSOCK(mode_of(int(fd)))]
 
 
@@ -202,6 +195,5 @@ def ports(fd: int) -> tuple[int, int]:
 
 
 def cpu_seconds(thread: int) -> float:
-    """Return what a thread of this process has used."""
     with open(f"/proc/self/task/{thread}/schedstat") as file:
         return int(file.read().split()[0]) / 1e9

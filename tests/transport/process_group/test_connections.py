@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from sparsecomm.transport.process_group._connections import DATA, DISCONNECTED, GOODBYE, SENT
 from tests.transport.process_group.peers import (
@@ -36,52 +34,6 @@ from tests.transport.process_group.peers import (
     stranger,
 )
 from tests.waiting import until
-
-sizes = st.one_of(st.integers(0, 70_000), st.sampled_from([13_000, 13_001, 2**16, 2**16 + 1, 10**6]))
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(sizes, max_size=12),
-    st.lists(sizes, max_size=4),
-    st.sampled_from([1, 2, 16]),
-    st.sampled_from([1000, 2**22]),
-)
-@example([0, 3_000_000, 1, 200_000, 0, 0], [1_000_000], 16, 2**22)
-@example([0, 1, 63, 64, 65, 6400], [640], 2, 64)
-def test_messages_of_any_size_arrive_whole_and_in_order(
-    there: list[int], back: list[int], streams: int, limit: int
-) -> None:
-    with ranks(2, streams, limit) as pair:
-        late: list[list[int]] = [[], []]
-        for rank, sizes_of in enumerate([there, back]):
-            for number, size in enumerate(sizes_of):
-                if not pair[rank].send(1 - rank, number, noise(size, number), number):
-                    late[rank].append(number)
-        for rank, sizes_of in enumerate([back, there]):
-            got, out = collect(pair[rank], len(sizes_of), len(late[rank]))
-            assert [(peer, number) for peer, number, _ in got] == [(1 - rank, i) for i in range(len(sizes_of))]
-            assert sorted(out) == late[rank]
-            for (_, number, data), size in zip(got, sizes_of, strict=True):
-                assert np.array_equal(data, noise(size, number))
-                data[...] = 0  # it is the receiver's
-
-
-@pytest.mark.parametrize("address", [HOST, "::1"])
-def test_all_ranks_are_connected_with_all(address: str) -> None:
-    try:
-        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
-    except OSError:
-        pytest.skip("this machine has no such address")
-    with ranks(5, 2, address=address) as made:
-        for a in range(5):
-            for b in range(5):
-                if a != b:
-                    made[a].send(b, a, noise(10, a), None)
-        for rank, each in enumerate(made):
-            got, _ = collect(each, 4, 0)
-            assert sorted(peer for peer, _, _ in got) == [other for other in range(5) if other != rank]
-            assert all(number == peer and np.array_equal(data, noise(10, peer)) for peer, number, data in got)
 
 
 def test_on_a_local_network_one_connection_serves_a_pair() -> None:
@@ -261,16 +213,18 @@ def test_a_connection_that_another_process_still_holds_is_closed_for_this_one() 
             os.close(fd)
 
 
-def test_goodbye_comes_after_all_else() -> None:
-    for streams in (1, 5):
-        with ranks(2, streams) as (a, b):
-            requests = [i for i in range(5) if not a.send(1, i, noise(5_000_000, i), i)]
-            a.close(SECONDS)
-            got, _ = collect(b, 5, 0)
-            assert all(np.array_equal(data, noise(5_000_000, number)) for _, number, data in got)
-            assert following(b)[:2] == (GOODBYE, 0)
-            assert b.next(0.1) is None
-            assert requests
+@pytest.mark.parametrize(("streams", "address"), [(1, HOST), (5, "::1")])
+def test_goodbye_comes_after_all_else(streams: int, address: str) -> None:
+    if address != HOST and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no such address")
+    with ranks(2, streams, address=address) as (a, b):
+        requests = [i for i in range(5) if not a.send(1, i, noise(5_000_000, i), i)]
+        a.close(SECONDS)
+        got, _ = collect(b, 5, 0)
+        assert all(np.array_equal(data, noise(5_000_000, number)) for _, number, data in got)
+        assert following(b)[:2] == (GOODBYE, 0)
+        assert b.next(0.1) is None
+        assert requests
 
 
 def test_a_reader_that_does_not_read_costs_the_sender_no_memory() -> None:

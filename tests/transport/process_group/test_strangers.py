@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import select
 import socket
 import struct
@@ -14,10 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from sparsecomm.transport.process_group._connections import DATA, GOODBYE, TOKEN_BYTES, Connections
+from sparsecomm.transport.process_group._connections import DATA, GOODBYE, Connections
 from tests.transport.process_group.peers import (
     HELLO,
     HOST,
@@ -30,7 +28,6 @@ from tests.transport.process_group.peers import (
     hello,
     listen,
     noise,
-    of_this_process,
     read,
     read_frame,
     reset_at_close,
@@ -75,63 +72,6 @@ def refused(address: Any, raw: bytes) -> bool:
         with suppress(ConnectionResetError):
             return other.recv(1) == b""
     return True
-
-
-SENDS = {"silent": b"", "slow": b"s", "garbage": noise(1000).tobytes(), "half a hello": b"sparsec2" + bytes(20)}
-
-
-@pytest.mark.parametrize("sends", SENDS.values(), ids=SENDS)
-def test_a_flood_of_strangers_keeps_nobody_out(sends: bytes) -> None:
-    """They come first, take few descriptors, and go on while the ranks connect, which need only a few trips."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
-    pair = [Connections(rank, 2, 2**22, 3) for rank in range(2)]
-    ports = listen(pair)
-    others: list[socket.socket] = []
-    connected = threading.Event()
-
-    def connect() -> None:
-        other = socket.create_connection((HOST, ports[0]), SECONDS)
-        with suppress(OSError):
-            other.sendall(sends)
-        others.append(other)
-
-    def go_on() -> None:
-        while not connected.is_set() and len(others) < 2000:
-            for slow in others[-20:]:
-                with suppress(OSError):
-                    slow.sendall(sends[:1])
-            with suppress(ConnectionError):
-                connect()
-
-    flood = threading.Thread(target=go_on)
-    try:
-        before = len(of_this_process())
-        pair[0].start(300.0)
-        for _ in range(1200):
-            connect()
-        until(lambda: len(of_this_process()) - before - len(others) < 32)
-        flood.start()
-        pair[1].start(300.0)
-        for rank, each in enumerate(pair):
-            assert each.join(SECONDS)
-            each.send(1 - rank, 7, noise(100_000, rank), rank)
-        for rank, each in enumerate(pair):
-            ((_, number, data),), _ = collect(each, 1, 0)
-            assert number == 7
-            assert np.array_equal(data, noise(100_000, 1 - rank))
-        until(lambda: all(each.traffic(1 - rank)[-1] == 3 for rank, each in enumerate(pair)))
-        connected.set()
-        flood.join()
-        until(lambda: nobody_listens(ports[0]))
-        assert len(of_this_process()) - before - len(others) <= 6 - 2  # connections, without two listeners
-    finally:
-        connected.set()
-        for each in pair:
-            each.close(1.0)
-        for other in others:
-            other.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_strangers_do_not_fill_the_queue_of_the_system_before_ranks_come() -> None:
@@ -218,34 +158,6 @@ def test_an_end_waits_until_the_hello_is_answered() -> None:
         assert read_frame(peer)[1] == noise(10).tobytes()
         assert read_frame(peer)[0][1] == GOODBYE
         closing.join()
-
-
-def test_what_comes_with_the_hello_is_counted() -> None:
-    mine = os.urandom(TOKEN_BYTES)
-    rank = Connections(0, 2, 2**22, 1)
-    port = rank.listen(HOST, mine)
-    rank.set_peer(1, HOST, 1, mine)
-    rank.start(300.0)
-    data = hello((mine, mine), 1, 0) + frame(0, bytes(1000))
-    with socket.create_connection((HOST, port)) as peer:
-        peer.sendall(data)
-        collect(rank, 1, 0)
-        assert rank.traffic(1)[1] == len(data)
-        rank.close(0.0)
-
-
-def test_a_peer_that_does_not_listen_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        rank = Connections(1, 2, 2**22, 1)
-        rank.listen(HOST, bytes(16))
-        rank.set_peer(0, HOST, taken.getsockname()[1], bytes(16))
-        rank.start(300.0)
-        assert not rank.join(SECONDS)
-        assert "refused" in rank.failure(0)
-        assert not rank.is_connected(0)
-        rank.close(1.0)
-        rank.close(1.0)
 
 
 def test_what_cannot_be_an_address_is_refused() -> None:
