@@ -11,7 +11,6 @@ VENV := .venv$(if $(filter-out openmpi,$(MPI)),-$(MPI))
 WITH_MPI := $(if $(filter-out site,$(MPI)),$(comma)$(MPI))
 # The demo needs little; the tests bring PyTorch and JAX. What serves the tests serves the demo.
 DEMO_READY := $(VENV)/$(if $(wildcard $(VENV)/installed-test),built-test,built-demo)
-BENCH_OPTIONS ?= --benchmark-columns=min,median,iqr,rounds
 SOURCES := $(wildcard sparsecomm/*.py* sparsecomm/*/*.py* sparsecomm/*/*/*.py sparsecomm/*/*.pxd kernels/cpu/*)
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -85,9 +84,8 @@ lint: $(VENV)/built-test
 	mypy
 	lint-imports
 
-# BENCH_N=1e8 makes the long vectors longer.
 bench: $(VENV)/built-test
-	python -m pytest bench/test_kernels.py --benchmark-max-time=0.3 $(BENCH_OPTIONS)
+	python -m bench.figures --quick
 	sparsecomm bench --ranks 2 --algorithms all
 
 # An sdist, and two wheels for each Python that is found: docs/internals/releasing.md.

@@ -262,28 +262,6 @@ def _adamw_rows(*, betas: bool) -> list[list[str]]:
     ]
 
 
-def gpt2() -> list[list[str]]:
-    """Return the trainings of bench/gpt2.py: dense and SparseAdamW side by side, each at its best rate."""
-    groups: dict[tuple[int, float, str], dict[float, dict[int, dict[str, float]]]] = {}
-    for line in (RESULTS / "gpt2.jsonl").read_text().splitlines():
-        setting, outcome = (json.loads(line)[key] for key in ("setting", "outcome"))
-        way = setting["way"]
-        settings = f"density={setting['density']}, wire={setting['wire']}" if way == "sparse" else ""
-        key = setting["steps"], setting["beta2"], settings
-        groups.setdefault(key, {}).setdefault(setting["rate"], {})[setting["seed"]] = outcome
-    rows = [["steps", "beta2", "settings", "rate", "seeds", "held out", "training", "above dense", "dense ring / this"]]
-    for (steps, beta2, settings), by_rate in sorted(groups.items()):
-        for rate, found in sorted(by_rate.items()):
-            theirs = groups[steps, beta2, ""].get(rate, {})
-            losses, training = ([o[name] for o in found.values()] for name in ("loss", "training_loss"))
-            above = [outcome["loss"] - theirs[seed]["loss"] for seed, outcome in found.items() if seed in theirs]
-            row = [str(steps), f"{beta2:g}", settings or "dense", f"{rate:g}", str(len(found))]
-            row += [f"{np.mean(losses):.3f}", f"{np.mean(training):.3f}"]
-            row += [f"{np.mean(above):+.3f}" if settings and above else ""]
-            rows.append([*row, f"{4 / next(iter(found.values()))['bytes']:.0f}"])
-    return rows
-
-
 def few_bits() -> list[list[str]]:
     """Return the trainings of the LSTM by bench/experiments/convergence with few bits, each at its best rate."""
     names = {"allgather": "Top-k (`allgather`)"}
@@ -347,7 +325,6 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,
     "few_bits": few_bits,
-    "gpt2": gpt2,
     **{f"facts_{name}": partial(facts, name) for name in ALGORITHMS},
     **{f"paper_{name}": partial(measured, "paper", f"paper_{name}") for name in ("throughput", "speedups", "costs")},
     **{f"options_{name}": partial(options, name) for name in COMMANDS},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -113,26 +112,6 @@ def test_recipe(
     whole = run(forks, recipe, tmp_path / recipe, EPOCHS, first, *options)
     go_back(tmp_path / recipe, forks)
     check(whole, run(forks, recipe, tmp_path / recipe, EPOCHS, RANKS, *options))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_gpt2_at_density_1_trains_as_dense(tmp_path: Path, forks: Run) -> None:
-    """With exact values of all weights, dense and sparse trainings of the report have the same losses."""
-    needs("torch", "transformers", "accelerate")
-    program = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-sys.argv += [*"--steps 12 --clip 0 --density 1.0 --wire packed --out".split(), {str(tmp_path / "gpt2.jsonl")!r}]
-from bench import gpt2
-gpt2.main()
-"""
-    status, said = forks("-c", program, ranks=RANKS)
-    assert status == 0, said
-    dense, sparse = (json.loads(line)["outcome"] for line in (tmp_path / "gpt2.jsonl").read_text().splitlines())
-    for loss in ("loss", "training_loss"):
-        assert sparse[loss] == pytest.approx(dense[loss], rel=1e-4)
-        assert sparse[loss] < 4.5  # the logarithm of the number of characters, 4.56, knows nothing
 
 
 SEVERAL = """
