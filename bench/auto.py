@@ -177,10 +177,7 @@ def simulated_case(P: int, per_node: int, delay: float, rate: float, n: int, den
 
 def measured_costs(P: int, problem: Problem) -> Costs:
     """Return the costs that ranks measure on the network of a problem."""
-    link, node = problem.costs.link, problem.costs.node or problem.costs.link
-    inside = {"node_alpha": node.alpha, "node_beta": node.beta, "node_gap": node.gap}
-    network = {"alpha": link.alpha, "beta": link.beta, "gap": link.gap, **inside}
-    results = simulated.run(P, costs_of, node_of_rank=problem.node_of_rank(P), **network)
+    results = simulated.run(P, costs_of, **problem.network(P))
     assert results[0].value is not None
     return results[0].value.costs
 

@@ -34,7 +34,17 @@ MEMORY = 8  # bytes per rank and parameter: residual and sum
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = report.parser(__doc__, prog="python -m bench.paper")
+    parser.add_argument("what", choices=("run", "tables"))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="P")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--steps", type=int, default=2, help="timed, of the sparse methods (%(default)s)")
+    parser.add_argument("--rate", type=float, default=RATE, help="bits per second of the cluster (%(default)g)")
+    parser.add_argument("--file", type=Path, default=Path("build/paper/results.jsonl"), help="%(default)s")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
+    parser.add_argument("--name", default="paper", help="of these files (%(default)s)")
+    options = parser.parse_args()
     if options.what == "run":
         with _alone():
             for P in options.ranks:
@@ -49,20 +59,6 @@ def main() -> int:
     data, lines = run | {"rows": rows, "pages": tables.pages(rows, last=True)}, [*report.head(run), *tables.notes(rows)]
     report.publish(stem, lines, tables.tables(rows), data)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__, prog="python -m bench.paper")
-    parser.add_argument("what", choices=("run", "tables"))
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="P")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--steps", type=int, default=2, help="timed, of the sparse methods (%(default)s)")
-    parser.add_argument("--rate", type=float, default=RATE, help="bits per second of the cluster (%(default)g)")
-    parser.add_argument("--file", type=Path, default=Path("build/paper/results.jsonl"), help="%(default)s")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
-    parser.add_argument("--name", default="paper", help="of these files (%(default)s)")
-    return parser
 
 
 def _run(options: argparse.Namespace, P: int) -> int:

@@ -36,7 +36,6 @@ from bench.slow_network.network import parse_rate
 from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
 from sparsecomm.cli.outputs import json_text, save
-from sparsecomm.quantities import number_text
 
 ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most
 WORKER = Path(__file__).with_name("worker.py")
@@ -52,8 +51,7 @@ def main() -> int:
         return 1
     store.update()
     run = store.data["runs"][-1]
-    all_tables = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
-    report.publish(options.out, report.head(run), all_tables, store.data)
+    report.publish(options.out, report.head(run), tables.tables(rows), store.data)
     if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
         save(tables.heat_maps(tables.found(rows)), options.out.with_name(options.out.name + ".png"), 130)
     for network in failed:
@@ -117,37 +115,33 @@ class Store:
 
 def measure(options: argparse.Namespace, store: Store) -> list[Network]:
     """Measure what is missing, network by network; return the networks on which that failed."""
-    wanted = grid.quick() if options.quick else grid.full()
-    if options.rates or options.rtts or options.losses or options.no_network:
+    if options.no_network:
+        wanted = [grid.HERE]
+    elif options.quick and not (options.rates or options.rtts or options.losses):
+        wanted = grid.QUICK
+    else:
         rates = [parse_rate(text) for text in options.rates or ("1gbit", "200mbit", "50mbit")]
         rtts = options.rtts if options.rtts is not None else (0, 20, 80)
         losses = options.losses if options.losses is not None else (0, 0.1)
         wanted = grid.networks(rates, [ms / 1e3 for ms in rtts], [percent / 100 for percent in losses])
-        wanted = [grid.HERE] if options.no_network else wanted
     every = options.H or ((8, 32) if options.quick else (1, 8, 32, 128))
-    times = tuple(options.seconds or (QUICK if options.quick else ALL))
     done = {grid.key(row) for row in store.rows}
     missing = {n: [cell for cell in grid.cells(n, options.methods, every) if cell not in done] for n in wanted}
     missing = {network: cells for network, cells in missing.items() if cells}
-    n, P = store.data["setting"]["elements"], options.ranks
-    costs = {cell: grid.seconds(cell, times, n, P, options.step) for cells in missing.values() for cell in cells}
-    left = sum(costs.values()) + 15 * len(missing)
-    _say(f"{len(costs)} cells on {len(missing)} networks, about {number_text(left / 60, 2)} minutes")
+    _say(f"{sum(map(len, missing.values()))} cells on {len(missing)} networks")
     if missing:
         store.data["runs"].append(report.about("-m bench.utilisation", sys.argv[1:], threads=1))
     failed = []
     for network, cells in missing.items():
-        _say(f"{network}: {len(cells)} cells; {number_text(left / 60, 2)} minutes left")
-        if not on_network(options, store, network, cells, times):
+        _say(f"{network}: {len(cells)} cells")
+        if not on_network(options, store, network, cells):
             failed.append(network)
-        left -= sum(costs[cell] for cell in cells) + 15
     return failed
 
 
-def on_network(
-    options: argparse.Namespace, store: Store, network: Network, cells: list[Cell], times: tuple[float, ...]
-) -> bool:
+def on_network(options: argparse.Namespace, store: Store, network: Network, cells: list[Cell]) -> bool:
     """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
+    times = options.seconds or (QUICK if options.quick else ALL)
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
         content = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
