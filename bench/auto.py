@@ -56,18 +56,13 @@ Row = dict[str, Any]
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--simulated", action="store_true", help="on simulated ranks, instead of those of mpirun")
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="I", help="only every I-th case, simulated (%(default)s)"
-    )
+    parser.add_argument("--every", type=int, default=1, metavar="I", help="simulate every I-th case (%(default)s)")
     parser.add_argument("--sizes", default="100000,1000000,10000000", help="elements (%(default)s)")
     parser.add_argument("--density", default="0.001,0.01,0.1", help="comma-separated (%(default)s)")
     parser.add_argument("--rounds", type=int, default=101, help="(%(default)s)")
     parser.add_argument("--write", type=Path, help="FILE.txt and FILE.json")
     options = parser.parse_args()
-    if options.simulated:
-        on_simulated_ranks(options)
-    else:
-        on_real_ranks(options)
+    (on_simulated_ranks if options.simulated else on_real_ranks)(options)
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------

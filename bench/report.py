@@ -112,11 +112,6 @@ def interval(key: str, form: str = ".3f") -> Callable[[Row], str]:
     return lambda row: " - ".join(format(quartile, form) for quartile in row[key])
 
 
-def yes_or_no(row: Row) -> str | None:
-    """Return whether a row's target is met, if it has one."""
-    return {None: None, True: "yes", False: "no"}[row["met"]]
-
-
 def parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
     """Return a parser whose help is a module's documentation."""
     form = argparse.RawDescriptionHelpFormatter

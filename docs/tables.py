@@ -330,7 +330,6 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     **{f"options_{name}": partial(options, name) for name in COMMANDS},
     "literals": literals,
     "reducer_options": reducer_options,
-    "slow_calls": partial(measured_later, "slow-calls", "slow_calls"),
     "slow_links_losses": slow_links_losses,
     "taken_at_1": partial(taken, 1, 1),
     "taken_at_1_nodes": partial(taken, 1, 4),

@@ -153,7 +153,7 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace, vectors: Vectors, run: Run) -> None:
         self.options, self.vectors, self.run = options, vectors, run
-        self.drain = Drain(options.drain)
+        self.drain_out, self.drain_into = np.zeros((2, options.drain), np.uint8)
 
     def at_one_density(self, link_of: dict[str, Link]) -> list[Table]:
         """Time everyone."""
@@ -204,6 +204,13 @@ class Comparison:
             self.run["wrong"] += failures
         return working
 
+    def drain(self) -> None:
+        """Use up the bursts that a link limited by a token bucket lets pass after a pause; then begin together."""
+        P, rank = COMM.size, COMM.rank
+        if len(self.drain_out) and P > 1:
+            COMM.Sendrecv(self.drain_out, (rank + 1) % P, recvbuf=self.drain_into, source=(rank - 1) % P)
+            COMM.Barrier()
+
     def measure(self, runners: dict[str, Runner], say: Any) -> dict[tuple[str, str], Timing]:
         """Time all in turn, round by round, so that a change of the machine's speed meets all alike."""
         rounds, of_slow = self.options.rounds, self.options.slow_rounds
@@ -221,20 +228,6 @@ class Comparison:
                         timer.run(round_no)
         times = {key: timer.timing() for key, timer in timers.items()}
         return {(name, "exchange"): times[name, "step"] for name in runners} | times  # a step that is only an exchange
-
-
-class Drain:
-    """Uses up the bursts that a link limited by a token bucket lets pass at full speed after a pause."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._out, self._into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-
-    def __call__(self) -> None:
-        """Send from every rank to its neighbour at once; then begin together."""
-        P, rank = COMM.size, COMM.rank
-        if len(self._out) and P > 1:
-            COMM.Sendrecv(self._out, (rank + 1) % P, recvbuf=self._into, source=(rank - 1) % P)
-            COMM.Barrier()
 
 
 def heading(run: Run, link_of: dict[str, Link]) -> list[str]:

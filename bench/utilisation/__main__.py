@@ -42,7 +42,22 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = report.parser(__doc__, prog="python -m bench.utilisation")
+    parser.add_argument("--quick", action="store_true", help="some cells, and fewer rounds of each")
+    parser.add_argument("--rates", nargs="+", metavar="RATE", help="of each link (1gbit 200mbit 50mbit)")
+    parser.add_argument("--rtts", nargs="+", type=float, metavar="MS", help="round trips (0 20 80)")
+    parser.add_argument("--losses", nargs="+", type=float, metavar="PERCENT", help="of the packets (0 0.1)")
+    parser.add_argument("--methods", nargs="+", choices=grid.METHODS, default=list(grid.METHODS), metavar="METHOD",
+                        help=f"of {', '.join(grid.METHODS)} (all)")  # fmt: skip
+    parser.add_argument("--H", nargs="+", type=int, metavar="STEPS", help="of a round (1 8 32 128)")
+    parser.add_argument("--seconds", nargs=2, type=float, metavar=("LEAST", "MOST"), help="for the rounds (3 60)")
+    parser.add_argument("--ranks", type=int, default=grid.RANKS, help="(%(default)s)")
+    parser.add_argument("--elements", type=int, metavar="N", help="parameters, in one tensor, instead of the model's")
+    parser.add_argument("--step", type=float, default=grid.STEP, help="seconds of a local step (%(default)s)")
+    parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/utilisation"), help="(%(default)s)")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
     store = Store(options.out, options.ranks, options.elements, options.step)
     failed = [] if options.report else measure(options, store)
     rows = store.rows
@@ -59,25 +74,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__, prog="python -m bench.utilisation")
-    parser.add_argument("--quick", action="store_true", help="some cells, and fewer rounds of each")
-    parser.add_argument("--rates", nargs="+", metavar="RATE", help="of each link (1gbit 200mbit 50mbit)")
-    parser.add_argument("--rtts", nargs="+", type=float, metavar="MS", help="round trips (0 20 80)")
-    parser.add_argument("--losses", nargs="+", type=float, metavar="PERCENT", help="of the packets (0 0.1)")
-    parser.add_argument("--methods", nargs="+", choices=grid.METHODS, default=list(grid.METHODS), metavar="METHOD",
-                        help=f"of {', '.join(grid.METHODS)} (all)")  # fmt: skip
-    parser.add_argument("--H", nargs="+", type=int, metavar="STEPS", help="of a round (1 8 32 128)")
-    parser.add_argument("--seconds", nargs=2, type=float, metavar=("LEAST", "MOST"), help="for the rounds (3 60)")
-    parser.add_argument("--ranks", type=int, default=grid.RANKS, help="(%(default)s)")
-    parser.add_argument("--elements", type=int, metavar="N", help="parameters, in one tensor, instead of the model's")
-    parser.add_argument("--step", type=float, default=grid.STEP, help="seconds of a local step (%(default)s)")
-    parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/utilisation"), help="(%(default)s)")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    return parser
-
-
 class Store:
     """The results in a file, which is replaced atomically."""
 
@@ -90,17 +86,7 @@ class Store:
             self.data = json.loads(self.file.read_text())
             if self.data["setting"] != setting:
                 raise SystemExit(f"bench.utilisation: {self.file} is of {self.data['setting']}, not {setting}: --out")
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A result for each cell."""
-        rows: list[dict[str, Any]] = self.data["rows"]
-        return rows
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        """Write these, too."""
-        self.rows.extend(row | {"run": len(self.data["runs"]) - 1} for row in rows)
-        self.update()
+        self.rows: list[dict[str, Any]] = self.data["rows"]  # a result for each cell
 
     def update(self) -> None:
         """Make plans and the tables of the page anew, and write the file."""
@@ -154,7 +140,9 @@ def on_network(options: argparse.Namespace, store: Store, network: Network, cell
             rows = [json.loads(line) for line in results.read_text().splitlines()]
             measured = json.loads(link.read_text()) if link.exists() else None
             where = {"rate": network.rate, "rtt": network.rtt, "loss": network.loss}
-            store.add([{**where, **row, "link": measured} for row in rows])
+            where |= {"link": measured, "run": len(store.data["runs"]) - 1}
+            store.rows.extend(row | where for row in rows)
+            store.update()
     return status == 0 and len(rows) == len(cells)
 
 

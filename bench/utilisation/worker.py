@@ -16,7 +16,6 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import sparsecomm as sc
-from sparsecomm import transport
-from sparsecomm.torch import SparseAdamW
 
 SPREAD = 8  # a step changes one of at least 8 parts of the parameters
 LIMIT = timedelta(minutes=30)
@@ -40,9 +37,7 @@ class Training:
     """A model of flat parameters, named parts of it, and steps that sleep.
 
     A step changes a part of the parameters, by random numbers that differ between ranks: the cores could not change all
-    of them in its time, which it is within. It also changes one element of every tensor, since a rank sends nothing of
-    tensors that it has not trained. The first change is of all, so that residuals hold something everywhere, and each
-    chunk has something to select.
+    of them in its time. It also changes one element of every tensor, since a rank sends nothing of unchanged tensors.
     """
 
     def __init__(self, shapes: dict[str, int], rank: int, seconds: float) -> None:
@@ -116,17 +111,14 @@ class Local:
         self._local.step(self._training.parameters)
 
     def outcome(self) -> tuple[int, Cell]:
-        checksum = 0
-        for parameter in self._local.global_parameters().values():
-            checksum = zlib.crc32(np.ascontiguousarray(parameter).data, checksum)
-        return checksum, _counted(self._local.reducers, self._local.round)
+        return _outcome(self._local.global_parameters(), self._local.reducers, self._local.round)
 
 
 class PerStep:
     """A sparse mean of gradients in every step, by a `Reducer`."""
 
     def __init__(self, training: Training, cell: Cell) -> None:
-        self._training, self._steps, self._sum = training, 0, 0
+        self._steps = 0
         self._gradients = training.gradients
         self._means = {name: np.empty_like(gradient) for name, gradient in self._gradients.items()}
         self._reducer = sc.Reducer(
@@ -144,61 +136,10 @@ class PerStep:
         self._steps += 1
 
     def outcome(self) -> tuple[int, Cell]:
-        checksum = 0
-        for mean in self._means.values():
-            checksum = zlib.crc32(mean.data, checksum)
-        return checksum, _counted([self._reducer], self._steps)
+        return _outcome(self._means, [self._reducer], self._steps)
 
 
-class Single:
-    """A sum of one gradient, with a residual and a dense result."""
-
-    def __init__(self, training: Training, cell: Cell) -> None:
-        self._gradient, self._density, self._options = training.change, cell["density"], cell["options"]
-        self._residual, self._sum = np.zeros_like(self._gradient), np.empty_like(self._gradient)
-
-    def warm_up(self) -> None:
-        for _ in range(2):  # a first call may measure links
-            self.step()
-
-    def step(self) -> None:
-        residual, out = self._residual, self._sum
-        sc.sparse_allreduce(self._gradient, self._density, residual=residual, out=out, **self._options)
-
-    def outcome(self) -> tuple[int, Cell]:
-        return zlib.crc32(self._sum.data), {}
-
-
-class AdamW:
-    """A step of `SparseAdamW` as it is by default, for parameters of PyTorch."""
-
-    def __init__(self, training: Training, cell: Cell) -> None:
-        self._parameters = {
-            name: torch.nn.Parameter(torch.from_numpy(gradient.copy())) for name, gradient in training.gradients.items()
-        }
-        for parameter, gradient in zip(self._parameters.values(), training.gradients.values(), strict=True):
-            parameter.grad = torch.from_numpy(gradient)
-            dist.broadcast(parameter.data, 0)
-        self._optimizer = SparseAdamW(self._parameters.items(), lr=1e-3, **cell.get("options", {}))
-
-    def warm_up(self) -> None:
-        for _ in range(6):  # later steps have as many weights waiting as any
-            self.step()
-
-    def step(self) -> None:
-        self._optimizer.step()
-
-    def outcome(self) -> tuple[int, Cell]:
-        return 0, {}
-
-
-METHODS: dict[str, Callable[[Training, Cell], Dense | Local | PerStep | Single | AdamW]] = {
-    "dense": Dense,
-    "local": Local,
-    "per-step": PerStep,
-    "single": Single,
-    "adamw": AdamW,
-}
+METHODS: dict[str, Any] = {"dense": Dense, "local": Local, "per-step": PerStep}
 
 
 def main() -> int:
@@ -206,7 +147,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=LIMIT)
     for cell in plan["cells"]:
-        row = timed(plan, cell) if "times" in cell else measured(plan, cell)
+        row = measured(plan, cell)
         if dist.get_rank() == 0:
             with Path(sys.argv[2]).open("a") as file:
                 file.write(json.dumps(cell | row) + "\n")
@@ -225,9 +166,13 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
     rounds, seconds, cpu = 0, 0.0, 0.0
     load = os.getloadavg()[0]
     while True:
-        left = 1 if rounds == 0 else round((min_s - seconds) / (seconds / rounds))
-        left = agreed(min(max(left, 3 - rounds), int((max_s - seconds) / (seconds / rounds))) if rounds else 1)
-        if left <= 0:
+        left = 1
+        if rounds:
+            each = seconds / rounds
+            left = min(max(round((min_s - seconds) / each), 3 - rounds), int((max_s - seconds) / each))
+        agreed = torch.tensor([left])
+        dist.broadcast(agreed, 0)
+        if (left := int(agreed)) <= 0:
             break
         begin_together(plan["ahead"])
         begin, busy = time.perf_counter(), time.process_time()
@@ -255,39 +200,6 @@ def measured(plan: dict[str, Any], cell: Cell) -> Cell:
     }
 
 
-def timed(plan: dict[str, Any], cell: Cell) -> Cell:
-    """Time single exchanges, from the common start of all ranks to the end of the last one. Collective.
-
-    Between two of them the connections are idle for as long as it takes to agree on the next moment.
-    """
-    training = Training(plan["shapes"], dist.get_rank(), 0.0)
-    every_time, sent = [], 0
-    method = None if cell["kind"] == "first" else METHODS[cell["kind"]](training, cell | {"H": 1})
-    if method is not None:
-        method.warm_up()
-    for _ in range(cell["times"]):
-        group = dist.new_group(backend="gloo") if method is None else None
-        training.flat -= 1e-3 * training.change
-        begin = begin_together(plan["ahead"])
-        before = transport.transport_of(group).counters.bytes_sent if method is not None else 0
-        if method is None:
-            sc.sparse_allreduce(training.change, cell["density"], comm=group)
-        else:
-            method.step()
-        end = torch.tensor([time.monotonic()], dtype=torch.float64)
-        dist.all_reduce(end, dist.ReduceOp.MAX)
-        every_time.append(float(end) - begin)
-        sent = transport.transport_of(group).counters.bytes_sent - before
-    return {"seconds": every_time, "sent": sent}
-
-
-def agreed(value: int) -> int:
-    """Return the value of rank 0."""
-    found = torch.tensor([value])
-    dist.broadcast(found, 0)
-    return int(found)
-
-
 def begin_together(ahead: float) -> float:
     """Return on all ranks at one moment of the clock that they share, so many seconds from now on, and which it is."""
     moment = torch.tensor([time.monotonic() + ahead], dtype=torch.float64)
@@ -296,9 +208,12 @@ def begin_together(ahead: float) -> float:
     return float(moment)
 
 
-def _counted(reducers: Any, rounds: int) -> Cell:
-    """Return the bytes that rank 0 sent per round."""
-    return {"sent": sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, rounds)}
+def _outcome(arrays: dict[str, Vector], reducers: Any, rounds: int) -> tuple[int, Cell]:
+    """Return a checksum of arrays, and the bytes that this rank sent per round."""
+    checksum = 0
+    for array in arrays.values():
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum, {"sent": sum(reducer.counters.bytes_sent for reducer in reducers) / max(1, rounds)}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from rich.console import Console
 from bench import report
 from bench.experiments.convergence import training
 from bench.experiments.convergence.plots import plot_costs
-from bench.experiments.convergence.results import Results, Training, about
+from bench.experiments.convergence.results import Results, Training
 from bench.experiments.convergence.tables import tables
 from bench.experiments.convergence.training import METHODS, Curve, Setting, equal_density
 from bench.experiments.tasks import TASKS
@@ -167,7 +167,10 @@ def main() -> None:
         if not results.has(setting):
             same.setdefault(setting.work, []).append(setting)
     if same:
-        results.runs.append(about(["python -m bench.experiments.convergence", *sys.argv[1:]]))
+        run = report.about("", [])
+        versions = {name: number for name, number in run["versions"].items() if number}
+        command = " ".join(["python -m bench.experiments.convergence", *sys.argv[1:]])
+        results.runs.append({"command": command, "machine": run["machine"], "versions": versions})
     for number, (setting, curve) in enumerate(in_processes(list(same), options.jobs)):
         console.print(f"{number + 1} of {len(same)}: {setting.model}, P = {setting.ranks}: {setting.name}")
         for each in same[setting]:
