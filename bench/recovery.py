@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 from sklearn.datasets import load_digits
 
 import sparsecomm as sc
