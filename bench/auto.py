@@ -56,18 +56,13 @@ Row = dict[str, Any]
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--simulated", action="store_true", help="on simulated ranks, instead of those of mpirun")
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="I", help="only every I-th case, simulated (%(default)s)"
-    )
+    parser.add_argument("--every", type=int, default=1, metavar="I", help="simulate every I-th case (%(default)s)")
     parser.add_argument("--sizes", default="100000,1000000,10000000", help="elements (%(default)s)")
     parser.add_argument("--density", default="0.001,0.01,0.1", help="comma-separated (%(default)s)")
     parser.add_argument("--rounds", type=int, default=101, help="(%(default)s)")
     parser.add_argument("--write", type=Path, help="FILE.txt and FILE.json")
     options = parser.parse_args()
-    if options.simulated:
-        on_simulated_ranks(options)
-    else:
-        on_real_ranks(options)
+    (on_simulated_ranks if options.simulated else on_real_ranks)(options)
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------
@@ -177,10 +172,7 @@ def simulated_case(P: int, per_node: int, delay: float, rate: float, n: int, den
 
 def measured_costs(P: int, problem: Problem) -> Costs:
     """Return the costs that ranks measure on the network of a problem."""
-    link, node = problem.costs.link, problem.costs.node or problem.costs.link
-    inside = {"node_alpha": node.alpha, "node_beta": node.beta, "node_gap": node.gap}
-    network = {"alpha": link.alpha, "beta": link.beta, "gap": link.gap, **inside}
-    results = simulated.run(P, costs_of, node_of_rank=problem.node_of_rank(P), **network)
+    results = simulated.run(P, costs_of, **problem.network(P))
     assert results[0].value is not None
     return results[0].value.costs
 

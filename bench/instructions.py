@@ -48,12 +48,7 @@ def instructions(folder: Path, calls: int) -> int:
     return int(found[1])
 
 
-def main() -> int:
+if __name__ == "__main__":
     folder = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path(__file__).parents[1]
     few, many = (instructions(folder, calls) for calls in (20, 220))
     print(f"{(many - few) / 400:,.0f} instructions per call and rank")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

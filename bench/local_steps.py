@@ -1,28 +1,20 @@
-"""The cost of a round of local steps: bytes per rank, and seconds on a slow network.
+"""The bytes of a round of local steps, on simulated ranks with the shipped algorithms.
 
     python -m bench.local_steps bytes [--ranks 8 20] [--elements 25600000]
-    python -m bench.slow_network run --ranks 4 --rate 100mbit -- python -m bench.local_steps round
 
 The setting is SparseLoCo's (Sarfi et al., 2025): of each chunk of 4,096 elements 64 are selected, values have 2 bits.
-
-- ``bytes``: bytes that the busiest rank sends and receives in a round, on simulated ranks with the shipped algorithms,
-  beside SparseLoCo's format: 14 bits per entry, 12 for the index and 2 for the value, and every rank gets all entries.
-  "In pairs": a rank sends its entries to each of the P - 1 others. "By a store": it sends them once. The ranks' tensors
-  are independent, so that few entries coincide, which costs most.
-- ``round``: the time of a round's exchange: the dense mean of the pseudo-gradients by gloo's all_reduce, as DiLoCo has
-  it, and `sparsecomm.Reducer`, selection, residuals and the dense result included.
+SparseLoCo's format has 14 bits per entry, 12 for the index and 2 for the value, and every rank gets all entries. "In
+pairs": a rank sends its entries to each of the P - 1 others. "By a store": it sends them once. The ranks' tensors are
+independent, so few entries coincide, which costs most.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.progress import track
 
 import sparsecomm as sc
@@ -35,31 +27,16 @@ ELEMENTS = 25_600_000  # as many as ResNet-50 has
 RATES = {"100 Mb/s": 100e6, "1 Gb/s": 1e9}
 ALPHA = 100e-6  # seconds per message
 Row = dict[str, Any]
-Vector = NDArray[np.float32]
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("what", choices=["bytes", "round"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 20], help="simulated ranks, with bytes (8 20)")
+    parser.add_argument("what", choices=["bytes"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 20], help="simulated ranks (8 20)")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help=f"of the model ({ELEMENTS})")
     parser.add_argument("--wire", default="packed_int2", help="of sparse messages (packed_int2)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, with round (5)")
     parser.add_argument("--write", type=Path, metavar="STEM", help="write STEM.txt and STEM.json")
     args = parser.parse_args()
-    {"bytes": count_bytes, "round": measure_round}[args.what](args)
-
-
-def entries(n: int) -> int:
-    """Return the number of entries that a rank selects from n elements."""
-    full, rest = divmod(n, CHUNK)
-    return full * K + min(K, rest)
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
-def count_bytes(args: argparse.Namespace) -> None:
     rows = []
     for P in args.ranks:
         rows += theirs(P, args.elements)
@@ -87,6 +64,12 @@ def count_bytes(args: argparse.Namespace) -> None:
     report.publish(
         args.write, report.head(about), [report.table(rows, columns, title=title)], {"run": about, "rows": rows}
     )
+
+
+def entries(n: int) -> int:
+    """Return the number of entries that a rank selects from n elements."""
+    full, rest = divmod(n, CHUNK)
+    return full * K + min(K, rest)
 
 
 def theirs(P: int, n: int) -> list[Row]:
@@ -118,53 +101,6 @@ def ours(P: int, n: int, algorithm: str, wire: str) -> Row:
     busiest = max(results, key=lambda result: result.counters.bytes_sent + result.counters.bytes_received)
     row |= {"sent": busiest.counters.bytes_sent, "received": busiest.counters.bytes_received}
     return row | {"bits": 8 * row["sent"] / entries(n)}
-
-
-# -- the time of a round ----------------------------------------------------------------------------------------------
-
-
-def measure_round(args: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-    from mpi4py import MPI
-
-    from bench.training import measure, publish, quartiles_text, start_gloo
-
-    world, n = MPI.COMM_WORLD, args.elements
-    start_gloo()
-    torch.set_num_threads(1)
-    x = np.random.default_rng(world.rank).standard_normal(n, np.float32)
-    dense, sparse = torch.from_numpy(x.copy()), np.empty_like(x)
-    options: dict[str, Any] = {"wire": args.wire, "scope": "chunk", "chunk": CHUNK, "decay": 0.95}
-    reducers = {
-        algorithm: sc.Reducer({"x": x}, K / CHUNK, comm=world, algorithm=algorithm, **options)
-        for algorithm in ("split", "split:2", "allgather")
-    }
-
-    def gloo() -> None:
-        dist.all_reduce(dense)
-        dense.div_(world.size)
-
-    def exchange(reducer: sc.Reducer) -> None:
-        reducer.push("x", x, sparse)
-        reducer.wait()
-
-    contenders = {"gloo, dense": gloo} | {name: partial(exchange, reducer) for name, reducer in reducers.items()}
-    slowest = measure(contenders, args.rounds)
-    dist.destroy_process_group()
-    if world.rank > 0:
-        return
-    ms = {name: report.quartiles(seconds, 1e3) for name, seconds in slowest.items()}
-    sent = {name: r.counters.bytes_sent / r.counters.steps for name, r in reducers.items()}
-    columns = [
-        ("exchange of a round", lambda name: name),
-        ("ms (quartiles)", lambda name: quartiles_text(ms[name])),
-        ("dense / this", lambda name: f"{ms['gloo, dense'][1] / ms[name][1]:.1f}"),
-        ("MB sent by rank 0", lambda name: f"{sent[name] / 1e6:.3f}" if name in sent else None),
-    ]
-    title = f"exchange of pseudo-gradients of {n / 1e6:g}M weights, {K} of each {CHUNK}, {args.wire}, P = {world.size}"
-    table = report.table(ms, columns, title=title)
-    publish(args, "round", table, {"n": n, "ms": ms, "sent": sent}, "-m bench.local_steps")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ Beyond, ~ marks the formula's figure.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -54,20 +55,14 @@ Row = dict[str, Any]  # of the table, with the names that it has in the JSON fil
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    arguments = parser.parse_args(argv)
     try:
-        run(parser.parse_args(argv))
+        problem = problem_of(arguments)
+        options.check_writable(arguments.json, arguments.plot)
     except InvalidInputError as error:
         sys.exit(str(error))
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Simulate what was asked for, print the table and write the files."""
-    problem = problem_of(arguments)
-    options.check_writable(arguments.json, arguments.plot)
-    try:
-        import greenlet  # noqa: F401
-    except ImportError as error:
-        raise InvalidInputError(f"simulated ranks need greenlet: {pip_install('simulated')}") from error
+    if importlib.util.find_spec("greenlet") is None:
+        sys.exit(f"simulated ranks need greenlet: {pip_install('simulated')}")
     print(table_head(_header(problem), _COLUMNS), flush=True)
     found = []
     for row in rows(problem, arguments):
@@ -118,11 +113,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def problem_of(asked: argparse.Namespace) -> Problem:
-    """Return the problem that options ask for, at the costs of their profile or the assumed ones.
-
-    Raises:
-        InvalidInputError: the profile cannot be used.
-    """
+    """Return the problem that options ask for, at the costs of their profile or the assumed ones."""
     costs = options.costs(asked.profile)
     alpha = costs.link.alpha if asked.latency is None else asked.latency
     beta = costs.link.beta if asked.rate is None else 8 / asked.rate

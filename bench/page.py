@@ -4,7 +4,7 @@
     python -m bench.page curves.json --out folder
 
 Each result file has a section with its command, the pictures and the tables that the command wrote beside it, or the
-rows of the file. Files of ``sparsecomm bench --json``, `bench.model`, `bench.compare` and `bench.paper` have plots.
+rows of the file. Files of ``sparsecomm bench --json``, `bench.model` and `bench.compare` have plots.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from typing import Any
 import matplotlib
 
 from bench import model, report
-from bench.paper import tables
-from bench.paper.models import MODELS, RANKS
 from sparsecomm.cli import bench
-from sparsecomm.cli.outputs import log_axis, panels, pyplot, size_axis, style
+from sparsecomm.cli.outputs import log_axis, panels, pyplot, style
 from sparsecomm.quantities import bytes_text, number_text, time_text
 from sparsecomm.tracing.observers import PARTS
 
@@ -87,20 +85,13 @@ def _flat(row: Row) -> Row:
 
 
 def read(paths: Iterable[Path]) -> list[Result]:
-    """Return the results of files, and of all .json and .jsonl files in folders, by name.
-
-    Raises:
-        ValueError: a file is not JSON, or there is none.
-        OSError: a file cannot be read.
-    """
+    """Return the results of files, and of all .json and .jsonl files in folders, by name."""
     found = []
     for path in paths:
         for file in sorted([*path.glob("*.json"), *path.glob("*.jsonl")]) if path.is_dir() else [path]:
             try:
-                lines = file.read_text()
-                data = (
-                    [json.loads(line) for line in lines.splitlines()] if file.suffix == ".jsonl" else json.loads(lines)
-                )
+                text = file.read_text()
+                data = list(map(json.loads, text.splitlines())) if file.suffix == ".jsonl" else json.loads(text)
             except ValueError as error:
                 raise ValueError(f"{file}: it is not JSON ({error})") from error
             found.append(Result(file, data if isinstance(data, dict) else {"rows": data}))
@@ -113,11 +104,6 @@ def read(paths: Iterable[Path]) -> list[Result]:
 
 _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#bbbbbb"
 _PART_HATCHES = "", "//", "", "\\\\", "..", "xx", ""
-
-
-def _legend(figure: Any, all_axes: Sequence[Any]) -> None:
-    handles = {label: h for axes in all_axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside right upper")
 
 
 def _bars(values: Mapping[str, float], text: Callable[[float], str], rows: Sequence[Row]) -> Any:
@@ -139,30 +125,14 @@ def _bars(values: Mapping[str, float], text: Callable[[float], str], rows: Seque
     return figure
 
 
-def compared_times(result: Result) -> Any:
-    rows = result.data["times"]
-    return _bars({row["name"]: row["step_ms"] / 1e3 for row in rows}, time_text, rows)
+def compared(key: str, text: Callable[[float], str], unit: float = 1) -> Callable[[Result], Any]:
+    """Return a function that draws a column of the table of `bench.compare`."""
 
+    def draw(result: Result) -> Any:
+        rows = result.data["times"]
+        return _bars({row["name"]: row[key] * unit for row in rows if row[key]}, text, rows)
 
-def compared_bytes(result: Result) -> Any:
-    rows = result.data["times"]
-    return _bars({row["name"]: row["sent"] for row in rows if row["sent"]}, bytes_text, rows)
-
-
-def by_density(result: Result) -> Any:
-    if len({row["density"] for row in result.rows}) < 3:
-        return None
-    largest, wire = max(row["size_bytes"] for row in result.rows), result.rows[0]["wire"]
-    figure, (axes,) = panels(1, 6, 3.2)
-    rows = [row for row in result.rows if (row["size_bytes"], row["wire"]) == (largest, wire)]
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
-        points = sorted((row["density"], row["time_median_us"] / 1e6) for row in rows if row["algorithm"] == name)
-        axes.plot(*zip(*points, strict=True), label=name, **style(name))
-    size_axis(axes, sorted({float(row["density"]) for row in rows}), number_text)
-    log_axis(axes.yaxis, time_text)
-    axes.set_xlabel(f"density, at {bytes_text(largest)}")
-    _legend(figure, [axes])
-    return figure
+    return draw
 
 
 def breakdown(result: Result) -> Any:
@@ -179,44 +149,23 @@ def breakdown(result: Result) -> Any:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    _legend(figure, [axes])
-    return figure
-
-
-def throughput(result: Result) -> Any:
-    names = [name for name in MODELS if any(row["model"] == name for row in result.rows)]
-    figure, all_axes = panels(len(names), 3.5, 3.2)
-    for axes, name in zip(all_axes, names, strict=True):
-        for method, algorithm in tables.STYLES.items():
-            rows = [row for row in result.rows if (row["model"], row["method"]) == (name, method)]
-            points = sorted((row["P"], MODELS[name].batch / tables.step_seconds(row)) for row in rows)
-            look, label = style(algorithm), tables.NAMES[method]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=label, **look)
-            if method in MODELS[name].published:
-                hollow = {**look, "linestyle": "--", "linewidth": 1, "markerfacecolor": "white"}
-                axes.plot(RANKS, MODELS[name].published[method], label=f"{label}, published", **hollow)
-        size_axis(axes, list(map(float, RANKS)), number_text)
-        log_axis(axes.yaxis, number_text)
-        axes.set_title(name, fontsize="small")
-        axes.set_xlabel("workers")
-    all_axes[0].set_ylabel("samples per second and worker")
-    _legend(figure, all_axes)
+    figure.legend(frameon=False, loc="outside right upper")
     return figure
 
 
 # By a key of the file or of its first row: captions, and functions that return a figure, or None.
 PLOTS: dict[str, dict[str, Callable[[Result], Any]]] = {
-    "times": {"Time of a whole step": compared_times, "Bytes that the busiest rank sends": compared_bytes},
+    "times": {
+        "Time of a whole step": compared("step_ms", time_text, 1e-3),
+        "Bytes that the busiest rank sends": compared("sent", bytes_text),
+    },
     "time_median_us": {
         "Time against size": lambda result: bench.draw(result.data["header"], result.rows),
-        "Time against density": by_density,
         "Parts of a call": breakdown,
     },
     "formula_step_seconds": {
         "Time, bytes and messages against ranks": lambda result: model.draw(result.data["header"], result.rows)
     },
-    "slowdown": {"Throughput": throughput},
 }
 
 

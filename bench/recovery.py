@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 from sklearn.datasets import load_digits
 
 import sparsecomm as sc
@@ -127,7 +127,6 @@ class Training:
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return means over the steps at which residuals had filled."""
     return {name: float(np.mean([row[name] for row in rows[WARM:]])) for name in rows[0]}
 
 
@@ -181,14 +180,13 @@ def main() -> None:
 def table(found: list[dict[str, Any]], title: str, density: float) -> Table:
     rows = [row for row in found if (row["experiment"], row["density"]) == (title, density)]
     columns = [name for name in ("found", "applied", "exact", "loss", "KB") if name in rows[0]]
-    result_table = Table("algorithm", title=f"{title}, density {number_text(density)}", title_justify="left")
-    for name in ("ranks", *columns):
-        result_table.add_column(name, justify="right")
+    headings = ["algorithm", *(Column(name, justify="right") for name in ("ranks", *columns))]
+    result = Table(*headings, title=f"{title}, density {number_text(density)}", title_justify="left")
     for way in dict.fromkeys(row["way"] for row in rows):
         for row in (row for row in rows if row["way"] == way):
-            result_table.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
-        result_table.add_section()
-    return result_table
+            result.add_row(way, str(row["ranks"]), *(f"{row[name]:.3f}" for name in columns))
+        result.add_section()
+    return result
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,6 +87,12 @@ def table(rows: Iterable[Any], columns: Sequence[Column], **options: Any) -> Tab
     for row in rows:
         result.add_row(*("" if (text := cell(row)) is None else str(text) for _, cell in columns))
     return result
+
+
+def table_of_cells(lines: Sequence[Sequence[str]], title: str) -> Table:
+    """Return a table of texts, whose first line has the headings."""
+    columns = [(heading, itemgetter(i)) for i, heading in enumerate(lines[0])]
+    return table(lines[1:], columns, title=title, title_justify="left")
 
 
 def number(key: str, form: str = ".3f", unit: float = 1) -> Callable[[Row], str | None]:

@@ -51,6 +51,13 @@ class Problem:
         """Return the number of the node of each of P ranks."""
         return [rank // self.per_node for rank in range(P)]
 
+    def network(self, P: int) -> dict[str, Any]:
+        """Return the network as arguments of `simulated.run`."""
+        link, node = self.costs.link, self.costs.node or self.costs.link
+        between, inside = ({"alpha": each.alpha, "beta": each.beta, "gap": each.gap} for each in (link, node))
+        inside = {f"node_{name}": value for name, value in inside.items()}
+        return {"node_of_rank": self.node_of_rank(P), **between, **inside}
+
 
 @dataclass(frozen=True)
 class Found:
@@ -141,7 +148,7 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
         for number in range(2 if "split" in algorithm.name else 1):
             comm.begin()
             try:
-                gradient = _Gradient(problem, transport, backend, n, common, costs, number)
+                gradient = _Gradient(problem, backend, n, common, number)
                 algorithm.run(comm, cast(Contribution, gradient), k)
             except BaseException as error:
                 comm.abort(error)
@@ -152,19 +159,7 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
             seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, either))
         return seen[-2:]
 
-    link, node = costs.link, costs.node or costs.link
-    results = simulated.run(
-        P,
-        program,
-        alpha=link.alpha,
-        beta=link.beta,
-        gap=link.gap,
-        node_of_rank=problem.node_of_rank(P),
-        node_alpha=node.alpha,
-        node_beta=node.beta,
-        node_gap=node.gap,
-        weigh=lambda data: weights.get(id(data), len(data)),
-    )
+    results = simulated.run(P, program, weigh=lambda data: weights.get(id(data), len(data)), **problem.network(P))
     before, after = zip(*(result.value for result in results if result.value is not None), strict=True)
     seconds = max(each.seconds for each in after) - max(each.seconds for each in before)
     taken = [[b - a for a, b in zip(*pair, strict=True)][1:] for pair in zip(before, after, strict=True)]
@@ -196,19 +191,10 @@ class _Weighed(Messages):
 class _Gradient:
     """Replaces a `Contribution`: only the top-k exists, with entries at random indices."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        transport: simulated.SimulatedTransport,
-        backend: Backend,
-        n: int,
-        common: Array,
-        costs: Costs,
-        number: int,
-    ) -> None:
+    def __init__(self, problem: Problem, backend: Any, n: int, common: Array, number: int) -> None:
         self.shape, self.size, self.backend = (n,), n, backend
-        self._problem, self._transport, self._common, self._costs = problem, transport, common, costs
-        self._seed = [n, transport.rank, number] if number else [n, transport.rank]
+        self._problem, self._transport, self._common, self._costs = problem, backend.transport, common, backend.costs
+        self._seed = [n, self._transport.rank, number] if number else [n, self._transport.rank]
         self._selection: SparseVector | None = None  # see `with_selection`
 
     def topk(self, k: int) -> SparseVector:
@@ -250,8 +236,7 @@ class _Gradient:
 
 def _indices(rng: np.random.Generator, n: int, count: int) -> Array:
     """Return ``count`` distinct numbers below n."""
-    found: Array = rng.choice(n, count, replace=False, shuffle=False)
-    return found
+    return rng.choice(n, count, replace=False, shuffle=False)
 
 
 def _values(rng: np.random.Generator, count: int, density: float) -> Array:
@@ -278,7 +263,7 @@ class _ChargedBackend:
     """A backend whose work takes virtual time."""
 
     def __init__(self, backend: Backend, transport: simulated.SimulatedTransport, costs: Costs, scale: float) -> None:
-        self._backend, self._transport, self._costs, self._scale = backend, transport, costs, scale
+        self._backend, self.transport, self.costs, self._scale = backend, transport, costs, scale
 
     def sum_in_pairs(self, vectors: list[SparseVector]) -> SparseVector:
         """Merge them by this one."""
@@ -291,8 +276,8 @@ class _ChargedBackend:
         cost, items = _CHARGES[name]
 
         def charged(*args: Any, **kwargs: Any) -> Any:
-            each = getattr(self._costs, cost) * self._scale
-            self._transport.compute(self._costs.call + each * items(*args, **kwargs))
+            each = getattr(self.costs, cost) * self._scale
+            self.transport.compute(self.costs.call + each * items(*args, **kwargs))
             return function(*args, **kwargs)
 
         return charged

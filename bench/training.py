@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from rich.table import Table
 from torch import nn
@@ -40,12 +38,12 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
+from bench.compare.baselines import start_gloo
 from sparsecomm.cli.bench.timing import Runner, Timer
 from sparsecomm.optimizers.rule import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001
-PROGRAM = "-m bench.training"
 
 
 def main() -> None:
@@ -65,12 +63,9 @@ def main() -> None:
     {"ddp": ddp, "adamw": adamw, "hook": hook, "overlap": overlap}[args.what](args)
 
 
-# -- time per step of DDP ---------------------------------------------------------------------------------------------
-
-
 def ddp(args: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD
-    start_gloo()
+    start_gloo(MPI.COMM_WORLD)
     alone = _model(args)  # nothing is exchanged: what computation takes
     contenders: dict[str, Callable[[], None]] = {"computation alone": _stepper(alone, args)}
     states: dict[str, sct.SparseState] = {}
@@ -93,7 +88,7 @@ def adamw(args: argparse.Namespace) -> None:
     if MPI.COMM_WORLD.size == 1:
         return _own_work(args)
     world = MPI.COMM_WORLD
-    start_gloo()
+    start_gloo(MPI.COMM_WORLD)
     dense = {"lr": 1e-3, "fused": True}
     alone, plain = _model(args), DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
     contenders = {
@@ -129,7 +124,7 @@ def _own_work(args: argparse.Namespace) -> None:
         ("/ fused AdamW (quartiles)", lambda label: quartiles_text(ratios[label])),
     ]
     table = report.table(medians, columns, title=f"own work per step, {args.elements / 1e6:.1f}M parameters, P = 1")
-    publish(args, "own_work", table, {"parameters": args.elements, "ms": medians, "ratios": ratios}, PROGRAM)
+    publish(args, "own_work", table, {"parameters": args.elements, "ms": medians, "ratios": ratios})
 
 
 def _publish_steps(
@@ -156,14 +151,7 @@ def _publish_steps(
     title = f"time per step, {parameters / 1e6:.1f}M parameters, density {density:g}, P = {world.size}"
     table = report.table(medians, columns, title=title)
     data = {"parameters": parameters, "density": density, "ranks": world.size, "ms": medians}
-    publish(args, what, table, data, PROGRAM)
-
-
-def start_gloo() -> None:
-    """Start gloo beside MPI: the ranks find each other by a file."""
-    world = MPI.COMM_WORLD
-    path = world.bcast(tempfile.mktemp() if world.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size)
+    publish(args, what, table, data)
 
 
 def _model(args: argparse.Namespace) -> nn.Module:
@@ -197,15 +185,14 @@ def measure(contenders: Mapping[str, Callable[[], object]], steps: int, warmup: 
 
 
 def quartiles_text(milliseconds: list[float]) -> str:
-    low, mid, high = milliseconds
-    return f"{mid:.2f} ({low:.2f} - {high:.2f})"
+    return "{1:.2f} ({0:.2f} - {2:.2f})".format(*milliseconds)
 
 
 # -- the hook's own cost ----------------------------------------------------------------------------------------------
 
 
 def hook(args: argparse.Namespace) -> None:
-    start_gloo()
+    start_gloo(MPI.COMM_WORLD)
     plain = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
     sct.keep_local(plain)
     contenders = {"nothing": _stepper(plain, args)}
@@ -216,17 +203,11 @@ def hook(args: argparse.Namespace) -> None:
     allreduce = DistributedDataParallel(_model(args), gradient_as_bucket_view=True)
     contenders["DDP's own, dense"] = _stepper(allreduce, args)
     gradients = np.random.default_rng(0).standard_normal(sum(p.numel() for p in plain.parameters())).astype(np.float32)
-
-    def read_twice() -> None:
-        gradients.max()
-        gradients.max()
-
-    contenders["read twice"] = read_twice
+    contenders["read twice"] = lambda: (gradients.max(), gradients.max())
     seconds = measure(contenders, args.steps, args.warmup)
     reading = report.quartiles(seconds["read twice"], 1e3)
-    rows = {}
-    for label in ("tensor", "bucket", "model", "DDP's own, dense"):
-        rows[label] = report.quartiles(seconds[label] - seconds["nothing"], 1e3)
+    labels = ("tensor", "bucket", "model", "DDP's own, dense")
+    rows = {label: report.quartiles(seconds[label] - seconds["nothing"], 1e3) for label in labels}
     step = 1e3 * float(np.median(seconds["nothing"]))
     columns = [
         ("hook", lambda label: f"sparse, scope {label}" if label in ("tensor", "bucket", "model") else label),
@@ -235,23 +216,15 @@ def hook(args: argparse.Namespace) -> None:
     ]
     title = f"added to a step of {step:.1f} ms, {len(gradients) / 1e6:.1f}M parameters, P = 1"
     table = report.table(rows, columns, title=title)
-    data = {
-        "parameters": len(gradients),
-        "read_twice_ms": reading,
-        "added_ms": rows,
-        "step_ms": report.quartiles(seconds["nothing"], 1e3),
-    }
-    publish(args, "hook", table, data, PROGRAM)
+    data = {"parameters": len(gradients), "read_twice_ms": reading, "added_ms": rows}
+    publish(args, "hook", table, data | {"step_ms": report.quartiles(seconds["nothing"], 1e3)})
 
 
 # -- overlap ----------------------------------------------------------------------------------------------------------
 
 
 def overlap(args: argparse.Namespace) -> None:
-    """Measure steps in which gradients become ready one after another.
-
-    Between them the program computes, or waits for a device that does.
-    """
+    """Measure steps in which gradients become ready one after another, after computation here or on a device."""
     world, n = MPI.COMM_WORLD, args.elements // args.parts
     rng = np.random.default_rng(world.rank)
     gradients = {f"g{i}": rng.standard_normal(n).astype(np.float32) for i in range(args.parts)}
@@ -310,21 +283,15 @@ def overlap(args: argparse.Namespace) -> None:
         ("fraction not hidden", fraction_not_hidden),
     ]
     table = report.table(seconds, columns, title=f"one step: {what}")
-    data = {
-        "ranks": world.size,
-        "n": n,
-        "parts": args.parts,
-        "density": args.density,
-        "visible_ms": visible,
-        "ms": {label: report.quartiles(times, 1e3) for label, times in seconds.items()},
-    }
-    publish(args, "overlap", table, data, PROGRAM)
+    data = {"ranks": world.size, "n": n, "parts": args.parts, "density": args.density, "visible_ms": visible}
+    data["ms"] = {label: report.quartiles(times, 1e3) for label, times in seconds.items()}
+    publish(args, "overlap", table, data)
 
 
-def publish(args: argparse.Namespace, what: str, table: Table, data: dict[str, Any], program: str) -> None:
+def publish(args: argparse.Namespace, what: str, table: Table, data: dict[str, Any]) -> None:
     """Publish a table with the link of `bench.slow_network`, if there is one."""
     threads = int(os.environ.get("SPARSECOMM_THREADS", "0")) or None
-    about = report.about(program, sys.argv[1:], MPI.COMM_WORLD.size, threads)
+    about = report.about("-m bench.training", sys.argv[1:], MPI.COMM_WORLD.size, threads)
     link = Path(os.environ.get("SLOW_NETWORK_LINK", ""))
     lines = report.head(about)
     if link.is_file():

@@ -356,7 +356,6 @@ TABLES: dict[str, Callable[[], list[list[str]] | str]] = {
     "adamw": partial(_adamw_rows, betas=False),
     "adamw_betas": partial(_adamw_rows, betas=True),
     "algorithms": algorithms,
-    **{f"beyond_{name}": partial(measured, "beyond-32", f"beyond_{name}") for name in ("errors", "papers_link")},
     "commands": commands,
     "contributors": contributors,
     "dense_is_shorter": dense_is_shorter,

@@ -25,12 +25,12 @@ from bench import report
 from bench.compare import tables
 from bench.compare.contenders import CONTENDERS, Ours, wrong_elements
 from bench.compare.tables import DENSE, SPARSE
-from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli.bench import available_bytes
 from sparsecomm.cli.bench.timing import Runner, Timer, Timing, Vectors, uninterrupted
 from sparsecomm.primitives.costs import Link
 from sparsecomm.quantities import number_text
+from sparsecomm.transport import transport_of
 from sparsecomm.wire import WIRES
 
 COMM = MPI.COMM_WORLD
@@ -44,7 +44,8 @@ def main() -> int:
         if COMM.rank == 0:
             print(f"bench.compare: {text}", file=sys.stderr, flush=True)
         return 2
-    link_of = {"measured": measured_link()}
+    transport = transport_of(COMM)
+    link_of = {"measured": Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport, 2.0).slowest}
     if (link := given_link()) is not None:
         link_of["given"] = link
     run: Run = report.about("-m bench.compare", sys.argv[1:], COMM.size) | {
@@ -66,27 +67,6 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    parser = _parser()
-    options = parser.parse_args()
-    drain = (1 << 20 if os.environ.get("SLOW_NETWORK_LINK") else 0) if options.drain is None else options.drain
-    options.drain = max(0, int(drain))
-    options.n, options.only = int(options.n), set(options.only)
-    options.name = options.name or f"{'densities' if options.densities else 'compare'}-{COMM.size}"
-    if unknown := options.only - set(CONTENDERS):
-        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join(CONTENDERS)}")
-    if not all(0 < d <= 1 for d in options.densities or [options.density]) or options.n < 1:
-        parser.error("expected n >= 1 and densities in (0, 1]")
-    if min(options.rounds, options.slow_rounds, options.calls) < 1:
-        parser.error("--rounds, --slow-rounds and --calls must be at least 1")
-    options.slow_rounds = min(options.slow_rounds, options.rounds)
-    if options.densities:
-        options.only &= {*SPARSE, *DENSE}
-        if not options.only & set(SPARSE) or not options.only & set(DENSE):
-            parser.error("--densities needs a sparse one of ours and a dense one among --only")
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__, prog="python -m bench.compare")
     usual = [name for name, contender in CONTENDERS.items() if contender.usual]
     parser.add_argument("--n", type=float, default=25.6e6, help="elements (25.6e6)")
@@ -119,7 +99,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wire", default="plain", choices=["auto", *WIRES], help="sparsecomm's format (plain)")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
     parser.add_argument("--name", metavar="STEM", help="name of these files")
-    return parser
+    options = parser.parse_args()
+    drain = (1 << 20 if os.environ.get("SLOW_NETWORK_LINK") else 0) if options.drain is None else options.drain
+    options.drain = max(0, int(drain))
+    options.n, options.only = int(options.n), set(options.only)
+    options.name = options.name or f"{'densities' if options.densities else 'compare'}-{COMM.size}"
+    if unknown := options.only - set(CONTENDERS):
+        parser.error(f"--only {','.join(sorted(unknown))}: expected names of {', '.join(CONTENDERS)}")
+    if not all(0 < d <= 1 for d in options.densities or [options.density]) or options.n < 1:
+        parser.error("expected n >= 1 and densities in (0, 1]")
+    if min(options.rounds, options.slow_rounds, options.calls) < 1:
+        parser.error("--rounds, --slow-rounds and --calls must be at least 1")
+    options.slow_rounds = min(options.slow_rounds, options.rounds)
+    if options.densities:
+        options.only &= {*SPARSE, *DENSE}
+        if not options.only & set(SPARSE) or not options.only & set(DENSE):
+            parser.error("--densities needs a sparse one of ours and a dense one among --only")
+    return options
 
 
 def problem(options: argparse.Namespace) -> str | None:
@@ -140,11 +136,6 @@ def problem(options: argparse.Namespace) -> str | None:
     return next(filter(None, COMM.allgather(text)), None)
 
 
-def measured_link(seconds: float = 2.0) -> Link:
-    """Return the slowest link between ranks, measured with messages of the library. Collective."""
-    return Link(0.0, 0.0) if COMM.size == 1 else measured_links(transport.transport_of(COMM), seconds).slowest
-
-
 def given_link() -> Link | None:
     """Return the link in the JSON file that ``SLOW_NETWORK_LINK`` names, of `bench.slow_network`."""
     path = os.environ.get("SLOW_NETWORK_LINK")
@@ -162,7 +153,7 @@ class Comparison:
 
     def __init__(self, options: argparse.Namespace, vectors: Vectors, run: Run) -> None:
         self.options, self.vectors, self.run = options, vectors, run
-        self.drain = Drain(options.drain)
+        self.drain_out, self.drain_into = np.zeros((2, options.drain), np.uint8)
 
     def at_one_density(self, link_of: dict[str, Link]) -> list[Table]:
         """Time everyone."""
@@ -172,8 +163,11 @@ class Comparison:
         runners = self.runners(k)
         times = self.measure(runners, say)
         ours = {name: runner for name, runner in runners.items() if isinstance(runner, Ours)}
+        own_hosts = (
+            len(set(COMM.allgather(socket.gethostname()))) == COMM.size > 1
+        )  # else they count others' bytes, too
         self.run |= {
-            "times": tables.timing_rows(runners, times, on_own_hosts()),
+            "times": tables.timing_rows(runners, times, own_hosts),
             "bounds": tables.bound_rows(ours, times, link_of),
             "ratios": tables.ratio_rows(times),
         }
@@ -205,12 +199,17 @@ class Comparison:
                     say(f"left out: {error}")
         for name, runner in working.items():
             counts = COMM.allgather(wrong_elements(CONTENDERS[name], runner, self.vectors, k))
-            failures = [
-                f"{name}, rank {rank}: {wrong} elements are wrong" for rank, wrong in enumerate(counts) if wrong
-            ]
+            failures = [f"{name}, rank {rank}: {n} elements are wrong" for rank, n in enumerate(counts) if n]
             say(f"WRONG: {failures[0]}" if failures else f"checked {name}")
             self.run["wrong"] += failures
         return working
+
+    def drain(self) -> None:
+        """Use up the bursts that a link limited by a token bucket lets pass after a pause; then begin together."""
+        P, rank = COMM.size, COMM.rank
+        if len(self.drain_out) and P > 1:
+            COMM.Sendrecv(self.drain_out, (rank + 1) % P, recvbuf=self.drain_into, source=(rank - 1) % P)
+            COMM.Barrier()
 
     def measure(self, runners: dict[str, Runner], say: Any) -> dict[tuple[str, str], Timing]:
         """Time all in turn, round by round, so that a change of the machine's speed meets all alike."""
@@ -229,25 +228,6 @@ class Comparison:
                         timer.run(round_no)
         times = {key: timer.timing() for key, timer in timers.items()}
         return {(name, "exchange"): times[name, "step"] for name in runners} | times  # a step that is only an exchange
-
-
-class Drain:
-    """Uses up the bursts that a link limited by a token bucket lets pass at full speed after a pause."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._out, self._into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-
-    def __call__(self) -> None:
-        """Send from every rank to its neighbour at once; then begin together."""
-        P, rank = COMM.size, COMM.rank
-        if len(self._out) and P > 1:
-            COMM.Sendrecv(self._out, (rank + 1) % P, recvbuf=self._into, source=(rank - 1) % P)
-            COMM.Barrier()
-
-
-def on_own_hosts() -> bool:
-    """Return whether each rank has a host of its own; else hosts count other ranks' bytes too."""
-    return len(set(COMM.allgather(socket.gethostname()))) == COMM.size > 1
 
 
 def heading(run: Run, link_of: dict[str, Link]) -> list[str]:

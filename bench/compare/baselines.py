@@ -1,14 +1,14 @@
-"""The baselines: what others do, written anew from what they published, to be timed beside sparsecomm.
+"""The baselines: methods of other projects, implemented from publications. docs/reports/speed.md lists their costs.
 
-Each is a class over an mpi4py communicator. A step is four phases, so that the exchange can be timed by itself:
+A step has four phases, so that the exchange can be timed alone:
 
-    select(x, residual, k)                  what this rank sends, taken out of residual + x
+    select(x, residual, k)                  take the entries that this rank sends out of residual + x
     exchange(selected)                      messages between ranks, with the sums that they need
-    put_back(residual, selected, result)    what was sent for nothing returns to the residual
-    densify(result, out)                    the sum over ranks, as a dense array
+    put_back(residual, selected, result)    return entries to the residual that the result does not contain
+    densify(result, out)                    write the sum over ranks as a dense array
 
-Gradients are flat float32 arrays. ``sent`` counts the payload that a rank has sent: each message exactly, and of a
-collective of MPI or gloo what it must deliver at least, in equal shares of its ranks. NaN: only MPI knows.
+Gradients are flat float32 arrays. ``sent`` counts the payload bytes of a rank: each message exactly, and of a
+collective of MPI or gloo the minimum that it must deliver. NaN: only MPI knows.
 """
 
 from __future__ import annotations
@@ -33,17 +33,13 @@ Entries = tuple[Array, Array]  # indices and values
 
 
 class Baseline:
-    """One way to sum gradients over the ranks of ``comm``."""
+    """One way to sum gradients over the ranks of ``comm``; raises ValueError if it does not work on so many."""
 
     name: ClassVar[str]
     slow: ClassVar[bool] = False  # takes seconds per step of long gradients
     exchange_only: ClassVar[bool] = False  # whether a step consists of the exchange only
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """
-        Raises:
-            ValueError: it does not work on so many ranks.
-        """
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.sent: float = 0
 
@@ -54,7 +50,7 @@ class Baseline:
         raise NotImplementedError
 
     def put_back(self, residual: Array | None, selected: Any, result: Any) -> None:
-        """Nothing to put back, unless the baseline says so."""
+        """Put nothing back."""
 
     def densify(self, result: Any, out: Array) -> None:
         raise NotImplementedError
@@ -102,13 +98,7 @@ class _Dense(Baseline):
 
 
 class DenseMpi(_Dense):
-    """Dense allreduce by MPI: whatever algorithm it takes for this size.
-
-    Open MPI takes its ring if launched with ``--mca coll_tuned_use_dynamic_rules 1 --mca
-    coll_tuned_allreduce_algorithm 4``.
-
-    Cost: MPI's choice; at least 2 (P - 1)/P 4 n beta.
-    """
+    """Dense allreduce by the algorithm that MPI chooses."""
 
     name = "dense-mpi"
 
@@ -121,8 +111,6 @@ class DenseRing(_Dense):
     """Dense allreduce along a ring, in NumPy and mpi4py, under any launch.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
-
-    Cost: 2 (P - 1) alpha + 2 (P - 1)/P 4 n beta.
     """
 
     name = "dense-ring"
@@ -161,10 +149,7 @@ class Int8(Baseline):
     the quantiser is linear with a scale per block, block-wise as in Dettmers et al., "8-bit Optimizers via Block-wise
     Quantization", ICLR 2022.
 
-    Cost: 2 (P - 1) alpha + 2 (P - 1)/P n (1 + 4/2048) beta, with an all-to-all and an allgather of P - 1 messages.
-
-    Loses: half a step of 1/127 of the block's largest |x| per rank, and the same of the sum. It has no residual, so
-    what is rounded away does not come again (1-bit Adam keeps it, in two residuals).
+    Loses half a step of 1/127 of the block's largest |x| per rank, and the same of the sum; there is no residual.
     """
 
     name = "int8"
@@ -259,11 +244,7 @@ class TopkNumpy(_Sparse):
     """Top-k by allgather, as one writes it in an afternoon with NumPy and mpi4py.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018, without its momentum correction; called Top-k S-SGD
-    by Shi et al., ICDCS 2019.
-
-    Cost: two collectives of log2(P) alpha or (P - 1) alpha, as MPI chooses, and (P - 1) 8 k beta; P k additions.
-
-    Loses nothing. Of equal magnitudes any may be selected.
+    by Shi et al., ICDCS 2019. Loses nothing. Of equal magnitudes any may be selected.
     """
 
     name = "topk-numpy"
@@ -289,15 +270,11 @@ class GtopkPaper(_Sparse):
     """gTop-k as its authors' program does it, in NumPy and mpi4py.
 
     Source: Shi et al., "A distributed synchronous SGD algorithm with global Top-k sparsification for low bandwidth
-    networks", ICDCS 2019, Algorithms 2 and 3; and, for what the paper leaves open, the behaviour of the program that
-    was published with it: 64-bit indices and float32 values joined into one array, which makes both float64, so 16
-    bytes per entry; sums in NumPy; a barrier in every round; a broadcast. Selection is by `torch.topk`, where there is
-    torch. The result is the sum (theirs is divided by P).
+    networks", ICDCS 2019, Algorithms 2 and 3, and the program published with it: 64-bit indices and float32 values
+    joined into one array, which makes both float64, so 16 bytes per entry; a barrier in every round; a broadcast.
+    Selection is by `torch.topk`, if torch is installed. The result is the sum (theirs is divided by P).
 
-    Cost: 2 log2(P) alpha + 4 k 8 log2(P) beta, and log2(P) barriers.
-
-    Loses: a rank puts back what it had selected if the index is not in the result. An entry that a merge rejected
-    and whose index came into the result by another rank is lost, and so nobody's sums add up. Only for P = 2^j.
+    Loses an entry that a merge rejected if its index came into the result by another rank. Only for P = 2^j.
     """
 
     name = "gtopk-paper"
@@ -358,12 +335,7 @@ class TopkGloo(_Sparse):
     """Top-k by allgather in PyTorch: `torch.topk` and `all_gather` over gloo, TCP between processes.
 
     Source: Lin et al., ICLR 2018, in the manner of compressors for PyTorch such as GRACE (Xu et al., ICDCS 2021).
-    Indices travel as int32, which is half of what `torch.topk` returns.
-
-    Cost: two collectives of (P - 1) alpha, and (P - 1) 8 k beta; P k additions.
-
-    Loses nothing. Of equal magnitudes any may be selected. gloo talks over the interface ``GLOO_SOCKET_IFNAME``, or
-    the one of this host's name; over the loopback if all ranks are on one host.
+    Indices travel as int32, half of what `torch.topk` returns. Loses nothing.
     """
 
     name = "topk-gloo"
@@ -398,7 +370,7 @@ class TopkGloo(_Sparse):
 
 
 def start_gloo(comm: MPI.Intracomm, minutes: int = 5) -> None:
-    """Start gloo beside MPI."""
+    """Start gloo beside MPI, on the interface ``GLOO_SOCKET_IFNAME`` or, if all ranks share a host, the loopback."""
     import torch.distributed as dist
 
     if len(set(comm.allgather(socket.gethostname()))) == 1:
@@ -418,6 +390,3 @@ def _address(interface: str | None) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         name = struct.pack("256s", interface.split(",")[0].encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(s.fileno(), 0x8915, name)[20:24])  # SIOCGIFADDR
-
-
-BASELINES: dict[str, type[Baseline]] = {b.name: b for b in (DenseMpi, DenseRing, Int8, TopkNumpy, TopkGloo, GtopkPaper)}

@@ -151,16 +151,14 @@ class Optimizer:
 class Way:
     """The state of all ranks between steps.
 
-    Attributes:
-        nbytes: bytes that a rank sent.
-        step: function from the ranks' gradients, the number of the step, and whether it is in the warm-up, to the
-            update before the learning rate.
+    ``step`` takes the ranks' gradients, the number of the step, and whether it is in the warm-up. It returns the update
+    before the learning rate.
     """
 
     def __init__(self, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
         self.rule, self.shapes, self.n = rule, shapes, sum(map(math.prod, shapes))
         self.optimizer = Optimizer(rule.optimizer, self.n, rule.beta2)
-        self.nbytes = 0.0
+        self.nbytes = 0.0  # that a rank sent
         self.step: Callable[[Vector, int, bool], Vector] = getattr(self, f"_{rule.way}")
         self.residual = np.zeros((1 if rule.way == "dense" else rule.ranks, self.n), np.float32)
         self.age = np.zeros(self.n, np.float32)

@@ -32,7 +32,7 @@ from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
 from sparsecomm.cli.outputs import Label, label_points, log_axis, panels, save, style
-from sparsecomm.quantities import bytes_text, number_text, time_text
+from sparsecomm.quantities import bytes_text, number_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.base import Bytes
 from sparsecomm.wire import HEADER_BYTES
@@ -91,11 +91,6 @@ class Setting:
         texts += [f"delay {self.delay}"] if self.delay else []
         texts += [f"{self.steps:,} steps"] if self.steps != STEPS else []
         return ", ".join(texts)
-
-    @property
-    def variant(self) -> tuple[int, int, str, float]:
-        """The settings of the wire and the residual, without the algorithm."""
-        return self.bits, self.k, self.op, self.decay
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -190,8 +185,6 @@ def _cost(ranks: int, k: int | float, options: tuple[tuple[str, Any], ...]) -> C
 
 GRID = Grid(Setting, "setting")
 Groups = dict[Setting, dict[int, Outcome]]
-RECOMMENDED = (2, 64, "mean_of_contributors", 0.8)
-TOP = 3.0  # nats: larger losses are outside the plots
 
 
 def table(groups: Groups) -> Table:
@@ -235,48 +228,10 @@ def write(outcomes: dict[Setting, Outcome], path: Path) -> None:
     report.show(lines, [table(groups)], width=230)
     with path.with_suffix(".txt").open("w") as file:
         report.show(lines, [table(groups)], file, width=230)
-    for ranks, sync_every in dict.fromkeys((s.ranks, s.sync_every) for s in groups):
-        compared = {s: seeds for s, seeds in groups.items() if (s.ranks, s.sync_every) == (ranks, sync_every)}
-        if len(compared) > 3:
-            plot_course(compared, f"P = {ranks}, H = {sync_every}", Path(f"{stem}-{ranks}-{sync_every}.png"))
     for ranks in dict.fromkeys(s.ranks for s in groups):
         compared = {s: seeds for s, seeds in groups.items() if s.ranks == ranks}
         if len({s.sync_every for s in compared}) > 2:
             plot_choices(compared, f"P = {ranks}", Path(f"{stem}-{ranks}-bytes.png"))
-
-
-def plot_course(groups: Groups, title: str, path: Path) -> None:
-    """Plot the held-out loss against rounds, bytes, and seconds of communication; medians of the seeds.
-
-    The plot has dense and, of each algorithm, the recommended setting; the table has all settings.
-    """
-    rate, every = next(iter(RATES)), next(iter(groups)).sync_every
-    texts = [f"rounds of {every} local steps", "sent and received by the busiest rank", f"communication at {rate}"]
-    figure, all_axes = panels(3, 4.6, 4, columns=3, sharey=True)
-    labels: list[list[Label]] = [[], [], []]
-    for setting, seeds in groups.items():
-        if setting.method != "dense" and setting.variant != RECOMMENDED:
-            continue
-        cost, curves = cost_of(setting), [outcome["curve"] for outcome in seeds.values()]
-        rounds = np.array([round_no for round_no, _ in curves[0]])
-        losses = np.median([[loss for _, loss in curve] for curve in curves], axis=0)
-        for axes, factor, beside in zip(all_axes, (1, cost.nbytes, cost.seconds[0]), labels, strict=True):
-            look = _look(setting.method)
-            axes.plot(rounds * factor, losses, **look | {"marker": ""})
-            beside.append(Label(rounds[-1] * factor, losses[-1], setting.method, look["color"]))
-    log_axis(all_axes[1].xaxis, bytes_text)
-    log_axis(all_axes[2].xaxis, time_text)
-    for axes, text in zip(all_axes, texts, strict=True):
-        axes.set_xlabel(text)
-        axes.grid(alpha=0.3)
-        left, right = axes.get_xlim()
-        axes.set_xlim(left, right * 1.15 if axes is all_axes[0] else right * 4)
-    all_axes[0].set_ylim(top=TOP)
-    all_axes[0].set_ylabel("held-out loss, nats per character")
-    figure.suptitle(f"{title}; bytes and times of a model of 25.6M weights")
-    for axes, beside in zip(all_axes, labels, strict=True):
-        label_points(axes, beside)
-    save(figure, path, 110)
 
 
 def plot_choices(groups: Groups, title: str, path: Path) -> None:

@@ -61,11 +61,6 @@ def chunks(sizes: Sequence[int]) -> list[slice]:
     ]
 
 
-def in_small_tensors(sizes: Sequence[int]) -> Flags:
-    """Return which elements belong to small tensors."""
-    return np.repeat([size < SMALL for size in sizes], sizes)
-
-
 def select(x: Vector, k: int, parts: Sequence[slice]) -> Flags:
     """Return which elements are among the k largest of their chunk. Ties go to the first; zeros are never selected."""
     chosen = np.zeros(len(x), bool)
@@ -117,19 +112,15 @@ def looked_up(values: Vector) -> Vector:
 
 
 class Ranks:
-    """The state of all ranks between rounds.
-
-    Attributes:
-        residual: of each rank, a row per rank.
-        entries: number of entries that a rank selected, and that results held.
-    """
+    """The state of all ranks between rounds; the residual has a row per rank."""
 
     def __init__(self, rule: Rule, sizes: Sequence[int]) -> None:
-        self.rule, self.parts, self.small = rule, chunks(sizes), in_small_tensors(sizes)
+        self.rule, self.parts = rule, chunks(sizes)
+        self.small = np.repeat([size < SMALL for size in sizes], sizes)  # elements of small tensors
         self.tensors = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
         self.residual = np.zeros((rule.ranks, sum(sizes)), np.float32)
         self.velocity = np.zeros(sum(sizes), np.float32)
-        self.entries = {"selected": 0, "result": 0}
+        self.entries = {"selected": 0, "result": 0}  # entries that a rank selected, and that results held
 
     def step(self, deltas: Vector) -> Vector:
         """Return the update of the global parameters; ``deltas`` has a row of pseudo-gradients per rank."""
@@ -154,7 +145,7 @@ class Ranks:
         self.entries["selected"] += int(chosen.sum()) // P
         total = sent.sum(0)
         if rule.method == "split":
-            winners = self.winners(total, chosen)
+            winners = select(total, round(rule.result_ratio * chosen[0].sum()), [slice(0, len(total))])
             sent[:, ~winners] = 0  # returns to the rank that selected it
             if rule.complete:
                 for row, values in zip(sent, accumulated, strict=True):
@@ -177,11 +168,6 @@ class Ranks:
         total[self.small] = accumulated[:, self.small].mean(0)
         accumulated[:, self.small] = 0
         return total
-
-    def winners(self, total: Vector, chosen: Flags) -> Flags:
-        """Return which entries of the sum are in the result."""
-        k = round(self.rule.result_ratio * chosen[0].sum())
-        return select(total, k, [slice(0, len(total))])
 
     def rounded(self, values: Vector, flags: Flags) -> Vector:
         """Return the selected values, rounded for the wire."""

@@ -81,11 +81,8 @@ def of_results(path: Path) -> Points:
         setting = outcome.setting
         narrow = ", few bits" if setting.wire in ("packed_sign", "packed_int2", "packed_int4") else ""
         series = setting.method + narrow
-        if (setting.model, setting.ranks, setting.steps) != (
-            "text",
-            RANKS,
-            TASKS["text"].steps,
-        ) or series not in SERIES:
+        usual = (setting.model, setting.ranks, setting.steps) == ("text", RANKS, TASKS["text"].steps)
+        if not usual or series not in SERIES:
             continue
         nbytes = outcome.mean(lambda training: training.curve.sent[-1]) / setting.steps / weights_of("text")
         key = series, setting.density, setting.wire

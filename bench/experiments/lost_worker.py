@@ -6,10 +6,9 @@
 A small network (64-128-10, in NumPy) learns scikit-learn's digits, on each rank a part of them. A round has ten local
 steps. A rank sends 64 entries of each chunk of 4,096 of its pseudo-gradient, and the residual keeps the rest.
 
-With ``--lose`` rank 1 is killed after some rounds. The others notice in their next exchange, agree on the surviving
-ranks, and continue with three; later a new process replaces the lost one. The program checks that the failed exchange
-lost nothing of the survivors' pseudo-gradients. It requires Open MPI 5. Comments with ``# sparsecomm:`` mark the lines
-that use the library.
+With ``--lose`` rank 1 is killed after some rounds, and later a new process replaces it. The program checks that the
+failed exchange lost nothing of the survivors' pseudo-gradients. It requires Open MPI 5. Comments with ``# sparsecomm:``
+mark the lines that use the library.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ def waiting() -> dict[str, np.ndarray]:
 
 
 def say(text: str) -> None:
-    """Print a line of this rank."""
     print(f"rank {comm.Get_rank()}: {text}\n", end="", flush=True)
 
 

@@ -23,16 +23,14 @@ from torch.nn import functional
 from bench.experiments.tasks import Samples, Task, evaluate
 
 Vector = NDArray[np.float32]
+Data = Callable[[], tuple[Samples, Samples]]
+BATCH = 4  # samples per local step
 
 torch.set_num_threads(1)
 
 
 class Trainer:
-    """A model of a task and its batches, the same on every rank that passes the same seed.
-
-    Args:
-        steps: of the training; 0 for the task's own number.
-    """
+    """A model of a task and its batches, the same on every rank with the same seed; 0 ``steps``: the task's number."""
 
     def __init__(self, task: Task, seed: int, steps: int = 0) -> None:
         self.task, self.steps = task, steps or task.steps
@@ -82,27 +80,10 @@ class Trainer:
 
 
 class Worker:
-    """A worker of a training with local steps, which has a model and a share of the data of its own.
+    """A worker of a training with local steps: worker r of P draws batches from the samples r, r + P, r + 2 P, ..."""
 
-    Worker r of P draws its batches from the samples r, r + P, r + 2 P, ...
-
-    Args:
-        build, data: as of `Task`.
-        rank, ranks: number of this worker, and of all workers.
-        seed: of the weights, the same for all workers, and of the batches.
-        batch: samples per local step.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        data: Callable[[], tuple[Samples, Samples]],
-        rank: int,
-        ranks: int,
-        seed: int,
-        batch: int = 4,
-    ) -> None:
-        self.rank, self.ranks, self.steps_taken, self._batch = rank, ranks, 0, batch
+    def __init__(self, build: Callable[[], nn.Module], data: Data, rank: int, ranks: int, seed: int) -> None:
+        self.rank, self.ranks, self.steps_taken = rank, ranks, 0
         self.training, self.held_out = data()
         torch.manual_seed(seed)
         self.model = build()
@@ -115,7 +96,7 @@ class Worker:
 
     def step(self, optimizer: torch.optim.Optimizer, rate: float, clip: float = math.inf) -> None:
         """Take a local step with a learning rate; ``clip`` is the maximum norm of the gradient."""
-        rows = torch.randint(len(self.training) // self.ranks, (self._batch,), generator=self._random)
+        rows = torch.randint(len(self.training) // self.ranks, (BATCH,), generator=self._random)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()

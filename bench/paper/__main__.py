@@ -4,21 +4,18 @@
     python -m bench.paper tables [--write bench/results]      # of what was measured so far
 
 P ranks share this machine, so time is dilated: the links have 1 Gb/s divided by P, and times are divided by P. In
-dilated time every rank has as many cores as the machine, and the links 1 Gb/s. ``run`` needs what
-`bench.slow_network` needs. It writes results to ``--file`` one by one; start it again to continue.
+dilated time every rank has as many cores as the machine, and the links 1 Gb/s. ``run`` needs what `bench.slow_network`
+needs, and an idle machine. It writes results to ``--file`` one by one; start it again to continue.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,24 +31,6 @@ MEMORY = 8  # bytes per rank and parameter: residual and sum
 
 
 def main() -> int:
-    options = _parser().parse_args()
-    if options.what == "run":
-        with _alone():
-            for P in options.ranks:
-                if status := _run(options, P):
-                    return status
-    rows = tables.rows_of(options.file)
-    if not rows:
-        print(f"bench.paper: {options.file} has no results yet", file=sys.stderr)
-        return 1
-    run = report.about("-m bench.paper", ["run"], threads=1)
-    stem = options.write and options.write / options.name
-    data, lines = run | {"rows": rows, "pages": tables.pages(rows, last=True)}, [*report.head(run), *tables.notes(rows)]
-    report.publish(stem, lines, tables.tables(rows), data)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__, prog="python -m bench.paper")
     parser.add_argument("what", choices=("run", "tables"))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), metavar="P")
@@ -62,7 +41,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--file", type=Path, default=Path("build/paper/results.jsonl"), help="%(default)s")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the tables and a JSON file there")
     parser.add_argument("--name", default="paper", help="of these files (%(default)s)")
-    return parser
+    options = parser.parse_args()
+    if options.what == "run":
+        for P in options.ranks:
+            if status := _run(options, P):
+                return status
+    rows = tables.rows_of(options.file)
+    if not rows:
+        print(f"bench.paper: {options.file} has no results yet", file=sys.stderr)
+        return 1
+    run = report.about("-m bench.paper", ["run"], threads=1)
+    stem = options.write and options.write / options.name
+    data, lines = run | {"rows": rows, "pages": tables.pages(rows, last=True)}, [*report.head(run), *tables.notes(rows)]
+    report.publish(stem, lines, tables.tables(rows), data)
+    return 0
 
 
 def _run(options: argparse.Namespace, P: int) -> int:
@@ -94,18 +86,6 @@ def _shared_memory(P: int, n: int) -> Path:
         raise SystemExit(f"bench.paper: {what}: leave the largest models out, with --models")
     shared = Path("/dev/shm")
     return shared if shared.is_dir() and shutil.disk_usage(shared).free > 4 * (n + MARGIN) else Path.cwd()
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Wait until no other run of this program emulates a cluster on this machine."""
-    with (Path(tempfile.gettempdir()) / "sparsecomm-emulation.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("bench.paper: waiting for another run to end", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

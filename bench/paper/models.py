@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 RANKS = (4, 8, 16, 32)
 RATE = 1e9  # bits per second, of the paper's Ethernet
-PAPER_LINK = (0.436e-3, 9e-9)  # alpha in seconds, beta in seconds per byte, as the paper measured them
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Model:
     alone: float  # samples per second of one worker
     # samples per second and worker at `RANKS`, by method: dense, topk, gtopk
     published: dict[str, tuple[float, ...]] = field(hash=False)
-    # seconds per step at 32 workers: compute, select, communicate; empty if not published
-    breakdown: tuple[float, ...] = ()
     density: float = 0.001  # k/n
     own_dense: bool = True  # whether its dense steps differ from those of a model of the same size
 
@@ -47,16 +44,16 @@ def _models() -> list[Model]:
     return [
         Model("VGG-16", 14_700_000, 128, 1317.333,
               {"dense": (104.2, 92.56, 39.48, 12.6), "topk": (110.576, 109.9, 97.865, 63.002),
-               "gtopk": (131.06, 130.551, 126.434, 123.2)}, (0.139536, 0.091353, 0.811753)),
+               "gtopk": (131.06, 130.551, 126.434, 123.2)}),
         Model("ResNet-20", 270_000, 128, 920.632,
               {"dense": (821.7, 705.2, 520.4, 287.9), "topk": (908.837, 752.985, 737.594, 696.029),
-               "gtopk": (916.26, 868.73, 808.5, 789.3)}, (0.146005, 0.001618, 0.024686)),
+               "gtopk": (916.26, 868.73, 808.5, 789.3)}),
         Model("AlexNet", 61_100_000, 64, 173.469,
               {"dense": (14.01, 12.118, 4.936, 1.234), "topk": (14.238, 13.865, 13.352, 9.236),
-               "gtopk": (16.536, 16.446, 16.359, 15.777)}, (0.257205, 0.383776, 3.36298)),
+               "gtopk": (16.536, 16.446, 16.359, 15.777)}),
         Model("ResNet-50", 25_600_000, 256, 52.873,
               {"dense": (39.002, 36.989, 23.176, 10.721), "topk": (37.729, 35.703, 34.495, 30.583),
-               "gtopk": (39.795, 39.713, 39.06, 39.119)}, (4.882041, 0.15405, 1.424253)),
+               "gtopk": (39.795, 39.713, 39.06, 39.119)}),
         Model("LSTM-PTB", 66_000_000, 100, 392.0, lstm),
         Model("LSTM-PTB, density 0.005", 66_000_000, 100, 392.0, lstm, density=0.005, own_dense=False),
     ]

@@ -69,10 +69,6 @@ def _published(model: Model, method: str, P: int) -> float | None:
     return values[RANKS.index(P)] if values and P in RANKS else None
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else number_text(value)
-
-
 def tables(rows: list[Row]) -> list[Table]:
     """Return the tables of all ranks."""
     titles = {
@@ -80,11 +76,7 @@ def tables(rows: list[Row]) -> list[Table]:
         "paper_speedups": "speed-up of a whole step",
         "paper_costs": "parts of a step of ours in dilated ms; the exchange alone over its formula",
     }
-    found = []
-    for name, (head, *lines) in pages(rows).items():
-        columns = [(heading, lambda line, i=i: line[i]) for i, heading in enumerate(head)]
-        found.append(report.table(lines, columns, title=titles[name], title_justify="left"))
-    return found
+    return [report.table_of_cells(lines, titles[name]) for name, lines in pages(rows).items()]
 
 
 def pages(rows: list[Row], last: bool = False) -> dict[str, list[list[str]]]:
@@ -103,9 +95,10 @@ def pages(rows: list[Row], last: bool = False) -> dict[str, list[list[str]]]:
         seconds = step_seconds(ours)
         line = [model.name, str(P)]
         for method in ("dense", "topk", "gtopk"):
-            mine = model.batch / step_seconds(its[method]) if method in its else None
-            line.append(f"{_number(mine)} ({_number(_published(model, method, P))})")
-        throughputs.append([*line, _number(model.batch / seconds), f"{model.compute / seconds:.1%}"])
+            mine, theirs = its.get(method), _published(model, method, P)
+            throughput = model.batch / step_seconds(mine) if mine else None
+            line.append("{} ({})".format(*(number_text(each) if each else "-" for each in (throughput, theirs))))
+        throughputs.append([*line, number_text(model.batch / seconds), f"{model.compute / seconds:.1%}"])
         if last and max(row["P"] for row in rows) != P:
             continue
         line = [model.name if last else f"{model.name}, P = {P}"]

@@ -24,6 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
+from bench import report
 from bench.compare import baselines, contenders
 from bench.paper.models import MODELS, Model
 from bench.paper.tables import rows_of
@@ -48,9 +49,16 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    options = _parser().parse_args()
-    done = {(row["model"], row["method"]) for row in rows_of(options.file) if row["P"] == COMM.size}
-    done = COMM.bcast(done)
+    parser = report.parser(__doc__)
+    parser.add_argument("--slowdown", type=float, required=True)
+    parser.add_argument("--rate", type=float, required=True, help="of the links, in bits per second")
+    parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed, of the sparse methods")
+    parser.add_argument("--gradient", type=Path, required=True, help="file of float32 numbers; ranks use views of it")
+    parser.add_argument("--file", type=Path, required=True, help="JSON lines")
+    options = parser.parse_args()
+    done = COMM.bcast({(row["model"], row["method"]) for row in rows_of(options.file) if row["P"] == COMM.size})
     wanted = [(m, method) for m in options.models for method in options.methods if (m, method) not in done]
     wanted = [(m, method) for m, method in wanted if method != "dense" or MODELS[m].own_dense]
     wanted.sort(key=lambda pair: pair[1] == "dense")  # which needs PyTorch, and no residual
@@ -68,26 +76,18 @@ def main() -> int:
             memory.madvise(mmap.MADV_DONTNEED)
         elif name not in alone:
             alone[name] = work_alone(vectors, model, base)
-        say(f"{name}, {method}")
+        if COMM.rank == 0:
+            where = f"P = {COMM.size} on {socket.gethostname()}"
+            print(f"# {time.strftime('%H:%M:%S')} {where}: {name}, {method}", file=sys.stderr)
         row = measured(METHODS[method](vectors, model.k), model, base, options)
         if COMM.rank == 0:
-            row = {"model": name, "method": method, "P": COMM.size, **row, "costs": _numbers(costs)}
+            numbers = {"alpha": costs.link.alpha, "beta": costs.link.beta}
+            numbers |= {work: getattr(costs, work) for work in WORKS}
+            row = {"model": name, "method": method, "P": COMM.size, **row, "costs": numbers}
             row |= {"alone": alone[name]} if method != "dense" else {}
             with options.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, required=True)
-    parser.add_argument("--rate", type=float, required=True, help="of the links, in bits per second")
-    parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="timed, of the sparse methods")
-    parser.add_argument("--gradient", type=Path, required=True, help="file of float32 numbers; ranks use views of it")
-    parser.add_argument("--file", type=Path, required=True, help="JSON lines")
-    return parser
 
 
 # -- what is measured once ---------------------------------------------------------------------------------------------
@@ -101,7 +101,14 @@ def calibrated(options: argparse.Namespace) -> Costs:
     """
     link = measured_links(transport.transport_of(COMM), 1.0).slowest
     turns = max(1.0, COMM.size / (os.cpu_count() or 1))
-    alone = {name: COMM.bcast(seconds) for name, seconds in _works().items()}
+    alone = dict.fromkeys(WORKS, 0.0)
+    wait_all()
+    if COMM.rank == 0:
+        for name, (_, count, work) in tune.works().items():
+            work()
+            alone[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
+    wait_all()
+    alone = COMM.bcast(alone)
     shared = Costs(link, **{name: turns * seconds for name, seconds in alone.items()})
     file = options.file.with_suffix(f".{COMM.size}.profile.json")
     library = transport.transport_of(COMM).library
@@ -110,18 +117,6 @@ def calibrated(options: argparse.Namespace) -> Costs:
     wait_all()
     os.environ["SPARSECOMM_PROFILE"] = str(file)
     return replace(shared, **alone)
-
-
-def _works() -> dict[str, float]:
-    """Return the seconds per entry or element of the work that `sparsecomm tune` times, on rank 0 alone. Collective."""
-    wait_all()
-    found = dict.fromkeys(WORKS, 0.0)
-    if COMM.rank == 0:
-        for name, (_, count, work) in tune.works().items():
-            work()
-            found[name] = float(np.median([_seconds(work) for _ in range(15)])) / count
-    wait_all()
-    return found
 
 
 def work_alone(vectors: Vectors, model: Model, base: Array) -> dict[str, float]:
@@ -136,11 +131,6 @@ def work_alone(vectors: Vectors, model: Model, base: Array) -> dict[str, float]:
             times["densify"].append(_seconds(lambda: found.to_dense(out=vectors.out)))
     wait_all()
     return dict(COMM.bcast({name: float(np.median(its[1:])) if its else 0.0 for name, its in times.items()}))
-
-
-def _numbers(costs: Costs) -> dict[str, float]:
-    works = {name: getattr(costs, name) for name in WORKS}
-    return {"alpha": costs.link.alpha, "beta": costs.link.beta, **works}
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -195,7 +185,9 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
                 took.append(slowest)
                 parts.append(its)
                 busy.append(sum(COMM.allgather(cpu)) / (slowest * (os.cpu_count() or 1)))
-        _agree(vectors.out)
+        checksums = COMM.allgather(zlib.crc32(vectors.out.data))
+        if len(set(checksums)) > 1:
+            raise SystemExit(f"rank {COMM.rank}: the sums of ranks differ: {checksums}")
         alone = [_together(method.exchange) for _ in range(steps + 1)][1:] if isinstance(method, Ours) else []
     every = COMM.gather({name: float(np.median([its[name] for its in parts])) for name in parts[0]})
     row = {
@@ -216,7 +208,6 @@ def measured(method: Method, model: Model, base: Array, options: argparse.Namesp
         row["formula"] = method.predicted_time(method.problem, messages_only)
     if every is not None:
         row["parts"] = {name: float(np.median([its[name] for its in every])) for name in every[0]}
-    method.close()
     return row
 
 
@@ -225,13 +216,6 @@ def _together(action: Callable[[], object]) -> float:
     seconds = _seconds(action)
     wait_all()
     return float(max(COMM.allgather(seconds)))
-
-
-def _agree(out: Array) -> None:
-    """Raise SystemExit if the sums of ranks differ in a bit."""
-    sums = COMM.allgather(zlib.crc32(out.data))
-    if len(set(sums)) > 1:
-        raise SystemExit(f"rank {COMM.rank}: the sums of ranks differ: {sums}")
 
 
 def _cpu_seconds() -> float:
@@ -247,18 +231,14 @@ def wait_all() -> None:
     COMM.Barrier()
 
 
-def say(text: str) -> None:
-    if COMM.rank == 0:
-        print(f"# {time.strftime('%H:%M:%S')} P = {COMM.size} on {socket.gethostname()}: {text}", file=sys.stderr)
-
-
 # -- methods ----------------------------------------------------------------------------------------------------------
 
 
 class Method:
-    """A way to sum gradients. A step leaves the dense sum of what was sent in ``vectors.out``.
+    """A way to sum gradients: ``step`` writes the dense sum of the sent entries to ``out``, and returns times of parts.
 
-    The sparse ones select with sparsecomm's selection, so that their times differ by the exchange alone.
+    ``exchange`` repeats the exchange of the last selection, and ``sent`` returns the bytes that this rank has sent so
+    far. All sparse methods select with sparsecomm, so their times differ by the exchange alone.
     """
 
     choice = ("", "")  # algorithm and wire format
@@ -268,21 +248,6 @@ class Method:
 
     def before(self) -> None:
         """Prepare a step, outside its time."""
-
-    def step(self) -> dict[str, float]:
-        """Compute the dense sum in ``out`` from gradient and residual; return the seconds of each part."""
-        raise NotImplementedError
-
-    def exchange(self) -> None:
-        """Compute the sum, or everything needed for it, from the last selection."""
-        raise NotImplementedError
-
-    def sent(self) -> float:
-        """Return the payload bytes that this rank has sent so far."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Release resources."""
 
 
 class Dense(Method):

@@ -367,13 +367,9 @@ def _device(device: str, host: int, how: str, hosts: int, links: Links) -> list[
         "link set lo up",
         f"link set {device} address {_hardware(host)} {how} up",
         *_neighbours(device, host, hosts),
-        _route(host, links, device),
+        # Only the first namespace may set the default of TCP's congestion control freely.
+        f"route replace {NET} dev {device} src 10.77.0.{host + 1} congctl {links.congestion}",
     ]
-
-
-def _route(host: int, links: Links, device: str) -> str:
-    """Return the command that sets TCP's congestion control: no namespace but the first may set its default freely."""
-    return f"route replace {NET} dev {device} src 10.77.0.{host + 1} congctl {links.congestion}"
 
 
 class Relay:
@@ -424,24 +420,17 @@ def _dropped(pid: str, device: str) -> int:
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Return the difference of two readings of the relay's counters.
 
-    `packets` and `bytes` that it carried; the shares of packets `lost` and dropped by full queues, `dropped_up` and
-    `dropped_down`; `late`, the seconds by which 1 % of the packets were later than they should (a power of two of
-    microseconds), and `cpu`, the share of a core that it used. `overrun`: packets that the machine lost.
+    `late` are the seconds by which 1 % of the packets were later than due, `cpu` is the share of a core that the relay
+    used, and `overrun` counts packets that the machine lost. `lost`, `dropped_up` and `dropped_down` are shares.
     """
     did = {name: after[name] - before[name] for name in after if name != "late"}
     packets = did["packets"] + did["lost"] + did["dropped_up"] + did["dropped_down"]
     fractions = {name: did[name] / max(1, packets) for name in ("lost", "dropped_up", "dropped_down")}
-    counts = [b - a for a, b in zip(before["late"], after["late"], strict=True)]
-    bound = next(i for i in range(len(counts)) if sum(counts[: i + 1]) >= 0.99 * sum(counts))
+    late_counts = [b - a for a, b in zip(before["late"], after["late"], strict=True)]
+    bound = next(i for i in range(len(late_counts)) if sum(late_counts[: i + 1]) >= 0.99 * sum(late_counts))
     late, cpu = 1e-6 * 2**bound, did["cpu"] / max(1e-9, did["time"])
-    return {
-        "packets": did["packets"],
-        "bytes": did["bytes"],
-        **fractions,
-        "late": late,
-        "cpu": cpu,
-        "overrun": did["overrun"],
-    }
+    counts = {name: did[name] for name in ("packets", "bytes", "overrun")}
+    return {**counts, **fractions, "late": late, "cpu": cpu}
 
 
 def relay_program() -> Path:
@@ -471,7 +460,6 @@ def relay_program() -> Path:
 
 
 def _hardware(host: int) -> str:
-    """Return the address of a host's link."""
     return f"02:00:00:00:00:{host + 1:02x}"
 
 

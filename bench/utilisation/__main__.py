@@ -36,32 +36,12 @@ from bench.slow_network.network import parse_rate
 from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
 from sparsecomm.cli.outputs import json_text, save
-from sparsecomm.quantities import number_text
 
 ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most
 WORKER = Path(__file__).with_name("worker.py")
 
 
 def main() -> int:
-    options = _parser().parse_args()
-    store = Store(options.out, options.ranks, options.elements, options.step)
-    failed = [] if options.report else measure(options, store)
-    rows = store.rows
-    if not rows:
-        print(f"bench.utilisation: {store.file} has no results", file=sys.stderr)
-        return 1
-    store.update()
-    run = store.data["runs"][-1]
-    all_tables = [tables.cells_table(rows), tables.published_table(rows), *tables.plans_tables(rows)]
-    report.publish(options.out, report.head(run), all_tables, store.data)
-    if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
-        save(tables.heat_maps(tables.found(rows)), options.out.with_name(options.out.name + ".png"), 130)
-    for network in failed:
-        _say(f"{network}: not measured, see above; start the command again to continue")
-    return 1 if failed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__, prog="python -m bench.utilisation")
     parser.add_argument("--quick", action="store_true", help="some cells, and fewer rounds of each")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="of each link (1gbit 200mbit 50mbit)")
@@ -77,7 +57,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-network", action="store_true", help="between processes of this machine: a trial")
     parser.add_argument("--out", type=Path, default=Path("bench/results/utilisation"), help="(%(default)s)")
     parser.add_argument("--report", action="store_true", help="measure nothing")
-    return parser
+    options = parser.parse_args()
+    store = Store(options.out, options.ranks, options.elements, options.step)
+    failed = [] if options.report else measure(options, store)
+    rows = store.rows
+    if not rows:
+        print(f"bench.utilisation: {store.file} has no results", file=sys.stderr)
+        return 1
+    store.update()
+    run = store.data["runs"][-1]
+    report.publish(options.out, report.head(run), tables.tables(rows), store.data)
+    if importlib.util.find_spec("matplotlib") is not None and {"dense", "blocking"} & {row["method"] for row in rows}:
+        save(tables.heat_maps(tables.found(rows)), options.out.with_name(options.out.name + ".png"), 130)
+    for network in failed:
+        _say(f"{network}: not measured, see above; start the command again to continue")
+    return 1 if failed else 0
 
 
 class Store:
@@ -92,17 +86,7 @@ class Store:
             self.data = json.loads(self.file.read_text())
             if self.data["setting"] != setting:
                 raise SystemExit(f"bench.utilisation: {self.file} is of {self.data['setting']}, not {setting}: --out")
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A result for each cell."""
-        rows: list[dict[str, Any]] = self.data["rows"]
-        return rows
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        """Write these, too."""
-        self.rows.extend(row | {"run": len(self.data["runs"]) - 1} for row in rows)
-        self.update()
+        self.rows: list[dict[str, Any]] = self.data["rows"]  # a result for each cell
 
     def update(self) -> None:
         """Make plans and the tables of the page anew, and write the file."""
@@ -117,37 +101,33 @@ class Store:
 
 def measure(options: argparse.Namespace, store: Store) -> list[Network]:
     """Measure what is missing, network by network; return the networks on which that failed."""
-    wanted = grid.quick() if options.quick else grid.full()
-    if options.rates or options.rtts or options.losses or options.no_network:
+    if options.no_network:
+        wanted = [grid.HERE]
+    elif options.quick and not (options.rates or options.rtts or options.losses):
+        wanted = grid.QUICK
+    else:
         rates = [parse_rate(text) for text in options.rates or ("1gbit", "200mbit", "50mbit")]
         rtts = options.rtts if options.rtts is not None else (0, 20, 80)
         losses = options.losses if options.losses is not None else (0, 0.1)
         wanted = grid.networks(rates, [ms / 1e3 for ms in rtts], [percent / 100 for percent in losses])
-        wanted = [grid.HERE] if options.no_network else wanted
     every = options.H or ((8, 32) if options.quick else (1, 8, 32, 128))
-    times = tuple(options.seconds or (QUICK if options.quick else ALL))
     done = {grid.key(row) for row in store.rows}
     missing = {n: [cell for cell in grid.cells(n, options.methods, every) if cell not in done] for n in wanted}
     missing = {network: cells for network, cells in missing.items() if cells}
-    n, P = store.data["setting"]["elements"], options.ranks
-    costs = {cell: grid.seconds(cell, times, n, P, options.step) for cells in missing.values() for cell in cells}
-    left = sum(costs.values()) + 15 * len(missing)
-    _say(f"{len(costs)} cells on {len(missing)} networks, about {number_text(left / 60, 2)} minutes")
+    _say(f"{sum(map(len, missing.values()))} cells on {len(missing)} networks")
     if missing:
         store.data["runs"].append(report.about("-m bench.utilisation", sys.argv[1:], threads=1))
     failed = []
     for network, cells in missing.items():
-        _say(f"{network}: {len(cells)} cells; {number_text(left / 60, 2)} minutes left")
-        if not on_network(options, store, network, cells, times):
+        _say(f"{network}: {len(cells)} cells")
+        if not on_network(options, store, network, cells):
             failed.append(network)
-        left -= sum(costs[cell] for cell in cells) + 15
     return failed
 
 
-def on_network(
-    options: argparse.Namespace, store: Store, network: Network, cells: list[Cell], times: tuple[float, ...]
-) -> bool:
+def on_network(options: argparse.Namespace, store: Store, network: Network, cells: list[Cell]) -> bool:
     """Measure cells on one network, and keep the results, also if it is interrupted. Return whether all are there."""
+    times = options.seconds or (QUICK if options.quick else ALL)
     with tempfile.TemporaryDirectory(prefix="bench-utilisation.") as folder:
         plan, results, link = (Path(folder, name) for name in ("plan.json", "results.jsonl", "link.json"))
         content = {"shapes": store.shapes, "step": options.step, "seconds": times, "ahead": network.ahead}
@@ -160,7 +140,9 @@ def on_network(
             rows = [json.loads(line) for line in results.read_text().splitlines()]
             measured = json.loads(link.read_text()) if link.exists() else None
             where = {"rate": network.rate, "rtt": network.rtt, "loss": network.loss}
-            store.add([{**where, **row, "link": measured} for row in rows])
+            where |= {"link": measured, "run": len(store.data["runs"]) - 1}
+            store.rows.extend(row | where for row in rows)
+            store.update()
     return status == 0 and len(rows) == len(cells)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsecomm.quantities import number_text, percent_text, rate_text
+from sparsecomm.quantities import percent_text, rate_text
 
 RANKS, STEP = 4, 0.03  # seconds of a local step
 _DIM, _HIDDEN, _LAYERS, _VOCABULARY = 256, 768, 6, 50_257
@@ -103,14 +102,7 @@ def networks(rates: Sequence[float], rtts: Sequence[float], losses: Sequence[flo
     return [Network(rate, rtt, loss) for loss in losses for rtt in rtts for rate in rates]
 
 
-def full() -> list[Network]:
-    """Return the networks of the grid."""
-    return networks((1e9, 200e6, 50e6), (0.0, 0.02, 0.08), (0.0, 0.001))
-
-
-def quick() -> list[Network]:
-    """Return the networks of a grid that takes minutes."""
-    return [Network(50e6), Network(1e9), Network(200e6, 0.08, 0.001)]
+QUICK = [Network(50e6), Network(1e9), Network(200e6, 0.08, 0.001)]  # a grid that takes minutes
 
 
 def cells(network: Network, methods: Sequence[str], every: Sequence[int]) -> Iterator[Cell]:
@@ -119,30 +111,6 @@ def cells(network: Network, methods: Sequence[str], every: Sequence[int]) -> Ite
         for H in every:
             if (H > 1 or method != "delayed") and (H == 1 or not method.startswith("per-step")):
                 yield Cell(network, method, H)
-
-
-def seconds(cell: Cell, times: tuple[float, float], n: int, P: int, step: float) -> float:
-    """Return about how long it takes to measure a cell, ``times`` being the least and the most that rounds take.
-
-    A dense ring sends 2 (P - 1) / P n floats along a path; the rate of one stream that loses packets is that of Mathis
-    et al. (1997). Sparse exchanges are taken to move a thirtieth of that, and to compute for half a second.
-    """
-    network = cell.network
-    path = (network.rate or 1e10) * 0.94
-    if network.rtt and network.loss:
-        path = min(path, 1.22 * 1448 * 8 / (network.rtt * math.sqrt(network.loss)))
-    ring = 2 * (P - 1) / P * 32 * n / path
-    exchange = ring if cell.method == "dense" else 0.5 * n / 3e7 + 6 * network.rtt + ring / 30
-    if cell.method == "delayed":
-        exchange = max(0.0, exchange - cell.H // 2 * step)
-    round_s = cell.H * step + exchange
-    rounds = min(max(3, times[0] / round_s), max(1, times[1] / round_s))
-    return (rounds + (cell.method != "dense") * 2) * round_s + 6.0
-
-
-def name(network: Network) -> str:
-    """Return the title of a panel."""
-    return f"{number_text(network.rtt * 1e3)} ms, {percent_text(network.loss)} lost"
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------

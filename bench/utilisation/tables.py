@@ -100,23 +100,15 @@ PUBLISHED_HEAD = [
 ]
 
 
-def published_table(rows: list[Row]) -> Table:
-    """Return the dense cells beside those published."""
-    lines = _published_rows(found(rows))
-    columns = [(head, lambda line, i=i: line[i]) for i, head in enumerate(PUBLISHED_HEAD)]
-    return report.table(lines, columns, title="dense local steps, no delay, nothing lost", title_justify="left")
-
-
-def plans_tables(rows: list[Row]) -> list[Table]:
-    """Return the errors of plans by method, and by link."""
-    result = []
-    for name, group in (("method", _method), ("link", lambda row: str(key(row).network))):
-        head, *lines = _plans(rows, name, group)
-        columns = [(each, lambda line, i=i: line[i]) for i, each in enumerate(head)]
-        result.append(
-            report.table(lines, columns, title="`sparsecomm plan` against cells held out", title_justify="left")
-        )
-    return result
+def tables(rows: list[Row]) -> list[Table]:
+    """Return all cells, the dense cells beside those published, and the errors of plans by method and by link."""
+    published = [PUBLISHED_HEAD, *_published_rows(found(rows))]
+    plans = [_plans(rows, "method", _method), _plans(rows, "link", lambda row: str(key(row).network))]
+    return [
+        cells_table(rows),
+        report.table_of_cells(published, "dense local steps, no delay, nothing lost"),
+        *(report.table_of_cells(cells, "`sparsecomm plan` against cells held out") for cells in plans),
+    ]
 
 
 def pages(rows: list[Row]) -> dict[str, list[list[str]]]:
@@ -182,17 +174,14 @@ def is_held_out(row: Row) -> bool:
 
 
 def predictions(rows: Iterable[Row], setting: Row) -> list[float | None]:
-    """Return the predicted utilisation of each cell; ``None`` where there are no links.
-
-    Args:
-        rows: cells of `bench.utilisation`.
-        setting: ranks, elements, the seconds of a step, and the cores on which the ranks are.
-    """
+    """Return the predicted utilisation of each cell; ``None`` where there are no links."""
     rows = list(rows)
     factors: dict[str, list[float]] = {}
     for row in rows:
         if row["rate"] and not is_held_out(row) and row["kind"] != "dense":
-            factors.setdefault(_work_of(row), []).append(_worked(row, setting) / _prediction(row, setting, 1.0).work)
+            steps = min(1.0, row["H"] / _PARTS) * DEFAULT.add * setting["elements"]  # CPU seconds of the slept steps
+            worked = row["busy"] * row["round_s"] * setting["cores"] / setting["ranks"] - steps
+            factors.setdefault(_work_of(row), []).append(worked / _prediction(row, setting, 1.0).work)
     slower = {work: statistics.median(each) for work, each in factors.items()}
     return [
         _prediction(row, setting, slower.get(_work_of(row), 1.0)).utilisation if row["rate"] else None for row in rows
@@ -201,12 +190,6 @@ def predictions(rows: Iterable[Row], setting: Row) -> list[float | None]:
 
 def _work_of(row: Row) -> str:
     return "local" if row["kind"] == "local" else str(row["method"])
-
-
-def _worked(row: Row, setting: Row) -> float:
-    """Return the CPU seconds of a rank in a round, without those of the steps."""
-    steps = min(1.0, row["H"] / _PARTS) * DEFAULT.add * setting["elements"]
-    return float(row["busy"] * row["round_s"] * setting["cores"] / setting["ranks"] - steps)
 
 
 def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
@@ -231,10 +214,7 @@ TITLES = {"dense": "dense local steps", "blocking": "sparse local steps", "delay
 
 
 def heat_maps(cells: Found) -> Any:
-    """Return heat maps of utilisation: H against rate, a panel for each method, delay and loss.
-
-    Grey cells were not measured. Panels with less than two cells are left out.
-    """
+    """Return heat maps of utilisation, H against rate: a panel for each method, delay and loss with several cells."""
     methods = [method for method in LOCAL if any(cell.method == method for cell in cells)]
     sites = sorted({(cell.network.loss, cell.network.rtt) for cell in cells})
     every, rates = sorted({cell.H for cell in cells}), sorted({cell.network.rate for cell in cells})

@@ -13,10 +13,9 @@ import pytest
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from bench.paper import beyond, tables
+from bench.paper import tables
 from bench.paper.models import MODELS
 from bench.slow_network import network
-from sparsecomm.primitives.costs import Costs, Link
 from tests.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ def row(model: str, method: str, P: int, seconds: float, **more: Any) -> dict[st
         "model": model,
         "method": method,
         "P": P,
-        "algorithm": beyond.METHODS[method][0],
+        "algorithm": tables.STYLES[method],
         "wire": "plain",
         "n": it.n,
         "k": it.k,
@@ -65,45 +64,6 @@ def test_the_tables_say_how_many_times_as_fast_ours_is() -> None:
     assert made["paper_speedups"][1] == ["VGG-16", "10.00", "10.00", "9.8", "1.50", "1.50", "2.0", "-"]
     assert made["paper_costs"][1][-2:] == ["2.00", "1,000"]
     assert len(tables.tables(rows)) == 3
-
-
-def test_the_simulation_meets_a_ring_of_known_cost() -> None:
-    P, model = 4, MODELS["ResNet-20"]
-    bytes_sent = 2 * (P - 1) / P * 4 * model.n
-    exact = row("ResNet-20", "dense", P, bytes_sent * 8e-9 * P)
-    (found,) = beyond.held_against([exact])
-    assert found["error"] == pytest.approx(0, abs=0.01)
-    (found,) = beyond.held_against([row("ResNet-20", "dense", P, 2 * bytes_sent * 8e-9 * P)])
-    assert found["error"] == pytest.approx(-0.5, abs=0.01)
-
-
-def test_dense_is_the_better_of_two_algorithms() -> None:
-    fast = Costs(Link(1e-3, 1e-12, gap=1e-3))
-    assert beyond.cell(MODELS["ResNet-20"], "dense", 64, fast).algorithm == "halving and doubling"
-    assert beyond.halving_and_doubling(64, 0, fast) == pytest.approx(12e-3)
-
-
-def test_plots_are_drawn_where_ours_loses(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    cells = [
-        beyond.Cell("VGG-16", method, P, Link(1e-6, 8 / rate), "", "", seconds, seconds, True)
-        for P in (64, 256)
-        for rate in (1e9, 1e11)
-        for method, seconds in (("dense", 0.1), ("topk", 0.2), ("gtopk", 0.3), ("ours", 0.2))
-    ]
-    beyond.draw(beyond.grouped(cells), tmp_path)
-    work = Costs(Link(0, 0), select=3e-10, merge=3e-9, codec=2e-9, add=2e-10)
-    densities = beyond.by_density(work, MODELS["VGG-16"], 64)
-    ratios = [row["dense"] / row["seconds"] for row in densities if row["rate"] == 4e11]
-    assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] > 1 > ratios[-1]
-    beyond.draw_densities(densities, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "beyond-32-density.png",
-        "beyond-32-exchange.png",
-        "beyond-32-ranks.png",
-        "beyond-32-step.png",
-    }
 
 
 @pytest.mark.exhaustive

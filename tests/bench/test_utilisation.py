@@ -27,11 +27,7 @@ def row(rate: float, method: str, H: int, utilisation: float, rtt: float = 0.0, 
 
 
 def utilisation(out: Path, *options: str) -> tuple[int, str]:
-    return run("bench.utilisation", "--out", str(out), *options)
-
-
-def run(*command: str) -> tuple[int, str]:
-    command = (sys.executable, "-m", *command)
+    command = (sys.executable, "-m", "bench.utilisation", "--out", str(out), *options)
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return ran.returncode, ran.stdout + ran.stderr
 
@@ -63,21 +59,6 @@ def test_a_small_grid_is_measured_kept_and_gone_on_with(tmp_path: Path) -> None:
     status, said = utilisation(tmp_path / "it", *options[:-3], "--step", "0.002", "--report")
     assert status != 0
     assert "is of" in said
-
-
-@pytest.mark.exhaustive
-def test_single_exchanges_are_timed_beside_another_checkout(tmp_path: Path) -> None:
-    names = ("the first call", "a round of local steps", "dense, gloo")
-    options = ["--no-network", "--elements", "50000", "--times", "2", "--turns", "1", "--against", str(ROOT)]
-    status, said = run("bench.utilisation.calls", *options, "--exchanges", *names, "--write", str(tmp_path / "calls"))
-    assert status == 0, said
-    kept = json.loads((tmp_path / "calls.json").read_text())
-    assert [each["exchange"] for each in kept["calls"]] == list(names)
-    for each in kept["calls"]:
-        for which in ("that", "this"):
-            middle, min_, max_ = each[which]
-            assert 0 < min_ <= middle <= max_ < 60_000
-    assert len(kept["pages"]["slow_calls"]) == 1 + len(names)
 
 
 def test_dense_cells_stand_beside_the_published_ones() -> None:

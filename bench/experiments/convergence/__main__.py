@@ -17,9 +17,9 @@ of options with several values are trained, and the tables and plots show each m
 Simulated ranks also count the seconds of communication on a network of 1 Gb/s, for a model of 25.6 million weights with
 the same densities, without computation and selection.
 
-The command writes OUT.json with every curve, OUT.txt with the tables, and for each number of ranks P the plots
-OUT-P.png (the course of the trainings) and OUT-bytes-P.png (the score against bytes and seconds). Trainings in OUT.json
-are not repeated, so that you can continue an interrupted run, and combine runs with different ranks in one table.
+The command writes OUT.json with every curve, OUT.txt with the tables, and for each number of ranks P the plot
+OUT-bytes-P.png of scores against bytes and seconds. Trainings in OUT.json are not repeated, so you can continue an
+interrupted run, and combine runs with different ranks in one table.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from rich.console import Console
 
 from bench import report
 from bench.experiments.convergence import training
-from bench.experiments.convergence.plots import plot_costs, plot_courses
-from bench.experiments.convergence.results import Results, Training, about
+from bench.experiments.convergence.plots import plot_costs
+from bench.experiments.convergence.results import Results, Training
 from bench.experiments.convergence.tables import tables
 from bench.experiments.convergence.training import METHODS, Curve, Setting, equal_density
 from bench.experiments.tasks import TASKS
@@ -149,9 +149,8 @@ def finish(results: Results, out: str, console: Console) -> None:
         Console(file=file, width=TABLE_WIDTH).print(*all_tables, sep="\n")
     written = [f"{out}.json", f"{out}.txt"]
     for P in sorted({setting.ranks for setting in results.trainings} - {1}):  # one rank sends nothing
-        for plot, name in ((plot_courses, f"{out}-{P}.png"), (plot_costs, f"{out}-bytes-{P}.png")):
-            plot(results, P, Path(name))
-            written.append(name)
+        written.append(f"{out}-bytes-{P}.png")
+        plot_costs(results, P, Path(written[-1]))
     console.print(f"written: {', '.join(written)}", soft_wrap=True)
 
 
@@ -168,7 +167,10 @@ def main() -> None:
         if not results.has(setting):
             same.setdefault(setting.work, []).append(setting)
     if same:
-        results.runs.append(about(["python -m bench.experiments.convergence", *sys.argv[1:]]))
+        run = report.about("", [])
+        versions = {name: number for name, number in run["versions"].items() if number}
+        command = " ".join(["python -m bench.experiments.convergence", *sys.argv[1:]])
+        results.runs.append({"command": command, "machine": run["machine"], "versions": versions})
     for number, (setting, curve) in enumerate(in_processes(list(same), options.jobs)):
         console.print(f"{number + 1} of {len(same)}: {setting.model}, P = {setting.ranks}: {setting.name}")
         for each in same[setting]:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bench import report
 from bench.experiments.convergence.training import METHODS, Curve, Setting, recipe
 from bench.experiments.tasks import TASKS
 
@@ -144,13 +143,6 @@ def sort_key(setting: Setting) -> tuple[Any, ...]:
     s, density = setting, setting.equal_to or setting.density
     compared = models.index(s.model), s.steps, s.ranks, s.method != "dense", s.equal_to > 0, -density
     return *compared, methods.index(s.method), -s.momentum, s.rate, s.wire, s.warmup, -s.decay, s.seed
-
-
-def about(command: Iterable[str]) -> dict[str, Any]:
-    """Describe this run."""
-    run = report.about("", [])
-    versions = {name: number for name, number in run["versions"].items() if number}
-    return {"command": " ".join(command), "machine": run["machine"], "versions": versions}
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:

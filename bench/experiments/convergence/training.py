@@ -172,9 +172,7 @@ def combined(setting: Setting, curves: Sequence[Curve]) -> Curve:
     """Return the curve of rank 0, with the bytes of the rank that sends most; raise if the ranks' weights differ."""
     for rank, curve in enumerate(curves):
         if curve.weights != curves[0].weights:
-            raise RuntimeError(
-                f"{setting}: at the end the weights of ranks 0 and {rank} differ; expected the same bits"
-            )
+            raise RuntimeError(f"{setting}: the final weights of ranks 0 and {rank} differ; expected the same bits")
     return replace(
         curves[0],
         sent=[max(of_ranks) for of_ranks in zip(*(curve.sent for curve in curves), strict=True)],
