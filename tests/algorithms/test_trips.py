@@ -39,38 +39,27 @@ SPLITS: dict[str, SplitVariant] = {
 check = settings(max_examples=15)
 
 
-def trips(P: int, calls: int, **options: Any) -> list[tuple[float, float]]:
-    """Return for each call its trips, and the mean bytes that a rank sends."""
+def trips(P: int, calls: int, **options: Any) -> list[float]:
+    """Return the trips of each call."""
 
-    def program(transport: simulated.SimulatedTransport) -> list[tuple[float, int]]:
-        rng, found = np.random.default_rng(transport.rank), []
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        rng, found = np.random.default_rng(transport.rank), [0.0]
         for _ in range(calls):
             x = rng.standard_normal(40_000).astype(np.float32)
             sc.sparse_allreduce(x, comm=transport, **({"k": 400} | options))
-            found.append((transport.seconds, transport.counters.bytes_sent))
+            found.append(transport.seconds)
         return found
 
-    ends = [result.value for result in simulated.run(P, program, alpha=1.0)]
-    times = [max(rank[call][0] for rank in ends) for call in range(calls)]
-    sent = [sum(rank[call][1] for rank in ends) / P for call in range(calls)]
-    return [
-        (end - begin, after - before)
-        for begin, end, before, after in zip([0.0, *times], times, [0.0, *sent], sent, strict=False)
-    ]
+    return np.diff(np.max([result.value for result in simulated.run(P, program, alpha=1.0)], axis=0)).tolist()
 
 
 @pytest.mark.parametrize(
     ("variant", "P"),
-    [
-        (variant, P)
-        for variant in SPLITS
-        for P in [2, 3, 4, 7, 8, 16, 31, 64]
-        if P < 20 or variant in ("split", "means")
-    ],
+    [(variant, P) for variant in SPLITS for P in [2, 3, 7, 8, 16, 31, 64] if P < 20 or variant in ("split", "means")],
 )
 def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) -> None:
     calls = 6 if P < 20 else 3
-    found = [each for each, _ in trips(P, calls, **SPLITS[variant])]
+    found = trips(P, calls, **SPLITS[variant])
     assert max(found) <= 4
     assert found.count(2.0) >= calls - 2  # the first, and hardly ever another one
 
@@ -91,21 +80,6 @@ def test_no_owner_receives_most_of_many_entries(variant: str) -> None:
 
     first, _, usual = (max(each) for each in zip(*run(P, program, [0] * P), strict=True))
     assert first < 1.5 * usual
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        ("allgather", lambda P: 1),
-        ("dense", lambda P: 2),
-        ("double", lambda P: 2),
-        ("butterfly", lambda P: P.bit_length() - 1 + 2 * (P & (P - 1) > 0)),
-        ("tree", lambda P: 2 * (P - 1).bit_length()),
-    ],
-)
-@pytest.mark.parametrize("P", [2, 3, 8, 13, 32, 64])
-def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> None:
-    assert trips(P, 1, algorithm=algorithm)[0][0] <= expected(P)
 
 
 @pytest.mark.parametrize("P", [2, 3, 8, 13])
@@ -140,15 +114,6 @@ def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: in
     ends = np.max([result.value for result in results], axis=0)
     costs, problem = Costs(Link(1.0, 0.0), Link(0.0, 0.0)), Problem(P, n, k, num_nodes=P // per_node)
     assert np.median(np.diff(ends)[1:]) == sc.algorithms()[algorithm].predicted_time(problem, costs)
-
-
-@pytest.mark.parametrize("P", [2, 4, 8, 16, 32])
-def test_what_later_calls_send_is_about_what_wins(P: int) -> None:
-    """Entries out to owners, and winners in: within a quarter, besides headers and what is told of either."""
-    k = 3200
-    entries = 8 * k * 2 * (P - 1) / P
-    for _, sent in trips(P, 4, algorithm="split", wire="plain", k=k)[1:]:
-        assert sent <= 1.25 * entries + 2 * 120 * (P - 1)
 
 
 @pytest.mark.parametrize("P", [2, 5, 8, 33, 64])

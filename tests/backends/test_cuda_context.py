@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import backends
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.calls.queue import queue_of
 from sparsecomm.tensors import interop
 from sparsecomm.transport import simulated
 from tests import data, reference
@@ -22,7 +20,6 @@ from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.emulator.streams import PER_THREAD
 
-DEVICE = interop.Device("cuda", 0)
 N, K, TIMES = 3000, 60, 8
 
 
@@ -126,17 +123,3 @@ def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
     runtime.streams.run_all()
     for number, (entries, _) in found.items():
         np.testing.assert_array_equal(np.array(entries.indices), reference.topk(gradient(number, seed), K)[0])
-
-
-def test_every_owner_has_a_context_of_its_own(runtime: Alternating) -> None:
-    def program(transport: simulated.SimulatedTransport) -> CudaBackend:
-        ours = queue_of(transport).backends.of(DEVICE)
-        assert ours is queue_of(transport).backends.of(DEVICE)
-        return ours
-
-    found = [result.value for result in simulated.run(3, program)]
-    with ThreadPoolExecutor(1) as pool:
-        found += [backends.of(DEVICE), pool.submit(backends.of, DEVICE).result()]
-    for own in (lambda b: b, lambda b: b.in_use, lambda b: b.workspace()):
-        assert len({id(own(backend)) for backend in found}) == len(found)
-    assert len({id(backend.runtime) for backend in found}) == 1

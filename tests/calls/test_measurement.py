@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.calls import sparse
 from sparsecomm.calls.handle import Handle
-from sparsecomm.calls.measurement import LinkMeasurement, costs_for_steps, costs_of, measured_links
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.measurement import costs_for_steps, costs_of, measured_links
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.links import Links
@@ -134,7 +133,6 @@ def test_a_time_budget_makes_the_measurement_more_precise(
     [
         ({}, None, (2, 2)),
         ({}, "none", (1, 1)),
-        ({"wire": "plain"}, None, (2, 2)),
         ({"algorithm": "tree"}, None, (1, 2)),  # for a wire format alone nothing is measured
         ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, (2, 2)),
         ({"algorithm": "tree", "wire": "packed"}, None, (1, 2)),
@@ -163,21 +161,9 @@ def test_links_are_measured_once_per_communicator_if_costs_matter(
     assert run(P, program, nodes) == [[first, first + 1, first + 2]] * P
 
 
-def test_an_abandoned_measurement_is_not_repeated() -> None:
-    """A reducer's wait for it was interrupted, and the program continues with another kind of call."""
-
-    def program(transport: simulated.SimulatedTransport) -> int:
-        if transport.rank == 0:
-            queue = queue_of(transport)
-            queue.measuring = queue.submit(LinkMeasurement(transport))
-        sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, algorithm="tree")
-        return transport.number
-
-    assert run(2, program, [0, 1]) == [2, 2]
-
-
-def test_an_interrupted_wait_for_a_measurement_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a reducer, which waits again, and if the program continues with another kind of call."""
+@pytest.mark.parametrize("measures", [True, False], ids=["the next call measures", "the next call does not"])
+def test_an_interrupted_measurement_is_not_repeated(measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call and of a reducer, which waits again."""
 
     def interrupted(handle: Handle) -> None:
         raise KeyboardInterrupt
@@ -189,10 +175,13 @@ def test_an_interrupted_wait_for_a_measurement_is_resumed(monkeypatch: pytest.Mo
                 for costs in (costs_for_steps, costs_of):
                     with pytest.raises(KeyboardInterrupt):
                         costs(transport)
-        costs_for_steps(transport)
+        if measures:
+            costs_for_steps(transport)
+        else:
+            sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, algorithm="tree")
         return transport.number
 
-    assert run(2, program, [0, 1]) == [1, 1]
+    assert run(2, program, [0, 1]) == [1 if measures else 2] * 2
 
 
 def test_explain_uses_the_costs_of_calls() -> None:
@@ -274,22 +263,31 @@ def test_a_rank_that_fails_during_a_measurement(nodes: list[int], kind: type[Bas
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, sc.TransportError])
-@pytest.mark.parametrize("numbered", [False, True])
-def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], numbered: bool) -> None:
-    """The other ranks learn that it was left, and the gradient is in the residual on all ranks."""
+@pytest.mark.parametrize("stage", ["begin", "begun", "measured"])
+def test_a_rank_that_fails_beside_a_measurement(
+    kind: type[BaseException], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks learn of it. The call counts as begun and failed, so the gradient is in the residual."""
+    plan_costs = sparse.plan_costs
+
+    def fails_afterwards(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
+        found = plan_costs(transport, *others)
+        if transport.rank == 1:
+            raise kind
+        return found
 
     def program(transport: simulated.SimulatedTransport) -> None:
         residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
         right, failed = transport.begin, []
 
         def begin(*args: Any) -> None:
-            if numbered or failed:
+            if stage == "begun" or failed:
                 right(*args)
             if not failed:
                 failed.append(True)
                 raise kind
 
-        if transport.rank == 1:
+        if transport.rank == 1 and stage != "measured":
             transport.begin = begin  # type: ignore[method-assign]
         with pytest.raises(kind if transport.rank == 1 else sc.TransportError):
             sc.sparse_allreduce(x, K, comm=transport, residual=residual)
@@ -297,34 +295,9 @@ def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], num
         assert not sc.last_call(transport).counts
         np.testing.assert_array_equal(residual, x + 1)
 
+    if stage == "measured":
+        monkeypatch.setattr(sparse, "plan_costs", fails_afterwards)
     run(3, program)
-
-
-def test_an_interrupt_after_a_measurement_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`last_call` reports a call that has begun and failed, so the gradient must be in the residual."""
-    right = sparse.plan_costs
-
-    def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
-        found = right(transport, *others)
-        if transport.rank == 0:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(sparse, "plan_costs", interrupted)
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
-        if transport.rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
-            assert sc.last_call(transport) == sc.LastCall(1, False)
-        else:
-            with pytest.raises(sc.TransportError):
-                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
-            assert sc.last_call(transport) == sc.LastCall(2, False)
-        np.testing.assert_array_equal(residual, x + 1)
-
-    run(2, program)
 
 
 def test_a_rank_that_makes_another_call_gets_a_mismatch() -> None:

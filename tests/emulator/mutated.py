@@ -247,6 +247,29 @@ def packing_few_bits(sources: Path, seed: int) -> None:
         raise WrongError("pack of values that are not finite")
 
 
+def damaged_messages(sources: Path, seed: int) -> None:
+    """Each is refused, or read within its bounds."""
+    runtime, rng = Crowd(sources=sources, seed=100 * seed), np.random.default_rng(seed)
+    backend, n, count = CudaBackend(runtime), 60_000, 777
+    for kind, shape in ((packed.EXACT, "spread"), (packed.INT8, "dense"), (INT4, "spread")):
+        entries = packed.entries_of(shape, count, n, kind, False, seed)
+        message, wrong = packed.packed(entries.indices, entries.values, kind), 0
+        for trial in range(24):
+            bad = packed.flipped(message, int(rng.integers(8 * len(message))))
+            bad = bad if trial % 2 else message[:16] + rng.bytes(len(message) - 16)
+            exact = np.array(np.frombuffer(bad, np.uint8))  # its end is the end of its memory
+            try:
+                indices, values = backend.unpack(exact, bad[:16], count, n, kind, False)
+            except ValueError:
+                wrong += 1
+            else:
+                if (len(indices), len(values)) != (count, count):
+                    raise WrongError(f"{len(indices)} of {count} entries of a damaged message")
+            runtime.check()
+        if wrong < 12:
+            raise WrongError(f"{wrong} of 24 damaged messages are refused")
+
+
 def packing_of(sources: Path, seed: int, *kinds: tuple[ValueKind, str]) -> None:
     """There and back, in some tiles of words; rounding; and bytes with indices too few and too many."""
     runtime = Crowd(sources=sources, seed=100 * seed, multiprocessors=2)
@@ -301,6 +324,7 @@ DRIVERS = (
     adding_where,
     packing,
     packing_few_bits,
+    damaged_messages,
 )
 
 
