@@ -11,7 +11,7 @@ from sparsecomm.backends import CpuBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
-from tests.backends.devices import Device, Emulated
+from tests.backends.devices import Device, Emulated, same
 
 CASES = [(x, r) for x in data.DTYPES for r in (None, x, "float32") if r != "float32" or data.DTYPES[x].itemsize <= 4]
 CASES = sorted(set(CASES), key=str)
@@ -26,11 +26,6 @@ def check(device: Device) -> settings:
 def accumulated(x: np.ndarray, r: np.ndarray | None, decay: float = 1.0) -> np.ndarray:
     """decay * residual + x, as it is stored."""
     return x if r is None else reference.accumulated(x, r, decay)
-
-
-def same(entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
-    np.testing.assert_array_equal(entries.indices, expected[0])
-    assert data.same_bits(entries.values, expected[1])
 
 
 def same_residual(r: np.ndarray, acc: np.ndarray, taken: np.ndarray) -> None:

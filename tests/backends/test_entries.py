@@ -11,7 +11,7 @@ from sparsecomm.backends import keys as selection_keys
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from tests import data, reference
-from tests.backends.devices import Device
+from tests.backends.devices import Device, same
 
 check = settings(max_examples=40)
 lengths = st.sampled_from([0, 1, 2, 5, 64, 65, 300])
@@ -42,11 +42,6 @@ def order(v: SparseVector, float64_values: bool) -> list[int]:
     return sorted((key(x, float64_values) for x in v.values), reverse=True)
 
 
-def same(entries: SparseVector, indices: np.ndarray, values: np.ndarray) -> None:
-    np.testing.assert_array_equal(entries.indices, indices)
-    assert data.same_bits(np.asarray(entries.values), values)
-
-
 @pytest.mark.parametrize("n", [1000, 2**31 - 1, 2**40])
 def test_places_and_indices(device: Device, n: int) -> None:
     backend = device.backend
@@ -64,7 +59,7 @@ def test_places_and_indices(device: Device, n: int) -> None:
         assert backend.indices_at(there, numbers) == [int(v.indices[i]) for i in numbers]
         middle = nnz // 3
         parts = [there.part(0, middle), there.part(middle, middle), there.part(middle, nnz)]
-        same(backend.concatenate_entries(parts), v.indices, v.values)
+        same(backend.concatenate_entries(parts), (v.indices, v.values))
 
     run()
 
@@ -107,10 +102,10 @@ def test_sums_and_means_of_contributors(device: Device, float64_values: bool, ki
                 sums = [reference.canonical(a + b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
         total = sums[0]
         found, counted = backend.sum_and_count([put(device, v) for v in vectors])
-        same(found, np.flatnonzero(total), total[total != 0])
-        same(counted, np.flatnonzero(total), counts[total != 0])
+        same(found, (np.flatnonzero(total), total[total != 0]))
+        same(counted, (np.flatnonzero(total), counts[total != 0]))
         means = reference.canonical(np.divide(total, counts, out=np.zeros_like(total), where=total != 0))
-        same(backend.means(found, counted.values), np.flatnonzero(means), means[means != 0])
+        same(backend.means(found, counted.values), (np.flatnonzero(means), means[means != 0]))
 
     run()
 
@@ -132,8 +127,8 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
         near, sure = its_own >= low, its_own >= low + above
         for high, expected in ((None, np.zeros(nnz, bool)), (low + above, sure)):
             largest, others = selection_keys.split_by_key(there, low, high)
-            same(largest, v.indices[expected], v.values[expected])
-            same(others, v.indices[near & ~expected], v.values[near & ~expected])
+            same(largest, (v.indices[expected], v.values[expected]))
+            same(others, (v.indices[near & ~expected], v.values[near & ~expected]))
             assert selection_keys.keys_of(backend.values_at(there, others)) == its_own[near & ~expected].tolist()
         assert selection_keys.scaled_key(there, low, [0], keys[:1]) == low
         assert selection_keys.scaled_key(there, low, keys[:1], [0]) == low
@@ -147,7 +142,7 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
             found, its_keys = selection_keys.largest_keys(its_own.tolist(), number, [1, nnz, number])
             assert (found.tolist(), its_keys) == (sorted(first), [keys[0], keys[-1], keys[number - 1]])
         positions = list(range(0, nnz, 3))
-        same(backend.entries_at(there, positions), v.indices[positions], v.values[positions])
+        same(backend.entries_at(there, positions), (v.indices[positions], v.values[positions]))
 
     run()
 
@@ -163,7 +158,7 @@ def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: s
         v = vector(nnz, seed, kind=values)
         narrow, lost = backend.quantize(put(device, v), kind)
         again, nothing = backend.quantize(narrow, kind)
-        same(again, narrow.indices, narrow.values)
+        same(again, (narrow.indices, narrow.values))
         assert nothing.nnz == 0
         assert not (np.asarray(narrow.values) == 0).any()
         assert not (np.asarray(lost.values) == 0).any()
@@ -206,6 +201,6 @@ def test_dense_memory_where_entries_are(device: Device, dtype: str) -> None:
         quotients = SparseVector.trusted(v.indices[::2].copy(), v.values[::2] / 4, v.size, v.shape)
         left = v.values.copy()
         left[::2] /= 2
-        same(backend.remainder(here, counts, put(device, quotients)), v.indices, left)
+        same(backend.remainder(here, counts, put(device, quotients)), (v.indices, left))
 
     run()

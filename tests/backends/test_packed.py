@@ -19,7 +19,17 @@ from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.backends import packed_format
 from tests.backends.devices import Device, Emulated
-from tests.backends.packed_format import SHAPES, areas, entries_of, flipped, packed, quantized, unpacked, values_of
+from tests.backends.packed_format import (
+    SHAPES,
+    areas,
+    check_both_ways,
+    check_rounding,
+    entries_of,
+    flipped,
+    packed,
+    unpacked,
+    values_of,
+)
 from tests.emulator.deferred import DeferredRuntime
 
 HOST = CpuBackend(1)
@@ -32,18 +42,6 @@ on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 def check(device: Device, examples: int = 60) -> settings:
     return settings(max_examples=8 if device.name == "cuda" else examples)
-
-
-def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:
-    message = packed(entries.indices, entries.values, kind)
-    found = device.backend.pack(entries, kind)
-    assert found.dtype == np.uint8
-    assert found.tobytes() == message
-    float64_values = entries.values.itemsize == 8
-    indices, values = unpacked(device.backend, message, entries.nnz, entries.size, kind, float64_values)
-    assert (indices.dtype, values.dtype) == (entries.indices.dtype, entries.values.dtype)
-    np.testing.assert_array_equal(indices, entries.indices)
-    assert data.same_bits(np.asarray(values), entries.values)
 
 
 def test_the_kernels_have_the_same_kinds() -> None:
@@ -130,20 +128,6 @@ EDGES = """
     38800000 3F808000 3F818000 3F801000 3F803000 42FC0000 42FC0001 477FE000 477FEFFF 477FF000 47800000 7F7C0000 7F7F0000
     7F7F7FFF 7F7F8000 7F7FFFFF 7E800000 7F7E0000 7F7E0001 7F800000 7F800001 7FC00000 7FFFFFFF
 """
-
-
-def check_rounding(device: Device, values: np.ndarray, kind: ValueKind) -> None:
-    expected = quantized(values, kind)
-    with np.errstate(invalid="ignore"):
-        lost = np.where(np.isfinite(values), values - expected, np.float32(0))
-    found, errors, zeros = device.backend.quantize_values(device.array(values), kind)
-    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected.view(np.uint32))
-    np.testing.assert_array_equal(np.asarray(errors).view(np.uint32), lost.view(np.uint32))
-    assert zeros == np.count_nonzero(expected == 0)
-    if not zeros:  # rounding what was rounded changes nothing
-        again, errors, _ = device.backend.quantize_values(found, kind)
-        assert data.same_bits(np.asarray(again), np.asarray(found))
-        assert not np.any(errors)
 
 
 @on_devices
