@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from types import FrameType
 
 import numpy as np
 import pytest
 
 from sparsecomm.backends import Backends, CpuBackend
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT
 from sparsecomm.tensors.sparse import SparseVector
@@ -20,6 +17,7 @@ from tests.processes import LIMIT
 
 BACKEND = CpuBackend(1)
 INDICES, VALUES = np.arange(6, dtype=np.int32), np.ones(6, np.float32)
+TABLE = np.ones((1, 6), np.float32)
 WRONG = {
     "short": lambda array: array[:-1],
     "long": lambda array: np.repeat(array, 2),
@@ -131,54 +129,3 @@ def test_scratch_memory_is_its_owners() -> None:
     assert len(first) == len(second) == 1
     assert not first & second
     assert memory(owners[0]) == first
-
-
-WAITING = np.ones(6, np.float32)
-TABLE = np.ones((1, 6), np.float32)
-RESIDUAL = interop.tensor(np.zeros(6, np.float32), "residual", writable=True)
-MOMENTS = Moments(np.ones(6, np.float32), np.ones(6, np.float32), np.zeros(6, np.int32))
-CHANGES = {
-    "topk": lambda b, x, r, v: b.topk(x, 3, r),
-    "take_topk": lambda b, x, r, v: b.take_topk(r, 3),
-    "topk_by_chunk": lambda b, x, r, v: b.topk_by_chunk(x, 2, 3, r, 0.9),
-    "threshold": lambda b, x, r, v: b.threshold(x, 0.5, r),
-    "add_into": lambda b, x, r, v: b.add_into(x, r),
-    "scale": lambda b, x, r, v: b.scale(r, 0.5),
-    "add_difference": lambda b, x, r, v: b.add_difference(VALUES, x, RESIDUAL, 0.5, True),
-    "add_quotient": lambda b, x, r, v: b.add_quotient(x, VALUES, 1.0, 1.0, RESIDUAL, True),
-    "adamw": lambda b, x, r, v: b.adamw(RESIDUAL, MOMENTS, WAITING, v, TABLE, 1.0, 1.0, 1),
-    "cast_into": lambda b, x, r, v: b.cast_into(VALUES, r),
-    "zeros": lambda b, x, r, v: b.cast_into(None, r),
-    "scatter_add": lambda b, x, r, v: b.scatter_add(r, v),
-    "scatter_add_where": lambda b, x, r, v: b.scatter_add_where(r, v, v, True),
-    "densify": lambda b, x, r, v: b.densify(r, v),
-    "clear": lambda b, x, r, v: b.clear(r, v),
-    "tensor": lambda b, x, r, v: interop.tensor(VALUES, "x"),
-    "as_residual": lambda b, x, r, v: interop.as_residual(np.asarray(r.owner), x),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_signal_handler_divides_a_change_from_what_its_caller_does_next(change: str) -> None:
-    """Handlers run between instructions of bytecode: signals that come at each call wait for the end of the gate."""
-    x, r = (interop.tensor(np.ones(6, np.float32), "x", writable=True) for _ in range(2))
-    arguments, came, recorded = (BACKEND, x, r, vector(INDICES)), list[str](), list[str]()
-
-    def send(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and not recorded:
-            came.append(frame.f_code.co_name)
-            signal.raise_signal(signal.SIGINT)
-
-    @deferred
-    def change_and_record() -> None:
-        sys.setprofile(send)
-        try:
-            CHANGES[change](*arguments)
-            recorded.append(change)
-        finally:
-            sys.setprofile(None)
-
-    with pytest.raises(KeyboardInterrupt):
-        change_and_record()
-    assert came[0] == "<lambda>"
-    assert recorded == [change]

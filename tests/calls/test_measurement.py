@@ -87,7 +87,7 @@ def test_a_measurement_takes_one_and_a_half_round_trips(P: int) -> None:
     assert trips == 3 + 2 * (P % 2)
 
 
-@settings(max_examples=10, phases=[Phase.generate])
+@settings(max_examples=5, phases=[Phase.generate])
 @given(
     st.integers(2, 9).flatmap(lambda P: st.lists(st.integers(0, 2), min_size=P, max_size=P)),
     st.floats(1e-6, 0.1),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,56 +57,23 @@ def test_a_second_call_of_a_signature_finds_its_plan(rank: Ranks, same: dict[str
     assert plan_of(rank, **same) is first, "also after a call"
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "k": {"k": 4},
-    "k as a density": {"k": 0.25},
-    "k as another int": {"k": np.int64(3)},
-    "dtype": {"x": X.astype(np.float64)},
-    "size": {"x": X[:11]},
-    "shape": {"x": X.reshape(3, 4)},
-    "algorithm": {"algorithm": "tree"},
-    "algorithm as itself": {"algorithm": sc.algorithms()["butterfly"]},
-    "op": {"op": "mean"},
-    "wire": {"wire": "packed"},
-    "chunk": {"chunk": 4},
-    "residual": {"residual": np.zeros(12, np.float32)},
-    "out": {"out": np.zeros(12, np.float32)},
-}
-
-
-def test_each_signature_device_and_communicator_has_its_own_plan(cuda: DeferredRuntime, rank: Ranks) -> None:
-    another = simulated.run(1, lambda transport: transport)[0].value
-
-    def plans() -> list[Plan]:
-        found = [plan_of(rank, **other) for other in ({}, *OTHERS.values())]
-        return [*found, plan_of(rank, cuda.put(X)), plan_of(another)]
-
-    first = plans()
-    assert len(set(map(id, first))) == len(first)
-    assert plans() == first, "each is kept"
+def test_each_device_and_communicator_has_its_own_plan(cuda: DeferredRuntime, rank: Ranks) -> None:
+    plans = plan_of(rank), plan_of(rank, cuda.put(X)), plan_of(simulated.run(1, lambda transport: transport)[0].value)
+    assert len(set(map(id, plans))) == 3
 
 
 # -- when plans end ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("TIMEOUT", "7"), ("THREADS", "3"), ("PROFILE", "mine.json"), ("SIMD", "portable")]
-)
+@pytest.mark.parametrize(("name", "value"), [("TIMEOUT", "7"), ("THREADS", "3"), ("SIMD", "portable")])
 def test_a_changed_setting_invalidates_plans(
-    rank: Ranks, name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rank: Ranks, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SPARSECOMM_" + name, raising=False)
     before = plan_of(rank)
     monkeypatch.setenv("SPARSECOMM_" + name, value)
-    with pytest.warns(RuntimeWarning, match="No such file") if name == "PROFILE" else nullcontext():
-        changed = plan_of(rank)
-    assert changed is not before
-    assert plan_of(rank) is changed
-    if name == "THREADS":
-        assert changed.backend.threads == 3
-    monkeypatch.delenv("SPARSECOMM_" + name)
-    assert plan_of(rank) not in (before, changed)
+    changed = plan_of(rank)
+    assert plan_of(rank) is changed is not before
+    assert changed.backend.threads == 3 or name != "THREADS"
 
 
 def test_an_algorithm_registered_later_is_used(rank: Ranks) -> None:
@@ -177,12 +143,12 @@ class Forgetful(Plans):
 
 signatures = st.fixed_dictionaries(
     {
-        "n": st.sampled_from([12, 40]),
+        "shape": st.sampled_from([(12,), (3, 4), (40,)]),
         "dtype": st.sampled_from(["float32", "bfloat16", "float64"]),
-        "k": st.sampled_from([1, 1.0, 5, 0.25]),
+        "k": st.sampled_from([1, 1.0, 5, 6, 0.25]),
         "algorithm": st.sampled_from(["auto", "butterfly", "split", "split:2", "tree", "dense", "hierarchical"]),
         "op": st.sampled_from(["sum", "mean"]),
-        "wire": st.sampled_from(["auto", "packed"]),
+        "wire": st.sampled_from(["auto", "packed", "packed_int8"]),
         "chunk": st.sampled_from([None, 7]),
         "residual": st.booleans(),
         "out": st.booleans(),
@@ -232,8 +198,11 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]], bl
         return [(wait(), [None if a is None else a.tobytes() for a in arrays], last) for wait, arrays, last in steps]
 
     def step(transport: Ranks, number: int, call: dict[str, Any]) -> Any:
-        n, dtype, fault, background = (call.pop(name) for name in ("n", "dtype", "fault", "background"))
-        x, mine = data.gradient("normal", n, dtype, 10 * number + transport.rank), transport.rank == transport.size - 1
+        shape, dtype, fault, background = (call.pop(name) for name in ("shape", "dtype", "fault", "background"))
+        x = data.gradient("normal", math.prod(shape), dtype, 10 * number + transport.rank).reshape(shape)
+        mine = transport.rank == transport.size - 1
+        if dtype == "float64" or call["algorithm"] not in ("butterfly", "tree"):  # split remembers rounded values
+            call["wire"] = call["wire"].removesuffix("_int8")
         given = {name: np.ones_like(x) if call[name] else None for name in ("residual", "out")}
         call["chunk"] = None if call["k"] == 0.25 else call["chunk"]
         if fault == "mismatch" and mine:
@@ -246,7 +215,7 @@ def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]], bl
 
         def outcome() -> Any:
             found = attempt(made.wait) if isinstance(made, Handle) else made
-            return found if isinstance(found, tuple) else (found.indices.tobytes(), found.values.tobytes())
+            return found if isinstance(found, tuple) else (found.shape, found.indices.tobytes(), found.values.tobytes())
 
         if not together:
             outcome()

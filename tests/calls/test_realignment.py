@@ -91,21 +91,6 @@ def test_a_call_that_one_rank_skipped(P: int, realigned: bool, monkeypatch: pyte
 
 
 @several
-def test_realign_ends_the_calls_of_other_ranks(P: int) -> None:
-    def program(transport: simulated.SimulatedTransport) -> Any:
-        if transport.rank == P - 1:
-            skip(transport)
-        else:
-            with pytest.raises(sc.CollectiveMismatchError, match=r"waits in sparsecomm\.realign\(\)"):
-                call(transport)
-        sc.realign(transport)
-        assert call(transport) == [P, P]
-        return transport.number
-
-    assert len(set(run(P, program))) == 1
-
-
-@several
 def test_a_rank_that_does_not_realign(P: int) -> None:
     """The next attempt is a later round on some ranks."""
 
