@@ -1,4 +1,4 @@
-"""Execution contexts: nothing that a call works with is another one's, whichever threads and streams there are."""
+"""Execution contexts: threads share no memory that a call works with, whichever streams they use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
-from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
@@ -69,37 +68,6 @@ def test_two_threads_select_at_once(runtime: Alternating, stream: int) -> None:
             indices, values = reference.topk(gradient(number, seed), K)
             np.testing.assert_array_equal(np.array(entries.indices), indices)
             assert data.same_bits(np.array(entries.values), values)
-
-    by_two(program)
-
-
-def call(
-    transport: simulated.SimulatedTransport, number: int, seed: int, put: Callable[[np.ndarray], Any]
-) -> list[bytes]:
-    x = gradient(number, 10 * seed + transport.rank)
-    residual, out = np.zeros_like(x), np.zeros_like(x)
-    given = put(x), K
-    where = {"comm": transport, "residual": put(residual), "out": put(out), "algorithm": "tree"}
-    result = sc.isparse_allreduce(*given, **where).wait() if seed % 2 else sc.sparse_allreduce(*given, **where)
-    entries = [np.array(result.indices).tobytes(), np.array(result.values).tobytes()]
-    return [*entries, residual.tobytes(), out.tobytes()]
-
-
-def test_two_communicators_in_two_threads(runtime: Alternating) -> None:
-    def put(array: np.ndarray) -> Any:
-        tensor = runtime.put(array)
-        runtime.synchronize()
-        return tensor
-
-    def program(number: int) -> None:
-        def rank(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(transport, number, seed, put) for seed in range(4)]
-
-        def on_cpu(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(transport, number, seed, lambda array: array) for seed in range(4)]
-
-        found, expected = ([r.value for r in simulated.run(2, each)] for each in (rank, on_cpu))
-        assert found == expected
 
     by_two(program)
 

@@ -40,28 +40,14 @@ class Call:
 """
 
 
-@pytest.mark.parametrize("threaded", [True, False])
-@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
-def test_calls_without_a_wait_are_made_at_exit(threaded: bool, end: str) -> None:
+def test_errors_of_calls_that_are_made_at_exit_are_logged() -> None:
     done = python(f"""{HEAD}
-queue_ = CallQueue(SimpleNamespace(rank=0, threaded={threaded}))
-for name in ("a", "b", "wrong", "c"):
-    queue_.submit(Call(name, 0.05))
-{end}
+queue_ = CallQueue(SimpleNamespace(rank=0, threaded=False))
+for name in ("a", "wrong", "b"):
+    queue_.submit(Call(name))
 """)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["made a", "made b", "made wrong", "made c"]
+    assert done.stdout.splitlines() == ["made a", "made wrong", "made b"]
     assert done.stderr.count("no wait() raised its error: calls differ") == 1, done.stderr
-
-
-def test_queues_finish_in_the_order_of_their_creation() -> None:
-    """All ranks use the same order: without threads, each call waits for the other ranks."""
-    done = python(f"""{HEAD}
-queues = [CallQueue(SimpleNamespace(rank=0, threaded=False)) for _ in range(20)]
-for number, queue_ in reversed(list(enumerate(queues))):
-    queue_.submit(Call(number))
-""")
-    assert done.stdout.split("made")[1:] == [f" {i}\n" for i in range(20)], done.stderr
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])

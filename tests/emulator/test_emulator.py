@@ -89,23 +89,6 @@ def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> N
     assert not out[32:].any()
 
 
-def test_seeds_decide_the_order(sources: Path) -> None:
-    """The same seed gives the same order, another seed another one."""
-
-    def order(seed: int) -> list[int]:
-        runtime = EmulatedRuntime(sources=sources, seed=seed)
-        counter, out = runtime.empty(1, np.uint32), runtime.empty(256, np.uint32)
-        runtime.clear(counter)
-        vector = np.zeros((), "V16")[()]
-        run(runtime, "order_of_arrival", 8, 32, counter=address(counter), out=address(out), vector=vector)
-        return out.tolist()
-
-    found = [order(seed) for seed in range(5)]
-    assert all(sorted(one) == list(range(256)) for one in found)
-    assert len({tuple(one) for one in found}) == 5
-    assert order(3) == found[3]
-
-
 def test_arrays_of_the_host_do_not_mix_in() -> None:
     a = DeferredRuntime().library.asarray(np.ones(3, np.float32))
     with pytest.raises(TypeError, match="one of the host"):
