@@ -39,6 +39,8 @@ MPI.COMM_WORLD.Barrier()
 os.environ["SPARSECOMM_TIMEOUT"] = "100"
 assert fails(sc.CollectiveMismatchError, f"rank {P - 1} begins call ", "KeyboardInterrupt", "realign(comm)") < 50
 MPI.COMM_WORLD.Barrier()
+sc.realign(comm)
+assert [call() for _ in range(3)] == 3 * [[P, P]]
 if rank:  # rank 0 calls them out of their call
     assert fails(sc.CollectiveMismatchError, "waits in sparsecomm.realign()") < 50
 sc.realign(comm)
