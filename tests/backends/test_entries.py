@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecomm.backends import keys as selection_keys
+from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
 from tests.backends.devices import Device, same
@@ -104,6 +105,36 @@ def test_keys(device: Device, float64_values: bool, kind: str) -> None:
             assert (found.tolist(), its_keys) == (sorted(first), [keys[0], keys[-1], keys[number - 1]])
         positions = list(range(0, nnz, 3))
         same(backend.entries_at(there, positions), (v.indices[positions], v.values[positions]))
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("values", ["normal", "NaN and infinities", "huge range", "denormals"])
+def test_rounding_keeps_what_it_takes(device: Device, kind: ValueKind, values: str) -> None:
+    backend = device.backend
+
+    @check
+    @given(lengths, data.seeds)
+    def run(nnz: int, seed: int) -> None:
+        v = vector(nnz, seed, kind=values)
+        narrow, lost = backend.quantize(put(device, v), kind)
+        again, nothing = backend.quantize(narrow, kind)
+        same(again, (narrow.indices, narrow.values))
+        assert nothing.nnz == 0
+        assert not (np.asarray(narrow.values) == 0).any()
+        assert not (np.asarray(lost.values) == 0).any()
+        whole, found = np.zeros(v.size, np.float64), np.zeros(v.size, np.float64)
+        whole[v.indices] = v.values
+        found[np.array(narrow.indices)] = narrow.values
+        found[np.array(lost.indices)] += np.array(lost.values)
+        finite = np.isfinite(whole)
+        error = np.abs(found[finite] - whole[finite])
+        arrived = np.zeros(v.size, np.float64)  # of few bits, more may arrive than was there
+        arrived[np.array(narrow.indices)] = narrow.values if kind.planes else 0
+        assert np.all(error <= 1e-45 + 3e-7 * np.maximum(np.abs(whole), np.abs(arrived))[finite])
+        assert np.isnan(found[np.isnan(whole)]).all()
+        assert not np.isfinite(found[np.isinf(whole)]).any()
 
     run()
 

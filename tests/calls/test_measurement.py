@@ -46,7 +46,7 @@ def gradient(rank: int, number: int) -> np.ndarray:
 def networks(max_ranks: int) -> Any:
     """Return a decorator for tests of ``(nodes, alpha, rate, random)``."""
     return given(
-        st.lists(st.integers(0, 4), min_size=2, max_size=max_ranks),
+        st.integers(2, max_ranks).flatmap(lambda P: st.lists(st.integers(0, 4), min_size=P, max_size=P)),
         st.floats(1e-6, 0.1),
         st.floats(5e7, 1e11),
         st.randoms(use_true_random=False),

@@ -57,6 +57,28 @@ def test_a_second_call_of_a_signature_finds_its_plan(rank: Ranks, same: dict[str
     assert plan_of(rank, **same) is first, "also after a call"
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "k": {"k": 4},
+    "k as a density": {"k": 0.25},
+    "dtype": {"x": X.astype(np.float64)},
+    "size": {"x": X[:11]},
+    "shape": {"x": X.reshape(3, 4)},
+    "algorithm": {"algorithm": "tree"},
+    "algorithm as itself": {"algorithm": sc.algorithms()["butterfly"]},
+    "op": {"op": "mean"},
+    "wire": {"wire": "packed"},
+    "chunk": {"chunk": 4},
+    "residual": {"residual": np.zeros(12, np.float32)},
+    "out": {"out": np.zeros(12, np.float32)},
+}
+
+
+def test_each_signature_has_its_own_plan(rank: Ranks) -> None:
+    plans = [plan_of(rank), *(plan_of(rank, **other) for other in OTHERS.values())]
+    assert len(set(map(id, plans))) == len(plans)
+    assert [plan_of(rank), *(plan_of(rank, **other) for other in OTHERS.values())] == plans, "each is kept"
+
+
 def test_each_device_and_communicator_has_its_own_plan(cuda: DeferredRuntime, rank: Ranks) -> None:
     plans = plan_of(rank), plan_of(rank, cuda.put(X)), plan_of(simulated.run(1, lambda transport: transport)[0].value)
     assert len(set(map(id, plans))) == 3

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from sparsecomm.backends.cuda.modules import TUNING, structure_definitions
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
+from tests.emulator.streams import LEGACY, PER_THREAD
 from tests.processes import LIMIT
 
 
@@ -87,6 +89,23 @@ def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> N
     run(runtime, "first_read", 2, 32, out=address(out))
     assert (out[:32].view(np.uint8) == POISON).all()
     assert not out[32:].any()
+
+
+def order(seed: int, *streams: int | None) -> str:
+    """Return the order in which work runs that streams are given in turn; None: a new stream."""
+    runtime, ran = DeferredRuntime(seed=seed), list[str]()
+    for name, stream in zip("abc", streams, strict=False):
+        before = runtime.make_current(runtime.new_stream() if stream is None else stream)
+        runtime.enqueue(partial(ran.append, name))
+        runtime.make_current(before)
+    runtime.streams.run_all()
+    return "".join(ran)
+
+
+def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it() -> None:
+    for streams in ((PER_THREAD, LEGACY, PER_THREAD), (LEGACY, PER_THREAD, LEGACY)):
+        assert {order(seed, *streams) for seed in range(20)} == {"abc"}
+    assert {order(seed, None, LEGACY) for seed in range(20)} == {"ab", "ba"}
 
 
 def test_arrays_of_the_host_do_not_mix_in() -> None:
