@@ -68,8 +68,8 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
         if rule.by_chunk and op != "mean_of_contributors" and draw.draw(st.booleans()):
             chunk = draw.draw(st.one_of(st.integers(1, 40), st.sampled_from([64, n, n + 1, 4096])))
         if algorithm.startswith("hierarchical"):
-            machines = draw.draw(st.lists(st.integers(0, 3), min_size=P, max_size=P))
-            nodes = [list(dict.fromkeys(machines)).index(machine) for machine in machines]
+            drawn = draw.draw(st.lists(st.integers(0, 3), min_size=P, max_size=P))
+            nodes = [list(dict.fromkeys(drawn)).index(node) for node in drawn]
         k = draw.draw(data.counts(min(n, chunk or n)))
         xs = [data.integers(n, dtype, seed + rank, 3) for rank in range(P)]
         residual_dtype = "float32" if (wider or few_bits) and dtype in ("float16", "bfloat16") else dtype
