@@ -23,7 +23,7 @@ def test_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert sanitizers.build(root), "the sanitizers do not see a write behind the end of an array"
     environment = os.environ | sanitizers.environment() | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "(portable or avx) and not cuda", *FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-k", "(portable or avx) and not cuda", *FILES]
     done = subprocess.run(command, cwd=root, env=environment, text=True, capture_output=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "portable" in done.stdout or " passed" in done.stdout
+    assert " passed" in done.stdout
