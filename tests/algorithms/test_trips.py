@@ -36,41 +36,29 @@ SPLITS: dict[str, SplitVariant] = {
     },
     "ssar": {"algorithm": "ssar_split_allgather"},
 }
-check = settings(max_examples=15)
 
 
-def trips(P: int, calls: int, **options: Any) -> list[tuple[float, float]]:
-    """Return for each call its trips, and the mean bytes that a rank sends."""
+def trips(P: int, calls: int, **options: Any) -> list[float]:
+    """Return the trips of each call."""
 
-    def program(transport: simulated.SimulatedTransport) -> list[tuple[float, int]]:
-        rng, found = np.random.default_rng(transport.rank), []
+    def program(transport: simulated.SimulatedTransport) -> list[float]:
+        rng, found = np.random.default_rng(transport.rank), [0.0]
         for _ in range(calls):
             x = rng.standard_normal(40_000).astype(np.float32)
             sc.sparse_allreduce(x, comm=transport, **({"k": 400} | options))
-            found.append((transport.seconds, transport.counters.bytes_sent))
+            found.append(transport.seconds)
         return found
 
-    ends = [result.value for result in simulated.run(P, program, alpha=1.0)]
-    times = [max(rank[call][0] for rank in ends) for call in range(calls)]
-    sent = [sum(rank[call][1] for rank in ends) / P for call in range(calls)]
-    return [
-        (end - begin, after - before)
-        for begin, end, before, after in zip([0.0, *times], times, [0.0, *sent], sent, strict=False)
-    ]
+    return np.diff(np.max([result.value for result in simulated.run(P, program, alpha=1.0)], axis=0)).tolist()
 
 
 @pytest.mark.parametrize(
     ("variant", "P"),
-    [
-        (variant, P)
-        for variant in SPLITS
-        for P in [2, 3, 4, 7, 8, 16, 31, 64]
-        if P < 20 or variant in ("split", "means")
-    ],
+    [(variant, P) for variant in SPLITS for P in [2, 3, 7, 8, 16, 31, 64] if P < 20 or variant in ("split", "means")],
 )
 def test_split_takes_four_trips_at_most_and_usually_two(variant: str, P: int) -> None:
     calls = 6 if P < 20 else 3
-    found = [each for each, _ in trips(P, calls, **SPLITS[variant])]
+    found = trips(P, calls, **SPLITS[variant])
     assert max(found) <= 4
     assert found.count(2.0) >= calls - 2  # the first, and hardly ever another one
 
@@ -91,21 +79,6 @@ def test_no_owner_receives_most_of_many_entries(variant: str) -> None:
 
     first, _, usual = (max(each) for each in zip(*run(P, program, [0] * P), strict=True))
     assert first < 1.5 * usual
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        ("allgather", lambda P: 1),
-        ("dense", lambda P: 2),
-        ("double", lambda P: 2),
-        ("butterfly", lambda P: P.bit_length() - 1 + 2 * (P & (P - 1) > 0)),
-        ("tree", lambda P: 2 * (P - 1).bit_length()),
-    ],
-)
-@pytest.mark.parametrize("P", [2, 3, 8, 13, 32, 64])
-def test_trips_of_other_algorithms(algorithm: str, expected: Any, P: int) -> None:
-    assert trips(P, 1, algorithm=algorithm)[0][0] <= expected(P)
 
 
 @pytest.mark.parametrize("P", [2, 3, 8, 13])
@@ -142,15 +115,6 @@ def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: in
     assert np.median(np.diff(ends)[1:]) == sc.algorithms()[algorithm].predicted_time(problem, costs)
 
 
-@pytest.mark.parametrize("P", [2, 4, 8, 16, 32])
-def test_what_later_calls_send_is_about_what_wins(P: int) -> None:
-    """Entries out to owners, and winners in: within a quarter, besides headers and what is told of either."""
-    k = 3200
-    entries = 8 * k * 2 * (P - 1) / P
-    for _, sent in trips(P, 4, algorithm="split", wire="plain", k=k)[1:]:
-        assert sent <= 1.25 * entries + 2 * 120 * (P - 1)
-
-
 @pytest.mark.parametrize("P", [2, 5, 8, 33, 64])
 @pytest.mark.parametrize(("kind", "expected"), [(WordsGather, 1), (WordsComparison, 2)])
 def test_ranks_agree_in_few_trips(kind: type[WordsGather], expected: int, P: int) -> None:
@@ -180,35 +144,6 @@ def gradients_of(step: tuple[str, float, bool, int], n: int, P: int) -> list[np.
     return made
 
 
-@pytest.mark.parametrize("variant", ["split", "split:2", "means"])
-@pytest.mark.parametrize("P", [2, 3, 5, 8])
-def test_whatever_came_before_the_result_is_the_oracles(variant: str, P: int) -> None:
-    """Gradients that change from call to call as no training's do; and nothing is lost."""
-    options = SPLITS[variant]
-
-    @check
-    @given(st.integers(1, 400), st.data(), st.lists(steps, min_size=2, max_size=5))
-    def calls(n: int, draw: st.DataObject, sequence: list[Any]) -> None:
-        k = draw.draw(data.counts(n))
-        given = [gradients_of(step, n, P) for step in sequence]
-        if variant == "means":  # a mean that rounds to zero is left out, and the next one wins in its place
-            totals = [np.sum(xs, axis=0, dtype=np.float32) for xs in given]
-            assume(all((total / np.float32(P) != 0).sum() == (total != 0).sum() for total in totals))
-
-        def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
-            return [
-                sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0 for xs in given
-            ]
-
-        with np.errstate(all="ignore"):
-            wanted = [expected_sum(xs, k, options) for xs in given]
-            for found in run(P, program):
-                for mine, its in zip(found, wanted, strict=True):
-                    assert data.same_bits(mine, its)
-
-    calls()
-
-
 def kept_of(transport: simulated.SimulatedTransport) -> dict[str, Any]:
     """Return what the only plan of a transport keeps for its algorithm."""
     (plan,) = queue_of(transport).plans._plans.values()
@@ -216,31 +151,35 @@ def kept_of(transport: simulated.SimulatedTransport) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.parametrize("variant", ["split", "means", "ssar"])
-@pytest.mark.parametrize("P", [2, 3, 8, 20])
-def test_ranks_that_keep_something_else_begin_again(variant: str, P: int) -> None:
-    """Any of them may have forgotten anything, or have what it knew a call ago; no rank fails, and none is wrong."""
-    options, n, k = SPLITS[variant], 3000, 300
+@pytest.mark.parametrize("variant", ["split", "split:2", "means", "ssar"])
+@pytest.mark.parametrize("P", [2, 3, 5, 8, 20])
+def test_whatever_ranks_remember_the_result_is_the_oracles(variant: str, P: int) -> None:
+    """Gradients change from call to call as in no training. Before the last call any rank may forget anything, or
+    remember what it knew after the first one.
+    """
+    options = SPLITS[variant]
+    sizes = st.one_of(st.integers(1, 400), st.just(3000))
+    memories = st.tuples(st.integers(0, P - 1), st.sampled_from(["ranges", "bounds", "old"]))
 
-    @settings(max_examples=8 if P < 9 else 3)
-    @given(st.lists(st.tuples(st.integers(0, P - 1), st.sampled_from(["ranges", "bounds", "old"])), min_size=1), steps)
-    def calls(losses: list[tuple[int, str]], step: Any) -> None:
-        given = [gradients_of(("normal", 1.0, False, 7 + call), n, P) for call in range(3)]
-        given.append(gradients_of(step, n, P))
+    @settings(max_examples=20 if P < 9 else 3)
+    @given(sizes, st.data(), st.lists(steps, min_size=2, max_size=5), st.lists(memories, max_size=3))
+    def calls(n: int, draw: st.DataObject, sequence: list[Any], losses: list[tuple[int, str]]) -> None:
+        k = draw.draw(data.counts(n))
+        given = [gradients_of(step, n, P) for step in sequence]
+        if variant == "means":  # a mean that rounds to zero is left out, and the next one wins in its place
+            totals = [np.sum(xs, axis=0, dtype=np.float32) for xs in given]
+            assume(all((total / np.float32(P) != 0).sum() == (total != 0).sum() for total in totals))
 
         def program(transport: simulated.SimulatedTransport) -> list[np.ndarray]:
             found, before = [], {}
             for call, xs in enumerate(given):
-                if call == 2:
+                if call == len(given) - 1:
                     kept = kept_of(transport)
                     for rank, what in losses:
-                        if rank == transport.rank and what == "old":
-                            kept.update(before)
-                        elif rank == transport.rank:
-                            kept[what] = None
+                        if rank == transport.rank:
+                            kept.update(before if what == "old" else {what: None})
                 found.append(sc.sparse_allreduce(xs[transport.rank], k, comm=transport, **options).to_dense() + 0)
-                if call == 0:
-                    before = dict(kept_of(transport))
+                before = before or dict(kept_of(transport))
             return found
 
         with np.errstate(all="ignore"):

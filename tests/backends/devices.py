@@ -14,10 +14,11 @@ from sparsecomm.backends import Backend, CpuBackend, _cpu
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
+from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import CudaTensor
 
-__all__ = ["DEVICES", "Device", "Emulated", "made"]
+__all__ = ["DEVICES", "Device", "Emulated", "made", "same"]
 
 DEVICES = ("avx512", "avx2", "portable", "threads", "cuda")
 
@@ -73,3 +74,9 @@ def made(name: str) -> Iterator[Device]:
         pytest.skip(f"this processor has no {name}")
     yield Device(name, CpuBackend(threads=3 if name == "threads" else 1))
     _cpu.use_simd(best)
+
+
+def same(entries: SparseVector, expected: tuple[np.ndarray, np.ndarray]) -> None:
+    """Compare indices, and the bits of values."""
+    np.testing.assert_array_equal(entries.indices, expected[0])
+    assert data.same_bits(np.asarray(entries.values), expected[1])

@@ -12,6 +12,7 @@ from sparsecomm.backends import Backend, CpuBackend
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, ValueKind
 from sparsecomm.tensors.sparse import Array, SparseVector
 from tests import data, reference
+from tests.backends.devices import Device
 
 VIEWS = {BFLOAT16: data.DTYPES["bfloat16"], FLOAT16: data.DTYPES["float16"]}
 
@@ -160,6 +161,32 @@ def unpacked(
         there[:] = found
         found = there
     return backend.unpack(found, message[:16], count, n, kind, float64_values)
+
+
+def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:
+    message = packed(entries.indices, entries.values, kind)
+    found = device.backend.pack(entries, kind)
+    assert found.dtype == np.uint8
+    assert found.tobytes() == message
+    float64_values = entries.values.itemsize == 8
+    indices, values = unpacked(device.backend, message, entries.nnz, entries.size, kind, float64_values)
+    assert (indices.dtype, values.dtype) == (entries.indices.dtype, entries.values.dtype)
+    np.testing.assert_array_equal(indices, entries.indices)
+    assert data.same_bits(np.asarray(values), entries.values)
+
+
+def check_rounding(device: Device, values: np.ndarray, kind: ValueKind) -> None:
+    expected = quantized(values, kind)
+    with np.errstate(invalid="ignore"):
+        lost = np.where(np.isfinite(values), values - expected, np.float32(0))
+    found, errors, zeros = device.backend.quantize_values(device.array(values), kind)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(np.asarray(errors).view(np.uint32), lost.view(np.uint32))
+    assert zeros == np.count_nonzero(expected == 0)
+    if not zeros:  # rounding what was rounded changes nothing
+        again, errors, _ = device.backend.quantize_values(found, kind)
+        assert data.same_bits(np.asarray(again), np.asarray(found))
+        assert not np.any(errors)
 
 
 # -- bytes that are wrong ----------------------------------------------------------------------------------------------

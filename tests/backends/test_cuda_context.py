@@ -1,4 +1,4 @@
-"""Execution contexts: nothing that a call works with is another one's, whichever threads and streams there are."""
+"""Execution contexts: threads share no memory that a call works with, whichever streams they use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm import backends
 from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.calls.queue import queue_of
 from sparsecomm.tensors import interop
-from sparsecomm.transport import simulated
 from tests import data, reference
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.devices import use
 from tests.emulator.streams import PER_THREAD
 
-DEVICE = interop.Device("cuda", 0)
 N, K, TIMES = 3000, 60, 8
 
 
@@ -76,37 +72,6 @@ def test_two_threads_select_at_once(runtime: Alternating, stream: int) -> None:
     by_two(program)
 
 
-def call(
-    transport: simulated.SimulatedTransport, number: int, seed: int, put: Callable[[np.ndarray], Any]
-) -> list[bytes]:
-    x = gradient(number, 10 * seed + transport.rank)
-    residual, out = np.zeros_like(x), np.zeros_like(x)
-    given = put(x), K
-    where = {"comm": transport, "residual": put(residual), "out": put(out), "algorithm": "tree"}
-    result = sc.isparse_allreduce(*given, **where).wait() if seed % 2 else sc.sparse_allreduce(*given, **where)
-    entries = [np.array(result.indices).tobytes(), np.array(result.values).tobytes()]
-    return [*entries, residual.tobytes(), out.tobytes()]
-
-
-def test_two_communicators_in_two_threads(runtime: Alternating) -> None:
-    def put(array: np.ndarray) -> Any:
-        tensor = runtime.put(array)
-        runtime.synchronize()
-        return tensor
-
-    def program(number: int) -> None:
-        def rank(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(transport, number, seed, put) for seed in range(4)]
-
-        def on_cpu(transport: simulated.SimulatedTransport) -> list[list[bytes]]:
-            return [call(transport, number, seed, lambda array: array) for seed in range(4)]
-
-        found, expected = ([r.value for r in simulated.run(2, each)] for each in (rank, on_cpu))
-        assert found == expected
-
-    by_two(program)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
     """One owner's calls, one after another; what the first has started has not run when the second one starts."""
@@ -126,17 +91,3 @@ def test_calls_of_two_threads_on_their_default_streams(seed: int) -> None:
     runtime.streams.run_all()
     for number, (entries, _) in found.items():
         np.testing.assert_array_equal(np.array(entries.indices), reference.topk(gradient(number, seed), K)[0])
-
-
-def test_every_owner_has_a_context_of_its_own(runtime: Alternating) -> None:
-    def program(transport: simulated.SimulatedTransport) -> CudaBackend:
-        ours = queue_of(transport).backends.of(DEVICE)
-        assert ours is queue_of(transport).backends.of(DEVICE)
-        return ours
-
-    found = [result.value for result in simulated.run(3, program)]
-    with ThreadPoolExecutor(1) as pool:
-        found += [backends.of(DEVICE), pool.submit(backends.of, DEVICE).result()]
-    for own in (lambda b: b, lambda b: b.in_use, lambda b: b.workspace()):
-        assert len({id(own(backend)) for backend in found}) == len(found)
-    assert len({id(backend.runtime) for backend in found}) == 1

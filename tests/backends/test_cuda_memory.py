@@ -69,36 +69,26 @@ def test_memory_is_kept_when_its_owner_is_gone(device: Emulated) -> None:
     np.testing.assert_array_equal(got.get(), numbers(1))
 
 
-def test_two_messages_that_come_in_pieces_by_turns(device: Emulated) -> None:
-    ours = device.backend.memory(direct=False)
-    messages = [ours.empty(N) for _ in range(2)]
-    for begin in range(0, N, 1000):
-        for seed, message in enumerate(messages):
-            message[begin : begin + 1000] = numbers(seed)[begin : begin + 1000]
-            ours.landed(message, begin, begin + 1000)
-    begun = device.runtime.streams.legacy.given
-    for seed, message in enumerate(messages):
-        got = ours.get(message[64:4064], np.float64).get()
-        np.testing.assert_array_equal(got.view(np.uint8), numbers(seed)[64:4064])
-        np.testing.assert_array_equal(ours.get(message[4064:], np.uint8).get(), numbers(seed)[4064:])
-    assert device.runtime.streams.legacy.given == begun  # they are on the device already
-    del message
-    messages.clear()
-    ours.put(device.array(numbers(2)), ours.empty(N))
-    assert not ours._landings  # nor are they there for longer than the messages
-
-
-def test_a_message_that_grows_while_another_one_comes(device: Emulated) -> None:
+def test_messages_that_come_in_pieces_by_turns(device: Emulated) -> None:
+    """One of them grows meanwhile."""
     ours = device.backend.memory(direct=False)
     short, other = ours.empty(2000), ours.empty(N)
-    for message, seed in ((short, 1), (other, 2)):
-        message[:2000] = numbers(seed)[:2000]
-        ours.landed(message, 0, 2000)
+    for begin in (0, 1000):
+        for message, seed in ((short, 1), (other, 2)):
+            message[begin : begin + 1000] = numbers(seed)[begin : begin + 1000]
+            ours.landed(message, begin, begin + 1000)
     long = ours.empty(N)
     ours.move(short, long)
     del short
     for message, seed in ((other, 2), (long, 1)):
         message[2000:] = numbers(seed)[2000:]
         ours.landed(message, 2000, N)
+    begun = device.runtime.streams.legacy.given
     for message, seed in ((long, 1), (other, 2)):
-        np.testing.assert_array_equal(ours.get(message, np.uint8).get(), numbers(seed))
+        got = ours.get(message[64:4064], np.float64).get()
+        np.testing.assert_array_equal(got.view(np.uint8), numbers(seed)[64:4064])
+        np.testing.assert_array_equal(ours.get(message[4064:], np.uint8).get(), numbers(seed)[4064:])
+    assert device.runtime.streams.legacy.given == begun  # they are on the device already
+    del message, other, long
+    ours.put(device.array(numbers(2)), ours.empty(N))
+    assert not ours._landings  # nor are they there for longer than the messages

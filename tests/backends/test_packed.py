@@ -11,22 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sparsecomm as sc
 from sparsecomm.backends import CpuBackend
 from sparsecomm.backends.cuda import CudaBackend
 from sparsecomm.backends.cuda.context import CountedVector
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT8, KINDS, ValueKind
+from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT8, KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data
 from tests.backends import packed_format
 from tests.backends.devices import Device, Emulated
-from tests.backends.packed_format import SHAPES, areas, entries_of, flipped, packed, quantized, unpacked, values_of
+from tests.backends.packed_format import (
+    SHAPES,
+    areas,
+    check_both_ways,
+    check_rounding,
+    entries_of,
+    flipped,
+    packed,
+    unpacked,
+    values_of,
+)
 from tests.emulator.deferred import DeferredRuntime
-from tests.emulator.test_emulator import PREAMBLE, sanitized
 
 HOST = CpuBackend(1)
 NARROW, FEW = KINDS[1:], [kind for kind in KINDS if kind.planes]
-INT64_SIZE = 2**40  # elements
 of_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 of_narrow_kinds = pytest.mark.parametrize("kind", NARROW, ids=lambda kind: kind.name)
 on_devices = pytest.mark.parametrize("device", ["avx512", "avx2", "portable", "cuda"], indirect=True)
@@ -35,18 +42,6 @@ on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 def check(device: Device, examples: int = 60) -> settings:
     return settings(max_examples=8 if device.name == "cuda" else examples)
-
-
-def check_both_ways(device: Device, entries: SparseVector, kind: ValueKind) -> None:
-    message = packed(entries.indices, entries.values, kind)
-    found = device.backend.pack(entries, kind)
-    assert found.dtype == np.uint8
-    assert found.tobytes() == message
-    float64_values = entries.values.itemsize == 8
-    indices, values = unpacked(device.backend, message, entries.nnz, entries.size, kind, float64_values)
-    assert (indices.dtype, values.dtype) == (entries.indices.dtype, entries.values.dtype)
-    np.testing.assert_array_equal(indices, entries.indices)
-    assert data.same_bits(np.asarray(values), entries.values)
 
 
 def test_the_kernels_have_the_same_kinds() -> None:
@@ -59,27 +54,14 @@ def test_the_kernels_have_the_same_kinds() -> None:
 
 
 @on_devices
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 1000, 5000])
 @pytest.mark.parametrize(("kind", "float64_values"), [*((kind, False) for kind in KINDS), (EXACT, True)])
-@pytest.mark.parametrize("int64_indices", [False, True])
-def test_bytes_are_those_of_the_format_and_back(
-    device: Device, count: int, kind: ValueKind, float64_values: bool, int64_indices: bool
-) -> None:
-    for seed, shape in enumerate(SHAPES):
-        n = INT64_SIZE if int64_indices else 10_000_000
-        check_both_ways(device, entries_of(shape, count, n, kind, float64_values, seed), kind)
+def test_bytes_are_those_of_the_format_and_back(device: Device, kind: ValueKind, float64_values: bool) -> None:
+    counts = st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 65, 1000, 5000]))
 
-
-@on_devices
-@of_kinds
-def test_bytes_of_any_entries_and_back(device: Device, kind: ValueKind) -> None:
     @check(device)
-    @given(
-        st.sampled_from(SHAPES), st.integers(0, 300), st.sampled_from([10**6, 2**31 - 1, 2**62]), data.seeds, data.kinds
-    )
+    @given(st.sampled_from(SHAPES), counts, st.sampled_from([10**6, 2**31 - 1, 2**40, 2**62]), data.seeds, data.kinds)
     def run(shape: str, count: int, n: int, seed: int, name: str) -> None:
-        check_both_ways(device, entries_of(shape, count, n, kind, False, seed, name), kind)
+        check_both_ways(device, entries_of(shape, count, n, kind, float64_values, seed, name), kind)
 
     run()
 
@@ -104,7 +86,7 @@ def test_with_tiles_as_they_are(cuda: DeferredRuntime) -> None:
         assert device.runtime.launches == ["pack", "unpack"]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_more_tiles_than_a_look_back_sees_at_once(seed: int) -> None:
     """In any order of threads; the state is all zeros afterwards."""
     device = Emulated(seed)
@@ -138,16 +120,6 @@ def test_a_vector_whose_length_only_the_device_knows(device: Device) -> None:
     assert device.backend.pack(counted, EXACT).tobytes() == packed(entries.indices[:650], entries.values[:650], EXACT)
 
 
-BITS = {"exact": 40.1, "bfloat16": 24.1, "float16": 24.1, "int8": 16.2, "int4": 12.5, "int2": 10.5, "sign": 9.4}
-
-
-@of_kinds
-def test_bits_per_entry(kind: ValueKind) -> None:
-    top = sc.topk(data.gradient("normal", 2_560_000, "float32"), 40_000)  # 64 of 4,096
-    top.values = top.values if kind is EXACT else HOST.quantize_values(top.values, kind)[0]
-    assert 8 * HOST.pack(top, kind).nbytes <= BITS[kind.name] * 40_000
-
-
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 # Denormals, what ties or nearly ties in some type, the largest of each, and what is not finite.
@@ -158,28 +130,14 @@ EDGES = """
 """
 
 
-def check_rounding(device: Device, values: np.ndarray, kind: ValueKind) -> None:
-    expected = quantized(values, kind)
-    with np.errstate(invalid="ignore"):
-        lost = np.where(np.isfinite(values), values - expected, np.float32(0))
-    found, errors, zeros = device.backend.quantize_values(device.array(values), kind)
-    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), expected.view(np.uint32))
-    np.testing.assert_array_equal(np.asarray(errors).view(np.uint32), lost.view(np.uint32))
-    assert zeros == np.count_nonzero(expected == 0)
-    if not zeros:  # rounding what was rounded changes nothing
-        again, errors, _ = device.backend.quantize_values(found, kind)
-        assert data.same_bits(np.asarray(again), np.asarray(found))
-        assert not np.any(errors)
-
-
 @on_devices
 @of_narrow_kinds
-@pytest.mark.parametrize("name", sorted(set(data.KINDS) - {"all zero"}))
-def test_values_are_rounded_as_specified(device: Device, kind: ValueKind, name: str) -> None:
-    for seed, count in enumerate((0, 1, 63, 64, 65, 1000)):
-        values = data.gradient(name, count, "float32", seed)
-        values[values == 0] = 0.75
-        check_rounding(device, values, kind)
+def test_values_are_rounded_as_specified(device: Device, kind: ValueKind) -> None:
+    for name in sorted(set(data.KINDS) - {"all zero"}):
+        for seed, count in enumerate((0, 1, 63, 64, 65, 1000)):
+            values = data.gradient(name, count, "float32", seed)
+            values[values == 0] = 0.75
+            check_rounding(device, values, kind)
 
 
 @on_devices
@@ -235,29 +193,6 @@ def test_values_that_cannot_be_of_a_kind() -> None:
         HOST.pack(SparseVector([0], np.ones(1), 1), BFLOAT16)
     with pytest.raises(ValueError, match="does not round values"):
         HOST.quantize_values(np.ones(1, np.float32), EXACT)
-
-
-def tails(distribution: str, blocks: int = 400) -> np.ndarray:
-    """Return the 64 largest of each 4,096, a row for each."""
-    rng = np.random.default_rng(0)
-    draws = {"normal": rng.standard_normal, "Laplace": rng.laplace, "Student t": lambda size: rng.standard_t(5, size)}
-    x = draws[distribution](size=(blocks, 4096)).astype(np.float32)
-    return np.take_along_axis(x, np.argpartition(-np.abs(x), 64, axis=1)[:, :64], axis=1)
-
-
-def left_by_two_levels(v: np.ndarray) -> float:
-    """The least squared error of two magnitudes for each row, by trying every threshold."""
-    u, count = np.sort(np.abs(v.astype(np.float64)), axis=1), np.arange(1, v.shape[1])
-    below = np.cumsum(u, axis=1)[:, :-1]
-    explained = below**2 / count + (u.sum(axis=1, keepdims=True) - below) ** 2 / (v.shape[1] - count)
-    return float(np.sum(u**2) - explained.max(axis=1).sum())
-
-
-@pytest.mark.parametrize(("distribution", "above_least"), [("normal", 1.06), ("Laplace", 1.06), ("Student t", 1.12)])
-def test_two_levels_leave_little_more_than_the_least_error(distribution: str, above_least: float) -> None:
-    v = tails(distribution)
-    _, errors, _ = HOST.quantize_values(v.reshape(-1), INT2)
-    assert np.sum(errors.astype(np.float64) ** 2) <= above_least * left_by_two_levels(v)
 
 
 # -- bytes that are wrong ----------------------------------------------------------------------------------------------
@@ -353,16 +288,10 @@ def test_damage_is_refused_or_gives_as_many_entries(device: Device, kind: ValueK
     damages = st.sampled_from(["bits", "shorter", "longer", "noise", "noise after the head", "none"])
     counts = st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 65, 1000]))
 
+    shapes, more = st.sampled_from(SHAPES), st.integers(-3, 3)
+
     @check(device, 120)
-    @given(
-        st.sampled_from(SHAPES),
-        counts,
-        st.booleans(),
-        data.seeds,
-        damages,
-        st.integers(-3, 3),
-        st.sampled_from([0, 1, -1]),
-    )
+    @given(shapes, counts, st.booleans(), data.seeds, damages, more, st.sampled_from([0, 1, -1]))
     def run(shape: str, m: int, int64_indices: bool, seed: int, damage: str, more: int, other_n: int) -> None:
         n = 2**62 if int64_indices else 10**6
         entries, rng = entries_of(shape, m, n, kind, False, seed), np.random.default_rng(seed)
@@ -377,56 +306,3 @@ def test_damage_is_refused_or_gives_as_many_entries(device: Device, kind: ValueK
         device.backend.well_formed(SparseVector.trusted(*back, n, (n,)))
 
     run()
-
-
-ANY_BYTES = """
-import struct
-from sparsecomm.backends.cuda import CudaBackend
-from sparsecomm.tensors.kinds import BFLOAT16, EXACT, INT4, INT8
-from tests.backends.packed_format import entries_of, flipped, packed
-
-COUNT, N = 777, 60_000
-backend = CudaBackend(EmulatedRuntime(flags=FLAGS))
-rng = np.random.default_rng(5)
-refused = 0
-
-
-def attempt(wrong, count=COUNT, n=N):
-    global refused
-    data = np.array(np.frombuffer(wrong, np.uint8))  # its end is the end of its memory
-    try:
-        indices, values = backend.unpack(data, wrong[:16], count, n, kind, False)
-    except ValueError:
-        refused += 1
-    else:
-        assert (len(indices), len(values)) == (count, count)
-    backend.runtime.check()
-
-
-for kind in (EXACT, BFLOAT16, INT8, INT4):
-    for shape in ("spread", "dense"):
-        entries = entries_of(shape, COUNT, N, kind, False, 4)
-        message = packed(entries.indices, entries.values, kind)
-        assert backend.pack(entries, kind).tobytes() == message
-        refused = 0
-        attempt(message)
-        assert not refused
-        attempt(message[:16] + b"\\xff" * (len(message) - 16))
-        attempt(message[:16] + bytes(len(message) - 16))
-        attempt(struct.pack("<QQ", 0, 2 ** 64 - 1) + message[16:])
-        for _ in range(12):
-            attempt(flipped(message, rng.integers(8 * len(message))))
-            attempt(message[:16] + rng.bytes(len(message) - 16))
-        assert refused >= 15, refused
-        rounded, errors, zeros = backend.quantize_values(np.array(entries.values), kind)
-        assert not errors.any() and not zeros
-print("all right")
-"""
-
-
-@pytest.mark.exhaustive
-def test_no_bytes_lead_out_of_bounds_under_address_sanitizer() -> None:
-    done = sanitized(PREAMBLE + ANY_BYTES)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["all right"]
-    assert "AddressSanitizer" not in done.stderr

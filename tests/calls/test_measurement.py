@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.calls import sparse
 from sparsecomm.calls.handle import Handle
-from sparsecomm.calls.measurement import LinkMeasurement, costs_for_steps, costs_of, measured_links
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.measurement import costs_for_steps, costs_of, measured_links
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
-from sparsecomm.tuning.links import Links
 from sparsecomm.tuning.profile import KnownCosts
 from tests.ranks import run
 
+T = TypeVar("T")
 N, K = 40, 5
 STEP = 10**0.05 * 1.01  # that a value may be from the nearest of ten in a decade
 
@@ -44,27 +43,38 @@ def gradient(rank: int, number: int) -> np.ndarray:
 # -- what it finds ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
-@given(
-    st.integers(2, 17).flatmap(lambda P: st.lists(st.integers(0, 4), min_size=P, max_size=P)),
-    st.floats(1e-6, 0.1),
-    st.floats(5e7, 1e11),
-    st.randoms(use_true_random=False),
-)
-def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
-    """Whenever ranks begin, and whatever their clocks say."""
+def networks(max_ranks: int) -> Any:
+    """Return a decorator for tests of ``(nodes, alpha, rate, random)``."""
+    return given(
+        st.integers(2, max_ranks).flatmap(lambda P: st.lists(st.integers(0, 4), min_size=P, max_size=P)),
+        st.floats(1e-6, 0.1),
+        st.floats(5e7, 1e11),
+        st.randoms(use_true_random=False),
+    )
+
+
+def measured(
+    measure: Callable[[simulated.SimulatedTransport], T], nodes: list[int], alpha: float, rate: float, random: Any
+) -> tuple[T, list[float]]:
+    """Return what all ranks measure, and how far their clocks are ahead. Some ranks begin late."""
+    ahead = [random.uniform(-1e3, 1e3) for _ in nodes]
     lates = [random.choice([0.0, random.uniform(0, 3 * alpha), 1.0]) for _ in nodes]
 
-    def program(transport: simulated.SimulatedTransport) -> KnownCosts:
-        ahead = random.uniform(-1e3, 1e3)
-        transport.clock = lambda: transport.seconds + ahead  # type: ignore[method-assign]
-        return costs_of(transport)
+    def program(transport: simulated.SimulatedTransport) -> T:
+        transport.clock = lambda: transport.seconds + ahead[transport.rank]  # type: ignore[method-assign]
+        return measure(transport)
 
     inside = {"node_alpha": 1e-6, "node_beta": 1e-10}
     found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, delays=lates, **inside)
     assert found == found[:1] * len(nodes)
-    costs = found[0].costs
-    several, shared = len(set(nodes)) > 1, len(set(nodes)) < len(nodes)
+    return found[0], ahead
+
+
+@settings(max_examples=40)
+@networks(17)
+def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: float, random: Any) -> None:
+    known, _ = measured(costs_of, nodes, alpha, rate, random)
+    costs, several, shared = known.costs, len(set(nodes)) > 1, len(set(nodes)) < len(nodes)
     assert (costs.node is not None) == shared
     expected = [(costs.link, alpha, 8 / rate)] if several else [(costs.link, 1e-6, 1e-10)]
     if costs.node is not None:
@@ -75,8 +85,28 @@ def test_measured_links_match_the_network(nodes: list[int], alpha: float, rate: 
     for link, delay, beta in expected:
         assert delay / STEP <= link.alpha <= (delay + waits * beta) * STEP
         assert beta / STEP <= link.beta <= beta * STEP * slower
-    assert found[0].source.startswith("measured at set-up: ")
-    assert ("between nodes" in found[0].source, "inside" in found[0].source) == (several, shared)
+    assert known.source.startswith("measured at set-up: ")
+    assert ("between nodes" in known.source, "inside" in known.source) == (several, shared)
+
+
+@settings(max_examples=5, phases=[Phase.generate])
+@networks(7)
+def test_a_time_budget_makes_the_measurement_more_precise(
+    nodes: list[int], alpha: float, rate: float, random: Any
+) -> None:
+    """It also finds the clock offsets of all ranks."""
+    links, ahead = measured(lambda transport: measured_links(transport, 0.02), nodes, alpha, rate, random)
+    several, shared = len(set(nodes)) > 1, len(set(nodes)) < len(nodes)
+    assert (links.between is not None, links.inside is not None) == (several, shared)
+    for link, delay, beta in ((links.between, alpha, 8 / rate), (links.inside, 1e-6, 1e-10)):
+        if link is not None:
+            assert link.alpha == pytest.approx(delay, rel=0.05, abs=200 * beta)
+            assert link.beta == pytest.approx(beta, rel=0.1)
+    far = alpha if several else 1e-6
+    assert 2 * far <= links.round_trip <= 2 * (far + 200 * 8 / rate)
+    for rank, offset in clocks.offsets(range(len(nodes)), links.fastest).items():
+        assert offset.seconds == pytest.approx(ahead[rank] - ahead[0], abs=offset.bound + 1e-6)
+        assert offset.bound <= 4 * (alpha + 200 * 8 / rate)
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 8, 16, 64])
@@ -88,44 +118,6 @@ def test_a_measurement_takes_one_and_a_half_round_trips(P: int) -> None:
     assert trips == 3 + 2 * (P % 2)
 
 
-@settings(max_examples=10, phases=[Phase.generate])
-@given(
-    st.integers(2, 9).flatmap(lambda P: st.lists(st.integers(0, 2), min_size=P, max_size=P)),
-    st.floats(1e-6, 0.1),
-    st.floats(5e7, 1e10),
-    st.randoms(use_true_random=False),
-)
-def test_a_time_budget_makes_the_measurement_more_precise(
-    nodes: list[int], alpha: float, rate: float, random: Any
-) -> None:
-    """It also finds the clock offsets of all ranks."""
-    ahead = [random.uniform(-1e3, 1e3) for _ in nodes]
-
-    def program(transport: simulated.SimulatedTransport) -> Links:
-        transport.clock = lambda: transport.seconds + ahead[transport.rank]  # type: ignore[method-assign]
-        return measured_links(transport, 0.02)
-
-    found = run(len(nodes), program, nodes, alpha=alpha, beta=8 / rate, node_alpha=1e-6, node_beta=1e-10)
-    assert found == found[:1] * len(nodes)
-    (links, *_), several = found, len(set(nodes)) > 1
-    for link, delay, beta, expected in (
-        (links.between, alpha, 8 / rate, several),
-        (links.inside, 1e-6, 1e-10, len(set(nodes)) < len(nodes)),
-    ):
-        assert (link is not None) is expected
-        if link is not None:
-            assert link.alpha == pytest.approx(delay, rel=0.05, abs=200 * beta)
-            assert link.beta == pytest.approx(beta, rel=0.1)
-    assert links.farthest is not None
-    assert (nodes[links.farthest[0]] != nodes[links.farthest[1]]) is several
-    far = alpha if several else 1e-6
-    assert 2 * far <= links.round_trip <= 2 * (far + 200 * 8 / rate)
-    offsets = clocks.offsets(range(len(nodes)), links.fastest)
-    for rank, offset in offsets.items():
-        assert offset.seconds == pytest.approx(ahead[rank] - ahead[0], abs=offset.bound + 1e-6)
-        assert offset.bound <= 4 * (alpha + 200 * 8 / rate)
-
-
 # -- when it is made --------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +126,6 @@ def test_a_time_budget_makes_the_measurement_more_precise(
     [
         ({}, None, (2, 2)),
         ({}, "none", (1, 1)),
-        ({"wire": "plain"}, None, (2, 2)),
         ({"algorithm": "tree"}, None, (1, 2)),  # for a wire format alone nothing is measured
         ({"algorithm": "split:2|allgather", "wire": "packed_int2"}, None, (2, 2)),
         ({"algorithm": "tree", "wire": "packed"}, None, (1, 2)),
@@ -163,21 +154,9 @@ def test_links_are_measured_once_per_communicator_if_costs_matter(
     assert run(P, program, nodes) == [[first, first + 1, first + 2]] * P
 
 
-def test_an_abandoned_measurement_is_not_repeated() -> None:
-    """A reducer's wait for it was interrupted, and the program continues with another kind of call."""
-
-    def program(transport: simulated.SimulatedTransport) -> int:
-        if transport.rank == 0:
-            queue = queue_of(transport)
-            queue.measuring = queue.submit(LinkMeasurement(transport))
-        sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, algorithm="tree")
-        return transport.number
-
-    assert run(2, program, [0, 1]) == [2, 2]
-
-
-def test_an_interrupted_wait_for_a_measurement_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a reducer, which waits again, and if the program continues with another kind of call."""
+@pytest.mark.parametrize("measures", [True, False], ids=["the next call measures", "the next call does not"])
+def test_an_interrupted_measurement_is_not_repeated(measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call and of a reducer, which waits again."""
 
     def interrupted(handle: Handle) -> None:
         raise KeyboardInterrupt
@@ -189,10 +168,13 @@ def test_an_interrupted_wait_for_a_measurement_is_resumed(monkeypatch: pytest.Mo
                 for costs in (costs_for_steps, costs_of):
                     with pytest.raises(KeyboardInterrupt):
                         costs(transport)
-        costs_for_steps(transport)
+        if measures:
+            costs_for_steps(transport)
+        else:
+            sc.sparse_allreduce(gradient(transport.rank, 0), K, comm=transport, algorithm="tree")
         return transport.number
 
-    assert run(2, program, [0, 1]) == [1, 1]
+    assert run(2, program, [0, 1]) == [1 if measures else 2] * 2
 
 
 def test_explain_uses_the_costs_of_calls() -> None:
@@ -274,22 +256,31 @@ def test_a_rank_that_fails_during_a_measurement(nodes: list[int], kind: type[Bas
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, sc.TransportError])
-@pytest.mark.parametrize("numbered", [False, True])
-def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], numbered: bool) -> None:
-    """The other ranks learn that it was left, and the gradient is in the residual on all ranks."""
+@pytest.mark.parametrize("stage", ["begin", "begun", "measured"])
+def test_a_rank_that_fails_beside_a_measurement(
+    kind: type[BaseException], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks learn of it. The call counts as begun and failed, so the gradient is in the residual."""
+    plan_costs = sparse.plan_costs
+
+    def fails_afterwards(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
+        found = plan_costs(transport, *others)
+        if transport.rank == 1:
+            raise kind
+        return found
 
     def program(transport: simulated.SimulatedTransport) -> None:
         residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
         right, failed = transport.begin, []
 
         def begin(*args: Any) -> None:
-            if numbered or failed:
+            if stage == "begun" or failed:
                 right(*args)
             if not failed:
                 failed.append(True)
                 raise kind
 
-        if transport.rank == 1:
+        if transport.rank == 1 and stage != "measured":
             transport.begin = begin  # type: ignore[method-assign]
         with pytest.raises(kind if transport.rank == 1 else sc.TransportError):
             sc.sparse_allreduce(x, K, comm=transport, residual=residual)
@@ -297,34 +288,9 @@ def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], num
         assert not sc.last_call(transport).counts
         np.testing.assert_array_equal(residual, x + 1)
 
+    if stage == "measured":
+        monkeypatch.setattr(sparse, "plan_costs", fails_afterwards)
     run(3, program)
-
-
-def test_an_interrupt_after_a_measurement_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`last_call` reports a call that has begun and failed, so the gradient must be in the residual."""
-    right = sparse.plan_costs
-
-    def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
-        found = right(transport, *others)
-        if transport.rank == 0:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(sparse, "plan_costs", interrupted)
-
-    def program(transport: simulated.SimulatedTransport) -> None:
-        residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)
-        if transport.rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
-            assert sc.last_call(transport) == sc.LastCall(1, False)
-        else:
-            with pytest.raises(sc.TransportError):
-                sc.sparse_allreduce(x, K, comm=transport, residual=residual)
-            assert sc.last_call(transport) == sc.LastCall(2, False)
-        np.testing.assert_array_equal(residual, x + 1)
-
-    run(2, program)
 
 
 def test_a_rank_that_makes_another_call_gets_a_mismatch() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import sparsecomm as sc
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls import queue as module
+from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import Plans, queue_of
 from sparsecomm.calls.sparse import prepare
@@ -42,11 +43,8 @@ def rank() -> Ranks:
 @pytest.mark.parametrize(
     "same",
     [
-        {"x": np.full(12, np.nan, np.float32)},
-        {"x": np.frombuffer(X.tobytes(), np.float32)},
-        {"label": "a layer"},
+        {"x": np.full(12, np.nan, np.float32), "label": "a layer"},
         {"residual": np.zeros(12, np.float32), "decay": 0.5},
-        {"residual": np.zeros(12, np.float32)},
         {"out": np.zeros(12, np.float32)},
     ],
     ids=str,
@@ -62,9 +60,7 @@ def test_a_second_call_of_a_signature_finds_its_plan(rank: Ranks, same: dict[str
 OTHERS: dict[str, dict[str, Any]] = {
     "k": {"k": 4},
     "k as a density": {"k": 0.25},
-    "k as another int": {"k": np.int64(3)},
     "dtype": {"x": X.astype(np.float64)},
-    "half": {"x": X.astype(np.float16)},
     "size": {"x": X[:11]},
     "shape": {"x": X.reshape(3, 4)},
     "algorithm": {"algorithm": "tree"},
@@ -72,7 +68,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "op": {"op": "mean"},
     "wire": {"wire": "packed"},
     "chunk": {"chunk": 4},
-    "chunk as another int": {"chunk": np.int64(4)},
     "residual": {"residual": np.zeros(12, np.float32)},
     "out": {"out": np.zeros(12, np.float32)},
 }
@@ -92,24 +87,15 @@ def test_each_device_and_communicator_has_its_own_plan(cuda: DeferredRuntime, ra
 # -- when plans end ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("TIMEOUT", "7"), ("THREADS", "3"), ("PROFILE", "mine.json"), ("SIMD", "portable")]
-)
+@pytest.mark.parametrize(("name", "value"), [("TIMEOUT", "7"), ("THREADS", "3"), ("SIMD", "portable")])
 def test_a_changed_setting_invalidates_plans(
-    rank: Ranks, name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rank: Ranks, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SPARSECOMM_" + name, raising=False)
     before = plan_of(rank)
     monkeypatch.setenv("SPARSECOMM_" + name, value)
-    with pytest.warns(RuntimeWarning, match="No such file") if name == "PROFILE" else nullcontext():
-        changed = plan_of(rank)
-    assert changed is not before
-    assert plan_of(rank) is changed
-    if name == "THREADS":
-        assert changed.backend.threads == 3
-    monkeypatch.delenv("SPARSECOMM_" + name)
-    assert plan_of(rank) not in (before, changed)
+    changed = plan_of(rank)
+    assert plan_of(rank) is changed is not before
+    assert changed.backend.threads == 3 or name != "THREADS"
 
 
 def test_an_algorithm_registered_later_is_used(rank: Ranks) -> None:
@@ -147,9 +133,8 @@ class OddNumber(int):
 @pytest.mark.parametrize(
     "odd",
     [
-        {"k": [3]}, {"k": np.array([3])}, {"k": {}}, {"k": float("nan")}, {"k": "3"}, {"k": 13}, {"chunk": []},
-        {"algorithm": []}, {"algorithm": np.array(["auto"])}, {"op": {}}, {"op": "summe"}, {"wire": set()},
-        {"decay": "1"}, {"label": 0}, {"x": [1.0]}, {"decay": 0.5}, {"k": True}, {"k": 3.0},
+        {"k": [3]}, {"k": float("nan")}, {"k": True}, {"k": 3.0}, {"k": 13}, {"chunk": []}, {"algorithm": []},
+        {"op": "summe"}, {"wire": set()}, {"decay": "1"}, {"decay": 0.5}, {"label": 0}, {"x": [1.0]},
     ],
     ids=str,
 )  # fmt: skip
@@ -180,12 +165,12 @@ class Forgetful(Plans):
 
 signatures = st.fixed_dictionaries(
     {
-        "n": st.sampled_from([12, 40]),
+        "shape": st.sampled_from([(12,), (3, 4), (40,)]),
         "dtype": st.sampled_from(["float32", "bfloat16", "float64"]),
-        "k": st.sampled_from([1, 1.0, 5, 0.25]),
+        "k": st.sampled_from([1, 1.0, 5, 6, 0.25]),
         "algorithm": st.sampled_from(["auto", "butterfly", "split", "split:2", "tree", "dense", "hierarchical"]),
         "op": st.sampled_from(["sum", "mean"]),
-        "wire": st.sampled_from(["auto", "packed"]),
+        "wire": st.sampled_from(["auto", "packed", "packed_int8"]),
         "chunk": st.sampled_from([None, 7]),
         "residual": st.booleans(),
         "out": st.booleans(),
@@ -195,14 +180,15 @@ circumstances = st.fixed_dictionaries(
     {
         "label": st.sampled_from(["", "a"]),
         "background": st.booleans(),
-        # The call differs on one rank, or one is interrupted where it sends its first message. How many follow, a kept
-        # plan may change.
-        "fault": st.sampled_from([None, None, None, "mismatch", 0]),
+        # On one rank the call differs, or is interrupted where it sends its first message. A stored plan may change
+        # how many follow.
+        "fault": st.sampled_from([None, None, None, "mismatch", "interrupt"]),
     }
 )
 sequences = st.lists(signatures, min_size=1, max_size=3).flatmap(
     lambda few: st.lists(st.builds(dict.__or__, st.sampled_from(few), circumstances), min_size=4, max_size=12)
 )
+sequences = st.one_of(sequences, sequences.map(lambda calls: [call | {"fault": None} for call in calls]))
 
 
 def interrupt(*message: Any) -> Any:
@@ -210,46 +196,65 @@ def interrupt(*message: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]]) -> list[Any]:
-    """Return for each rank and call the result or the error, the residual and out."""
+def attempt(make: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the type and the text of its error."""
+    try:
+        return make()
+    except (sc.SparseCommError, KeyboardInterrupt) as error:
+        # Links are measured by the clock, and when a call begins depends on the messages of those before.
+        return type(error), re.sub(r"checksum \w+", "checksum", str(error))
+
+
+def train(plans: Callable[[], Plans], P: int, sequence: list[dict[str, Any]], blocking: bool = False) -> list[Any]:
+    """Return for each rank and call the result or the error, the residual and out.
+
+    Calls in the background are in flight together, unless some call fails. With ``blocking`` they are blocking calls.
+    """
+    together = all(call["fault"] is None for call in sequence)
 
     def program(transport: Ranks) -> list[Any]:
         queue_of(transport).plans = plans()
-        return [step(transport, number, dict(call)) for number, call in enumerate(sequence)]
+        steps = [step(transport, number, dict(call)) for number, call in enumerate(sequence)]
+        for wait, *_ in reversed(steps):
+            wait()
+        return [(wait(), [None if a is None else a.tobytes() for a in arrays], last) for wait, arrays, last in steps]
 
     def step(transport: Ranks, number: int, call: dict[str, Any]) -> Any:
-        n, dtype, fault, background = (call.pop(name) for name in ("n", "dtype", "fault", "background"))
-        x, mine = data.gradient("normal", n, dtype, 10 * number + transport.rank), transport.rank == transport.size - 1
+        shape, dtype, fault, background = (call.pop(name) for name in ("shape", "dtype", "fault", "background"))
+        x = data.gradient("normal", math.prod(shape), dtype, 10 * number + transport.rank).reshape(shape)
+        mine = transport.rank == transport.size - 1
+        if dtype == "float64" or call["algorithm"] not in ("butterfly", "tree"):  # split remembers rounded values
+            call["wire"] = call["wire"].removesuffix("_int8")
         given = {name: np.ones_like(x) if call[name] else None for name in ("residual", "out")}
         call["chunk"] = None if call["k"] == 0.25 else call["chunk"]
         if fault == "mismatch" and mine:
             call["label"] = "another"
-        if fault == 0 and mine:
+        if fault == "interrupt" and mine:
             transport.isend = interrupt  # type: ignore[method-assign]
-        outcome: Any
-        try:
-            made = (sc.isparse_allreduce if background else sc.sparse_allreduce)(x, comm=transport, **call | given)
-            result = made.wait() if background else made
-            outcome = result.indices.tobytes(), result.values.tobytes()
-        except (sc.SparseCommError, KeyboardInterrupt) as error:
-            # Links are measured by the clock, and when a call begins depends on the messages of those before.
-            outcome = type(error), re.sub(r"checksum \w+", "checksum", str(error))
-        finally:
-            vars(transport).pop("isend", None)
-        last = sc.last_call(transport)
-        return outcome, [None if a is None else a.tobytes() for a in given.values()], last, x.tobytes()
+
+        make = sc.isparse_allreduce if background and not blocking else sc.sparse_allreduce
+        made = attempt(partial(make, x, comm=transport, **call | given))
+
+        def outcome() -> Any:
+            found = attempt(made.wait) if isinstance(made, Handle) else made
+            return found if isinstance(found, tuple) else (found.shape, found.indices.tobytes(), found.values.tobytes())
+
+        if not together:
+            outcome()
+        vars(transport).pop("isend", None)
+        return outcome, [*given.values(), x], None if together else sc.last_call(transport)
 
     return [result.value for result in simulated.run(P, program, node_of_rank=nodes_of(P))]
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
-def test_stored_and_new_plans_give_the_same_results(P: int) -> None:
+def test_stored_plans_and_calls_in_the_background_give_the_same_results(P: int) -> None:
     seen = set()
 
     @settings(max_examples=40)
     @given(sequences)
     def check(sequence: list[dict[str, Any]]) -> None:
-        kept, fresh = train(Plans, P, sequence), train(Forgetful, P, sequence)
+        kept, fresh = train(Plans, P, sequence), train(Forgetful, P, sequence, blocking=True)
         assert kept == fresh
         seen.update(outcome[0] if isinstance(outcome[0], type) else None for (outcome, *_) in kept[-1])
 

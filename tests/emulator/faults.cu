@@ -61,11 +61,6 @@ KERNEL void __launch_bounds__(32) first_read(u32* out) {
     out[threadIdx.x] = word;
 }
 
-// A block's place in a row that depends on who comes first.
-KERNEL void __launch_bounds__(32) order_of_arrival(u32* counter, u32* out, Vector vector) {
-    out[atomicAdd(counter, 1u)] = blockIdx.x * 32 + threadIdx.x;
-}
-
 KERNEL void __launch_bounds__(32) overruns_shared_memory(u32* out, u64 n) {
     struct Words {
         u32 of[32];

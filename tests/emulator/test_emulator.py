@@ -6,13 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsecomm.backends.cuda.modules import TUNING, structure_definitions
+from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.runtime import HERE, POISON, ROOT, EmulatedRuntime, EmulatorError
+from tests.emulator.streams import LEGACY, PER_THREAD
 from tests.processes import LIMIT
 
 
@@ -59,14 +62,7 @@ def test_a_fault_is_an_error(sources: Path, seed: int, name: str, threads: int, 
     runtime.clear(out)
     with pytest.raises(EmulatorError, match=f"^{name}: block [0-9]+, thread .*{message}"):
         run(runtime, name, 2, threads, **{"word" if "endless" in name else "out": address(out)})
-
-
-def test_after_an_error_the_next_launch_runs(runtime: EmulatedRuntime) -> None:
-    out = runtime.empty(64, np.uint32)
-    for _ in range(3):
-        with pytest.raises(EmulatorError, match="has ended"):
-            run(runtime, "barrier_passed_by", 2, 64, out=address(out))
-        run(runtime, "first_read", 2, 32, out=address(out))
+    run(runtime, "first_read", 2, 32, out=address(out))  # the next launch runs
 
 
 def test_writes_behind_an_array_are_seen(runtime: EmulatedRuntime) -> None:
@@ -76,25 +72,14 @@ def test_writes_behind_an_array_are_seen(runtime: EmulatedRuntime) -> None:
         run(runtime, "writes_behind", 1, 32, out=address(out), n=np.uint64(100))
 
 
-def test_arguments_of_other_names_and_sizes_are_refused(runtime: EmulatedRuntime) -> None:
+def test_other_arguments_and_grids_are_refused(runtime: EmulatedRuntime) -> None:
     out, n = address(runtime.empty(32, np.uint32)), np.uint64(3)
-    for name, arguments in (
-        ("writes_behind", {"out": out, "n": np.uint32(3)}),
-        ("writes_behind", {"out": out}),
-        ("writes_behind", {"out": out, "count": n}),
-        ("writes_behind", {"n": n, "out": out}),
-        ("order_of_arrival", {"counter": out, "out": out}),
-    ):
-        with pytest.raises(TypeError, match=rf"{name}: arguments of {{'.*: \d.*}} bytes; expected {{'.*': \d.*}}"):
-            run(runtime, name, 1, 32, **arguments)
-
-
-def test_grids_of_other_shapes_are_refused(runtime: EmulatedRuntime) -> None:
-    out = runtime.empty(64, np.uint32)
-    with pytest.raises(ValueError, match="first_read: 1 blocks of 64 threads; expected of 32"):
-        run(runtime, "first_read", 1, 64, out=address(out))
-    with pytest.raises(ValueError, match="first_read: 0 blocks"):
-        run(runtime, "first_read", 0, 32, out=address(out))
+    for arguments in ({"out": out, "n": np.uint32(3)}, {"out": out}, {"out": out, "count": n}, {"n": n, "out": out}):
+        with pytest.raises(TypeError, match=r"arguments of {'.*: \d.*} bytes; expected {'.*': \d.*}"):
+            run(runtime, "writes_behind", 1, 32, **arguments)
+    for blocks, threads in ((1, 64), (0, 32)):
+        with pytest.raises(ValueError, match=f"first_read: {blocks} blocks of {threads} threads; expected of 32"):
+            run(runtime, "first_read", blocks, threads, out=out)
 
 
 def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> None:
@@ -106,21 +91,29 @@ def test_shared_memory_and_arrays_begin_as_poison(runtime: EmulatedRuntime) -> N
     assert not out[32:].any()
 
 
-def test_seeds_decide_the_order(sources: Path) -> None:
-    """The same seed gives the same order, another seed another one."""
+def order(seed: int, *streams: int | None) -> str:
+    """Return the order in which work runs that streams are given in turn; None: a new stream."""
+    runtime, ran = DeferredRuntime(seed=seed), list[str]()
+    for name, stream in zip("abc", streams, strict=False):
+        before = runtime.make_current(runtime.new_stream() if stream is None else stream)
+        runtime.enqueue(partial(ran.append, name))
+        runtime.make_current(before)
+    runtime.streams.run_all()
+    return "".join(ran)
 
-    def order(seed: int) -> list[int]:
-        runtime = EmulatedRuntime(sources=sources, seed=seed)
-        counter, out = runtime.empty(1, np.uint32), runtime.empty(256, np.uint32)
-        runtime.clear(counter)
-        vector = np.zeros((), "V16")[()]
-        run(runtime, "order_of_arrival", 8, 32, counter=address(counter), out=address(out), vector=vector)
-        return out.tolist()
 
-    found = [order(seed) for seed in range(5)]
-    assert all(sorted(one) == list(range(256)) for one in found)
-    assert len({tuple(one) for one in found}) == 5
-    assert order(3) == found[3]
+def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it() -> None:
+    for streams in ((PER_THREAD, LEGACY, PER_THREAD), (LEGACY, PER_THREAD, LEGACY)):
+        assert {order(seed, *streams) for seed in range(20)} == {"abc"}
+    assert {order(seed, None, LEGACY) for seed in range(20)} == {"ab", "ba"}
+
+
+def test_arrays_of_the_host_do_not_mix_in() -> None:
+    a = DeferredRuntime().library.asarray(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match="one of the host"):
+        a + np.ones(3, np.float32)
+    with pytest.raises(TypeError, match="without being asked"):
+        exec("np.asarray(a)", {"np": np, "a": a, "__name__": "sparsecomm.somewhere"})
 
 
 # -- AddressSanitizer ------------------------------------------------------------------------------------------------
@@ -166,7 +159,8 @@ REAL = """
 from tests.emulator import mutated
 
 mutated.Crowd.flags, mutated.SEEDS, mutated.N = FLAGS, 1, 5001
-drivers = "topk_with_residual", "radix", "threshold", "chunks", "merge", "densify", "adding_where", "packing_few_bits"
+twice = "topk", "radix_with_residual", "radix_of_doubles", "threshold_with_residual", "packing"
+drivers = [driver.__name__ for driver in mutated.DRIVERS if driver.__name__ not in twice]
 assert mutated.main(Path("kernels"), *drivers) == mutated.FINE
 print("all right")
 """

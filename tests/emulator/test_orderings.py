@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,22 +40,37 @@ Found = list[list[np.ndarray]]  # of every rank, in the order in which it is see
 # -- bodies: what is done on the device, to be compared with the same on the CPU ---------------------------------------
 
 
-def calls(runtime: DeferredRuntime | None, algorithm: str = "butterfly", **via: Any) -> Found:
-    """Some steps on three ranks, each on a stream of its own."""
+def every_rank(rank: int) -> bool:
+    return True
+
+
+def calls(
+    runtime: DeferredRuntime | None,
+    P: int = 3,
+    dtype: str = "float32",
+    on_device: Callable[[int], bool] = every_rank,
+    via: Mapping[str, Any] = MappingProxyType({}),
+    steps: int = 3,
+    **options: Any,
+) -> Found:
+    """Some steps with a residual and ``out``. Each rank has a stream of its own, and two ranks share a node."""
+    options = {"algorithm": "butterfly", "op": "mean"} | options
 
     def program(transport: CarelessTransport) -> list[np.ndarray]:
-        with runtime.on_stream(runtime.new_stream()) if runtime else nullcontext():
-            put, fetch = _between(runtime)
-            residual, out, found = np.zeros(N, np.float32), np.empty(N, np.float32), []
+        there = runtime if on_device(transport.rank) else None
+        with there.on_stream(there.new_stream()) if there else nullcontext():
+            put, fetch = _between(there)
+            residual, found = np.zeros(N, data.DTYPES["float32" if dtype == "bfloat16" else dtype]), []
+            out = np.empty_like(residual)
             targets = {"residual": put(residual), "out": put(out)}
-            for step in range(3):
-                x = _on(runtime, data.gradient("normal", N, "float32", 10 * step + transport.rank))
-                result = sc.sparse_allreduce(x, K, comm=transport, algorithm=algorithm, op="mean", **targets)
+            for step in range(steps):
+                x = _on(there, data.gradient("normal", N, dtype, 10 * step + transport.rank))
+                result = sc.sparse_allreduce(x, K, comm=transport, **targets, **options)
                 x[:] = np.nan  # from now on it is the caller's
                 found += [np.array(result.indices), np.array(result.values), fetch(out)]
             return [*found, fetch(residual)]
 
-    return _on_ranks(3, program, runtime, **via)
+    return _on_ranks(P, program, runtime, **via)
 
 
 def calls_aside(runtime: DeferredRuntime | None) -> Found:
@@ -160,7 +176,8 @@ def _on_ranks(
     P: int, program: Callable[[CarelessTransport], list[np.ndarray]], runtime: DeferredRuntime | None, **via: Any
 ) -> Found:
     wrapped = CarelessTransport.wrapping(program, seed=runtime.seed if runtime else 0, **via)
-    return [result.value for result in simulated.run(P, wrapped)]  # type: ignore[misc]
+    nodes = [rank // 2 for rank in range(P)]
+    return [result.value for result in simulated.run(P, wrapped, node_of_rank=nodes)]  # type: ignore[misc]
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -172,9 +189,8 @@ class Fault(NamedTuple):
     body: Callable[..., Found]
 
 
-in_pieces = partial(calls, limit=96)
-direct = partial(calls, device_memory=True)
-direct_in_pieces = partial(calls, device_memory=True, limit=96)
+VIA: list[dict[str, Any]] = [{}, {"limit": 96}, {"device_memory": True}, {"device_memory": True, "limit": 96}]
+_, in_pieces, direct, direct_in_pieces = (partial(calls, via=via) for via in VIA)
 dense = partial(calls, algorithm="dense")
 
 

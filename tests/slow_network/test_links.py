@@ -7,13 +7,7 @@ import math
 import re
 import sys
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from bench.slow_network import network
-from bench.slow_network.network import CannotError, Links
-from tests.slow_network.runs import call, linux_only, needs_network
+from tests.slow_network.runs import call, needs_network
 
 HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP
 
@@ -107,28 +101,16 @@ else:
     server = socket.create_server(("", 5000))
     while server.accept()[0].recv(1) != b"x":
         pass
-for name in "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME":
-    say(rank, name, os.environ[name])
+say(rank, os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"])
 """
     options = ["--ranks", "4", "--sites", "2", "--rate", "1gbit", "--rtt", "60ms", "--congestion", "reno"]
     printed = run(program, *options)
-    trips = {
-        host: (float(s), name) for host, s, name in re.findall(r"^trip (\S+) (\S+) b'([a-z]+)", printed, re.MULTILINE)
-    }
+    found = re.findall(r"^trip (\S+) (\S+) b'reno", printed, re.MULTILINE)
+    trips = {host: float(seconds) for host, seconds in found}
     assert set(trips) == {"sn1", "sn2", "sn3"}, printed
-    assert trips["sn1"][0] < 0.03
-    assert all(0.06 <= trips[host][0] < 0.08 for host in ("sn2", "sn3")), trips
-    assert {name for _, name in trips.values()} == {"reno"}
-    for rank in range(4):
-        for said in (
-            "WORLD_SIZE 4",
-            "LOCAL_RANK 0",
-            "LOCAL_WORLD_SIZE 1",
-            "MASTER_ADDR sn0",
-            "GLOO_SOCKET_IFNAME eth0",
-        ):
-            assert f"{rank} {said}" in printed
-    assert "packets carried" in printed
+    assert trips["sn1"] < 0.03
+    assert all(0.06 <= trips[host] < 0.08 for host in ("sn2", "sn3")), trips
+    assert all(f"{rank} 4 1 sn0" in printed for rank in range(4))
 
 
 @needs_network
@@ -158,45 +140,3 @@ else:
     count, loss = int(did[1].replace(",", "")), 0.01
     assert count > (3 << 20) / 1500  # counted as they are on the wire
     assert abs(float(did[2]) / 100 - loss) < 5 * math.sqrt(loss / count)
-
-
-@given(st.floats(1e6, 40e9))
-def test_what_tc_is_asked_for(rate: float) -> None:
-    segment, limit = network.shaping(Links(rate))
-    (at, burst) = map(int, re.findall(r"^tbf rate (\d+)bit burst (\d+) ", limit)[0])
-    assert at == pytest.approx(rate, abs=1)
-    assert burst >= int(segment.removeprefix("gso_max_size "))
-
-
-@given(st.lists(st.integers(0, 1000), min_size=24, max_size=24), st.floats(0.1, 100), st.integers(0, 9))
-def test_what_the_relay_did(late: list[int], seconds: float, overrun: int) -> None:
-    names = ("packets", "bytes", "lost", "dropped_up", "dropped_down", "time", "cpu", "overrun")
-    before = dict.fromkeys(names, 5.0) | {"late": [3] * 24}
-    change = dict(zip(names, (80, 9, 10, 6, 4, seconds, 1, overrun), strict=True))
-    after = {name: before[name] + change[name] for name in names} | {"late": [3 + count for count in late]}
-    did = network.difference(before, after)
-    assert (did["lost"], did["dropped_up"], did["dropped_down"]) == (0.10, 0.06, 0.04)
-    assert did["cpu"] == pytest.approx(1 / seconds)
-    assert did["overrun"] == overrun
-    # Each count is of packets that are less than 2^i us late.
-    later = sum(count for i, count in enumerate(late) if 2**i * 1e-6 > did["late"] * 1.001)
-    assert later <= 0.01 * sum(late)
-
-
-@linux_only
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("CXX", "no-such-compiler", "no-such-compiler"),
-        ("CXX", "false", "`false -std=c"),
-        ("PATH", "", "a C[+][+] compiler is missing: install g[+][+]"),
-    ],
-)
-def test_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object, name: str, value: str, says: str
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(name, value)
-    with pytest.raises(CannotError, match=says):
-        network.relay_program()

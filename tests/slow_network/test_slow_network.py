@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -155,23 +155,17 @@ def test_two_runs_live_side_by_side_and_a_killed_one_leaves_nothing(
     ("args", "says"),
     [
         (["--ranks", "0", "--rate", "1gbit", "--", "true"], "0 ranks: expected 1 to"),
-        (["--ranks", "1000", "--rate", "1gbit", "--", "true"], "1000 ranks: expected 1 to"),
         (["--ranks", "2", "--rate", "fast", "--", "true"], "rate 'fast': expected a number and a unit"),
         (["--ranks", "2", "--rate", "1kbit", "--", "true"], "from 1mbit to 40gbit"),
-        (["--ranks", "2", "--rate", "1gbit"], "no command"),
-        (["--ranks", "2", "--rate", "1gbit", "--per-host", "0", "--", "true"], "0 ranks per host: expected at least 1"),
-        (["--ranks", "2", "--rate", "1gbit", "--", "no-such-program"], "'no-such-program' is neither"),
-        (["--ranks", "2", "--rate", "1gbit", "--no-measure", "--link-json", "x", "--", "true"], "--no-measure"),
+        (TWO, "no command"),
+        ([*TWO, "--per-host", "0", "--", "true"], "0 ranks per host: expected at least 1"),
+        ([*TWO, "--", "no-such-program"], "'no-such-program' is neither"),
+        ([*TWO, "--no-measure", "--link-json", "x", "--", "true"], "--no-measure"),
         ([*TWO, "--rtt", "80", "--", "true"], "time '80': expected a number and a unit"),
-        ([*TWO, "--rtt", "11s", "--", "true"], "from 0 to 10s"),
         ([*TWO, "--loss", "0.001", "--", "true"], "loss '0.001': expected a percentage"),
-        ([*TWO, "--loss", "51%", "--", "true"], "from 0% to 50%"),
         ([*TWO, "--rtt", "8ms", "--jitter", "5ms", "--", "true"], "at most half of the round trip, 8ms"),
         ([*TWO, "--stall", "3s", "--", "true"], "stall '3s': expected how long, and after how long"),
-        ([*TWO, "--stall", "3s/0s", "--", "true"], "stall '3s/0s': expected how long, and after how long"),
         ([*TWO, "--sites", "3", "--", "true"], "3 sites of 2 hosts: expected 2 or more"),
-        ([*TWO, "--sites", "1", "--", "true"], "1 sites of 2 hosts: expected 2 or more"),
-        ([*TWO, "--sites", "two", "--", "true"], "two sites of 2 hosts: expected 2 or more"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -182,40 +176,28 @@ def test_bad_arguments_are_refused(
     assert says in capsys.readouterr().err
 
 
-@needs_network
-def test_a_path_that_cannot_be_written_is_refused_first() -> None:
-    done = call("measure", "--ranks", "2", "--rate", "1gbit", "--link-json", "/no/such/folder/link.json")
-    assert done.returncode == 2
-    assert "/no/such/folder/link.json: No such file" in done.stderr
-
-
-def test_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(network.CannotError, match="use a Linux machine"):
-        network.entry(2)
-
-
-def fails(tool: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a tool that fails in the place of a real one."""
-    (folder / tool).write_text(f"#!/bin/sh\necho {said!r} >&2; exit 1\n")
-    (folder / tool).chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-
 @linux_only
-def test_without_tools_or_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(network, "_which", lambda tool: None if tool == "ip" else tool)
-    with pytest.raises(network.CannotError, match="install iproute2"):
-        network.entry(2)
+def test_missing_tools_and_rights_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(says: str, try_it: Callable[[], object]) -> None:
+        with pytest.raises(network.CannotError, match=says):
+            try_it()
+
+    def tool(name: str, said: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {said!r} >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "_which", lambda tool: None if tool == "ip" else tool)
+        refused("install iproute2", lambda: network.entry(2))
+    tool("tc", "Error: Specified qdisc kind is unknown.")
+    tool("unshare", "unshare failed: Operation not permitted")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    refused("the kernel needs bridge, veth and tbf", lambda: network._batch("tc", [], ["qdisc add dev v0 root tbf"]))
     monkeypatch.setattr(network, "_which", lambda tool: tool)
-    fails("unshare", "unshare failed: Operation not permitted", tmp_path, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(network.CannotError, match="Operation not permitted; run as root"):
-        network.entry(2)
-
-
-@linux_only
-def test_a_kernel_without_tbf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fails("tc", "Error: Specified qdisc kind is unknown.", tmp_path, monkeypatch)
-    with pytest.raises(network.CannotError, match="the kernel needs bridge, veth and tbf"):
-        network._batch("tc", [], ["qdisc add dev v0 root tbf"])
+    refused("Operation not permitted; run as root", lambda: network.entry(2))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refused("no-such-compiler", network.relay_program)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    refused("use a Linux machine", lambda: network.entry(2))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,26 +27,21 @@ def bits(dtype: DType) -> np.ndarray:
     return VALUES.astype(dtype.name)
 
 
-@dataclass(frozen=True)
-class Library:
-    """How a library makes an array of `VALUES`, and where it says that the elements lie."""
+class Library(NamedTuple):
+    """How a library makes an array of `VALUES`, and the address of its elements."""
 
     make: Callable[[DType], Any]
     pointer: Callable[[Any], int]
 
 
 def numpy_library() -> Library:
-    def make(dtype: DType) -> Any:
-        if dtype is BFLOAT16:
-            return VALUES.astype(pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16)
-        return VALUES.astype(dtype.name)
-
-    return Library(make, lambda a: a.__array_interface__["data"][0])
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    types = {name: np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name) for name in DTYPES}
+    return Library(lambda d: VALUES.astype(types[d.name]), lambda a: a.__array_interface__["data"][0])
 
 
 def torch_library() -> Library:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    return Library(lambda d: torch.tensor(VALUES, dtype=getattr(torch, d.name)), lambda a: a.data_ptr())
+    return Library(lambda d: torch().tensor(VALUES, dtype=getattr(torch(), d.name)), lambda a: a.data_ptr())
 
 
 def jax_library() -> Library:
@@ -77,26 +70,27 @@ def torch() -> Any:
 # --- what is read -----------------------------------------------------------------------------------------------
 
 
-def test_reads_without_a_copy(library: Library, dtype: DType) -> None:
+def test_reads_without_a_copy_and_keeps_the_array(library: Library, dtype: DType) -> None:
     array = library.make(dtype)
-    t = tensor(array, "x")
-    assert (t.pointer, t.size, t.shape) == (library.pointer(array), 6, (6,))
+    t, address = tensor(array, "x"), library.pointer(array)
+    assert (t.pointer, t.size, t.shape, t.nbytes) == (address, 6, (6,), 6 * dtype.itemsize)
     assert (t.dtype, t.device) == (dtype, CPU)
-    assert t.nbytes == 6 * dtype.itemsize
+    del array
+    gc.collect()
+    others = [library.make(dtype) * 0 for _ in range(100)]
     np.testing.assert_array_equal(as_numpy(t), bits(dtype), strict=True)
+    del others
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (3, 1, 2), (0, 5), (1, 1)])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 1, 2), (0, 5)])
 def test_shapes(library: Library, shape: tuple[int, ...]) -> None:
     size = int(np.prod(shape))
     t = tensor(library.make(FLOAT32)[:size].reshape(shape), "x")
     assert (t.shape, t.size) == (shape, size)
-    np.testing.assert_array_equal(as_numpy(t), bits(FLOAT32)[:size])
 
 
 def test_strides_of_dimensions_of_one_element_do_not_matter() -> None:
-    odd = np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (1, 4, 1), (400, 4, 12))
-    assert tensor(odd, "x").size == 4
+    assert tensor(np.lib.stride_tricks.as_strided(np.ones(4, np.float32), (1, 4, 1), (400, 4, 12)), "x").size == 4
     assert tensor(torch().ones(4).as_strided((1, 4, 1), (99, 1, 7)), "x").size == 4
     assert tensor(torch().ones(4).as_strided((3, 0), (7, 5)), "x").size == 0
 
@@ -132,26 +126,18 @@ def jax_tracer() -> Any:
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "list": (lambda: [1.0, 2.0], r"got list; expected an array of float16.*np\.asarray"),
-    "none": (lambda: None, r"got NoneType; expected"),
     "numpy scalar": (lambda: np.float32(1), r"got numpy\.float32; expected"),
-    "class": (lambda: np.ndarray, r"does not export its memory"),
     "int": (lambda: np.ones(3, np.int32), r"type int32; expected float16, bfloat16, float32 or float64; convert"),
-    "complex": (lambda: np.ones(3, np.complex64), r"type complex64; expected"),
-    "bool": (lambda: np.ones(3, bool), r"type bool; expected"),
-    "object": (lambda: np.array([1.0, None]), r"type object; expected"),
     "structured": (lambda: np.zeros(3, [("re", "f4"), ("im", "f4")]), r"type void64; expected"),
     "float128": (lambda: np.ones(3, np.longdouble), r"type (float128|longdouble); expected"),
     "float8": (lambda: np.ones(3, pytest.importorskip("ml_dtypes").float8_e4m3fn), r"type float8_e4m3fn; expected"),
     "byte-swapped": (lambda: np.ones(3, ">f4"), r"byte-swapped float32; expected this machine's byte order; pass"),
     "strided": (lambda: np.ones(6, np.float32)[::2], r"shape \(3,\) that is not contiguous; .*ascontiguousarray"),
-    "Fortran": (lambda: np.ones((2, 3), np.float32, "F"), r"shape \(2, 3\) that is not contiguous"),
     "misaligned": (lambda: torch_view(1), r"float32 at address 0x[0-9a-f]+; expected a multiple of 4 bytes; pass"),
-    "torch bool": (lambda: torch().ones(3, dtype=torch().bool), r"type bool; expected"),
     "torch float8": (lambda: torch().ones(3).to(torch().float8_e4m3fn), r"got elements of type float8_e4m3fn;"),
     "torch transposed": (lambda: torch().ones(2, 3).t(), r"shape \(3, 2\) that is not contiguous; .*x\.contiguous"),
     "torch grad": (lambda: torch().ones(3, requires_grad=True), r"requires grad; expected .*x\.detach\(\), or p\.grad"),
     "torch sparse": (lambda: torch().eye(3).to_sparse(), r"torch\.Tensor does not export its memory"),
-    "torch meta": (lambda: torch().ones(3, device="meta"), r"torch\.Tensor does not export its memory"),
     "torch freed": (torch_freed, r"got a tensor of shape \(1000,\) without memory; expected"),
     "torch implicit zero": (lambda: torch()._efficientzerotensor((5,)), r"\(5,\) without memory; .*torch\.zeros"),
     "jax tracer": (jax_tracer, r"got a JAX tracer.*inside jax\.jit .* sparsecomm\.jax\.sparse_allreduce"),
@@ -228,14 +214,6 @@ class HandMade:
         return bool(is_capsule(self.capsule, b"used_" + self.name))
 
 
-def test_a_capsule_without_a_shape_is_refused() -> None:
-    made = HandMade()
-    made.managed.tensor.shape = None
-    with pytest.raises(InvalidInputError, match=r"1 dimensions without a shape"):
-        tensor(made.exporter, "x")
-    assert made.deleted == 1
-
-
 @pytest.mark.parametrize("version", [None, (1, 0), (1, 7)])
 def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) -> None:
     made = HandMade(version=version)
@@ -255,19 +233,14 @@ def test_capsule_is_consumed_and_released_once(version: tuple[int, int] | None) 
     assert made.deleted == 1
 
 
-def test_no_deleter_no_call() -> None:
+def test_capsules_without_a_deleter_with_an_offset_and_with_strides() -> None:
     made = HandMade()
     made.managed.deleter = DELETER()
     tensor(made.exporter, "x")
     assert made.consumed
-
-
-def test_byte_offset_and_strides_and_scalars() -> None:
     assert as_numpy(tensor(HandMade(byte_offset=12, shape=(5,)).exporter, "x")).tolist() == [3, 4, 5, 6, 7]
-    assert tensor(HandMade(shape=(2, 4), strides=(4, 1)).exporter, "x").shape == (2, 4)
     assert tensor(HandMade(shape=(2, 1, 4), strides=(4, -9, 1)).exporter, "x").size == 8
     assert tensor(HandMade(shape=(0, 4), strides=(1, 2), data=0).exporter, "x").size == 0
-    assert as_numpy(tensor(HandMade(shape=(0,), data=0).exporter, "x")).size == 0
     assert tensor(HandMade(shape=()).exporter, "x").shape == ()
 
 
@@ -275,35 +248,37 @@ def test_byte_offset_and_strides_and_scalars() -> None:
     ("fields", "pattern"),
     [
         ({"lanes": 4}, r"type DLPack dtype code 2 with 32 bits in vectors of 4; expected"),
-        ({"code": 99, "bits": 8}, r"type DLPack dtype code 99 with 8 bits; expected"),
-        ({"bits": 128}, r"type DLPack dtype code 2 with 128 bits; expected"),
-        ({"strides": (2,), "shape": (4,)}, r"not contiguous"),
         ({"strides": (1, 2), "shape": (2, 4)}, r"not contiguous"),
         ({"strides": (-1,)}, r"not contiguous"),
         ({"byte_offset": 2, "shape": (4,)}, r"expected a multiple of 4 bytes"),
         ({"device_type": 8}, r"on Metal; expected CPU or CUDA memory; move it"),
-        ({"device_type": 10}, r"on ROCm; expected"),
         ({"device_type": 77}, r"on DLPack device type 77; expected"),
         ({"ndim": -1}, r"-1 dimensions without a shape"),
+        ({"shapeless": True}, r"1 dimensions without a shape"),
         ({"shape": (3, -2)}, r"shape \(3, -2\) is invalid"),
         ({"shape": (2**32, 2**32)}, r"shape \(4294967296, 4294967296\) is invalid"),
-        ({"shape": (2**60,)}, r"is invalid"),
         ({"data": 0, "byte_offset": 4}, r"shape \(8,\) without memory; expected"),
     ],
 )
 def test_refused_capsules_are_released(fields: dict[str, Any], pattern: str) -> None:
+    shapeless = fields.pop("shapeless", False)
     made = HandMade(**fields)
+    if shapeless:
+        made.managed.tensor.shape = None
     with pytest.raises(InvalidInputError, match=rf"^x: .*{pattern}"):
         tensor(made.exporter, "x")
     gc.collect()
     assert made.deleted == 1
 
 
-def test_devices() -> None:
+def test_devices_and_streams() -> None:
     positions = [(1, CPU), (2, Device("cuda", 3)), (3, CPU), (13, Device("cuda", 3))]
     for code, device in positions:
         assert tensor(HandMade(device_type=code, device_id=3).exporter, "x").device == device
     assert [str(d) for _, d in positions] == ["cpu", "cuda:3", "cpu", "cuda:3"]
+    made = HandMade(version=None)
+    tensor(made.exporter, "x", stream=2)
+    assert made.exporter.stream == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("flags", [1, 2], ids=["read-only", "copied"])
@@ -321,27 +296,11 @@ def test_a_future_version_is_left_to_its_exporter() -> None:
     assert made.deleted == 0
 
 
-def test_stream_is_passed_on() -> None:
-    made = HandMade(version=None)
-    tensor(made.exporter, "x", stream=2)
-    assert made.exporter.stream == 2  # type: ignore[attr-defined]
-
-
 # --- lifetime ---------------------------------------------------------------------------------------------------
 
 
-def test_values_outlive_their_array(library: Library) -> None:
-    tensors = [tensor(library.make(FLOAT64), "x") for _ in range(100)]
-    gc.collect()
-    others = [library.make(FLOAT64) * 0 for _ in range(100)]
-    for t in tensors:
-        np.testing.assert_array_equal(as_numpy(t), VALUES)
-    del others
-
-
 def peak() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_imports_do_not_leak(library: Library) -> None:

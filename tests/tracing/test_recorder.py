@@ -32,10 +32,10 @@ def vector(rank: int, n: int = 3000) -> np.ndarray:
 
 
 def traced(
-    folder: Path, P: int, program: Program, monkeypatch: pytest.MonkeyPatch
+    folder: Path, P: int, program: Program, monkeypatch: pytest.MonkeyPatch, name: str = "trace.json"
 ) -> tuple[list[Any], dict[int, Rank]]:
     """Run simulated ranks; return their outcomes, and their trace files as read."""
-    monkeypatch.setenv("SPARSECOMM_TRACE", str(folder / "trace.json"))
+    monkeypatch.setenv("SPARSECOMM_TRACE", str(folder / name))
     outcomes = simulated.run(P, program, alpha=0.01)
     monkeypatch.delenv("SPARSECOMM_TRACE")
     for path, file in recorder._files.items():
@@ -88,9 +88,7 @@ def test_communicators_are_distinguished(sizes: list[int], tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as monkeypatch:
         for P in sizes:
-            _, ranks = traced(
-                folder, P, lambda transport: sc.sparse_allreduce(vector(transport.rank), 9, comm=transport), monkeypatch
-            )
+            _, ranks = traced(folder, P, call, monkeypatch)
     expected = [(tuple(range(P)), sizes[:i].count(P)) for i, P in enumerate(sizes)]
     for number, rank in ranks.items():
         assert list(rank.calls) == [key for key in expected if number < len(key[0])]
@@ -136,20 +134,15 @@ def test_an_unwritable_file_is_logged_once(
     assert all((tmp_path / "fifo" / f"trace.{rank}.json").is_fifo() for rank in range(2))
 
 
-def test_a_folder_gets_files_with_default_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSECOMM_TRACE", str(tmp_path))
-    simulated.run(2, lambda transport: call(transport).nnz)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.0.json", "trace.1.json"]
-
-
 def test_long_files_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder gets files with default names."""
     monkeypatch.setattr(recorder, "MAX_BYTES", 5000)
 
     def program(transport: SimulatedTransport) -> None:
         for _ in range(100):
             call(transport)
 
-    _, ranks = traced(tmp_path, 2, program, monkeypatch)
+    _, ranks = traced(tmp_path, 2, program, monkeypatch, name="")
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["trace.0.json", "trace.0.json.before", "trace.1.json", "trace.1.json.before"]
     assert all(path.stat().st_size < 5000 + 3000 for path in tmp_path.iterdir())
