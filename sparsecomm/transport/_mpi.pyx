@@ -376,7 +376,7 @@ cdef class Endpoint:
         return message if nbytes == len(message) else shortened(message, nbytes, memory)
 
     cdef tuple start_piece(self, message, Py_ssize_t end, int source, memory):
-        """Start receiving the next piece at byte ``end``. Return the memory, enlarged if necessary, and the transfer."""
+        """Start receiving the next piece at byte ``end``. Return the memory, enlarged if needed, and the transfer."""
         cdef MPI_Message piece
         cdef Py_ssize_t length = self.probe(source, self.limit, &piece)
         if end + length > len(message):

@@ -8,7 +8,6 @@ not drop packets.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -31,6 +30,7 @@ from sparsecomm.cli.world import World
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport
+from sparsecomm.transport.job import ipv4_address
 from sparsecomm.tuning.links import Links
 from sparsecomm.tuning.utilisation import PACKET, SEGMENT
 
@@ -38,7 +38,6 @@ __all__ = ["Measured", "addresses", "check_alike", "check_several", "measure", "
 
 Address: TypeAlias = tuple[str, int]  # host and port
 _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd")  # interfaces inside a machine
-_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------
@@ -198,13 +197,8 @@ def _address(name: Any) -> Address:
 
 def _interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface, by the interface's name."""
-    by_name = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                by_name[name] = socket.inet_ntoa(answer[20:24])
-    return by_name
+    names = [name for _, name in socket.if_nameindex()]
+    return {name: address for name in names if (address := ipv4_address(name)) is not None}
 
 
 # -- streams of TCP ---------------------------------------------------------------------------------------------------
