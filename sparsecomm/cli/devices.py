@@ -33,10 +33,6 @@ class DeviceMemory:
     def wait(self) -> None:
         """Wait for all work of the device."""
 
-    def available_bytes(self) -> int | None:
-        """Return the free bytes per rank on a device; ``None`` for host memory."""
-        return None
-
 
 class _Cuda(DeviceMemory):
     """Memory of this rank's CUDA device. The ranks of a node are distributed over its devices."""
@@ -61,7 +57,7 @@ class _Cuda(DeviceMemory):
 
         index = config.rank_on_this_node() % devices_here
         cuda.of(index)
-        self._cupy, self._devices = cupy, devices_here
+        self._cupy = cupy
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
 
@@ -78,10 +74,6 @@ class _Cuda(DeviceMemory):
 
     def wait(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
-
-    def available_bytes(self) -> int | None:
-        free = int(self._cupy.cuda.runtime.memGetInfo()[0])
-        return free // -(-config.ranks_on_this_node() // self._devices)
 
 
 DEVICES: dict[str, type[DeviceMemory]] = {"cpu": DeviceMemory, "cuda": _Cuda}

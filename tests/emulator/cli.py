@@ -32,9 +32,6 @@ class Emulated:
     def wait(self) -> None:
         runtime.synchronize()
 
-    def available_bytes(self) -> int:
-        return 2**30
-
 
 if __name__ == "__main__":
     use(runtime, pytest.MonkeyPatch())

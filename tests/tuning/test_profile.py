@@ -75,7 +75,7 @@ UNUSABLE = {
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(sc.InvalidInputError, match="No such file"):
         profile.read(tmp_path / "none")
-    with pytest.raises(sc.InvalidInputError, match="directory"):
+    with pytest.raises(sc.InvalidInputError, match="regular file"):
         profile.read(tmp_path)
     fifo, large = tmp_path / "fifo", tmp_path / "large.json"
     os.mkfifo(fifo)
@@ -136,7 +136,7 @@ def test_used(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     used, said = used_with_warnings()
     assert used is not None
     assert (used.costs, used.source, said) == (COSTS, f"profile {file}", [])
-    assert used.checksum not in (0, profile._with_checksum(DEFAULT, "").checksum)
+    assert used.checksum not in (0, profile.KnownCosts(DEFAULT, "").checksum)
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
     used, said = used_with_warnings()
     assert used is not None
@@ -178,7 +178,7 @@ def test_the_environment_is_looked_at_in_every_call(put: Put, monkeypatch: pytes
     assert profile.costs_for("An MPI 1.2", 4, 2) is None
     monkeypatch.setenv("SPARSECOMM_PROFILE", str(tmp_path / "other.json"))
     (tmp_path / "other.json").write_text(MADE.as_json())
-    assert profile.costs_for("An MPI 1.2", 4, 2) == profile._with_checksum(COSTS, f"profile {tmp_path / 'other.json'}")
+    assert profile.costs_for("An MPI 1.2", 4, 2) == profile.KnownCosts(COSTS, f"profile {tmp_path / 'other.json'}")
 
 
 # -- ranks that have different ones -----------------------------------------------------------------------------------
