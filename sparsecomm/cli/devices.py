@@ -26,10 +26,6 @@ class DeviceMemory:
         """Return the tensor's values in host memory, possibly without a copy."""
         return np.asarray(tensor)
 
-    def assign(self, tensor: Array, source: Array) -> None:
-        """Copy ``source`` to ``tensor``, both in this memory."""
-        np.copyto(tensor, source)
-
     def wait(self) -> None:
         """Wait for all work of the device."""
 
@@ -68,9 +64,6 @@ class _Cuda(DeviceMemory):
     def fetch(self, tensor: Array) -> Array:
         values: Array = self._cupy.asnumpy(tensor)
         return values
-
-    def assign(self, tensor: Array, source: Array) -> None:
-        self._cupy.copyto(tensor, source)
 
     def wait(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()

@@ -26,9 +26,6 @@ class Emulated:
     def fetch(self, tensor: Any) -> np.ndarray:
         return np.array(tensor)
 
-    def assign(self, tensor: DeviceArray, source: DeviceArray) -> None:
-        tensor[...] = source
-
     def wait(self) -> None:
         runtime.synchronize()
 

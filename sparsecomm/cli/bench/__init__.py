@@ -4,10 +4,10 @@
   mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
   torchrun --nproc-per-node 4 -m sparsecomm bench            without MPI
 
-A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. Before each call, and
-outside its time, the residual is restored. All ranks begin together, and the time of a call is the time of its slowest
-rank. The transport counts the bytes. Rank 0 prints each row once it is measured. The exit status is 0 if all calls
-succeeded and, with -c, no element was wrong.
+A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. The residual is
+restored before each call, outside its time. All ranks begin together, and the time of a call is the time of its slowest
+rank. The transport counts the bytes. Rank 0 prints each row as soon as it is measured. The exit status is 0 if all
+calls succeeded and, with -c, no element was wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sparsecomm.wire import EXACT, WIRES
 __all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "parse", "run"]
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
-SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 
 _ONE_RANK = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
 _DEFAULT_ALGORITHMS = "butterfly,tree,split,dense,allgather"
