@@ -52,8 +52,8 @@ _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
 # SparseAdamW with its selection takes longer than fused AdamW by (56.0 - 18.3) ms for 25.6M weights: 1.5 ns per weight
 # (bench/results/training-adamw-work.txt).
 _ADAMW_PASSES = 3.7
-# Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double` on
-# 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
+# Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
+# on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
 
 
