@@ -34,11 +34,10 @@ from typing import Any
 
 import sparsecomm as sc
 from bench import simulate
-from bench.plots import log_axis, panels, save, size_axis, style
 from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
@@ -64,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Simulate what was asked for, print the table and write the files."""
     problem = problem_of(arguments)
-    for file in (arguments.json, arguments.plot):
-        options.check_writable(file)
+    options.check_writable(arguments.json, arguments.plot)
     try:
         import greenlet  # noqa: F401
     except ImportError as error:
@@ -105,8 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     usual = "dense,allgather,tree,butterfly,split,auto"
     problem.add_argument("--algorithms", type=options.algorithms, default=usual, metavar="LIST", help=names)
     problem.add_argument("--wire", default="auto", choices=options.WIRE_NAMES, help="the wire format (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time, bytes, messages against ranks")
+    options.add_files(parser, "time, bytes, messages against ranks")
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
-from bench.plots import Label, label_points, log_axis, panels, save, style
+from sparsecomm.cli.outputs import Label, label_points, log_axis, panels, save, style
 from sparsecomm.quantities import bytes_text, number_text, time_text
 from sparsecomm.transport import Transport, simulated
 from sparsecomm.transport.base import Bytes

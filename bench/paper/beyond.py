@@ -28,8 +28,8 @@ from rich.table import Table
 from bench import report, simulate
 from bench.paper import tables
 from bench.paper.models import MODELS, PAPER_LINK, Model
-from bench.plots import log_axis, ordered_style, panels, save, style
 from bench.simulate import Problem
+from sparsecomm.cli.outputs import log_axis, ordered_style, panels, save, style
 from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.quantities import number_text, rate_text, time_text
 from sparsecomm.tuning import choice

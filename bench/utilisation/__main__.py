@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.plots import save
 from bench.slow_network.network import parse_rate
 from bench.utilisation import grid, tables
 from bench.utilisation.grid import Cell, Network
-from sparsecomm.cli.outputs import json_text
+from sparsecomm.cli.outputs import json_text, save
 from sparsecomm.quantities import number_text
 
 ALL, QUICK = (3.0, 60.0), (1.0, 20.0)  # seconds that the rounds of a cell take at least, and at most

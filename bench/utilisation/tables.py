@@ -15,8 +15,8 @@ import numpy as np
 from rich.table import Table
 
 from bench import report
-from bench.plots import pyplot
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
+from sparsecomm.cli.outputs import pyplot
 from sparsecomm.local_steps.defaults import DEFAULTS, auto
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 from sparsecomm.tuning import utilisation as model

@@ -1,4 +1,4 @@
-"""Option types for argparse: numbers with units, and lists of names; reading a profile, and writing files.
+"""Option types for argparse: numbers with units, lists of names, and output files.
 
 In all commands K, M, G and T are decimal, and Ki, Mi, Gi and Ti binary, for counts and for bytes.
 """
@@ -6,6 +6,7 @@ In all commands K, M, G and T are decimal, and Ki, Mi, Gi and Ti binary, for cou
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +16,14 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from sparsecomm.algorithms import ALGORITHMS, find
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
 
 ALGORITHM_NAMES = ("auto", *ALGORITHMS, "hierarchical:X")
 WIRE_NAMES = ("auto", *WIRES)
+_PLOTS = ("png", "pdf", "svg")
 _T = TypeVar("_T")
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -113,6 +115,22 @@ def _wire(text: str) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+def add_files(parser: argparse.ArgumentParser, content: str) -> None:
+    """Add ``--json`` and ``--plot``; ``content`` describes the plot."""
+    output = parser.add_argument_group("output, besides the table")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    output.add_argument("--plot", type=_plot, metavar="FILE", help=f"draw {content}: {', '.join(_PLOTS)}")
+
+
+def _plot(text: str) -> Path:
+    path = Path(text)
+    if path.suffix[1:].lower() not in _PLOTS:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file name that ends in .{', .'.join(_PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(f"needs matplotlib: {pip_install('bench')}")
+    return path
+
+
 def costs(file: Path | None) -> Costs:
     """Return the costs of a profile, or assumed costs for ``None``; raise `InvalidInputError` if it cannot be used."""
     try:
@@ -121,9 +139,9 @@ def costs(file: Path | None) -> Costs:
         raise InvalidInputError(f"--profile {file}: {error}") from error
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise `InvalidInputError` if a file cannot be written. Leave it as it is."""
-    if path is not None:
+def check_writable(*paths: Path | None) -> None:
+    """Raise `InvalidInputError` unless files can be written; leave them as they are."""
+    for path in filter(None, paths):
         with writing(path):
             existed = path.exists()
             path.open("ab").close()

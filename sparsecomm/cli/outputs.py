@@ -1,10 +1,20 @@
-"""Output of commands: tables with columns of fixed width, and JSON with one row per line."""
+"""Output of commands: tables with columns of fixed width, JSON with one row per line, and the style of plots.
+
+In all plots, a method has the same colour and marker. Colour-blind readers can distinguish the colours (Okabe and Ito;
+Tol).
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -37,3 +47,148 @@ def json_text(data: dict[str, Any]) -> str:
         return json.dumps(value)
 
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {lines(value)}" for key, value in data.items()) + "\n}\n"
+
+
+# -- plots ------------------------------------------------------------------------------------------------------------
+
+# Colour and marker of each method in all plots of the library and of ``bench``.
+_STYLES = {
+    "dense": ("#4d4d4d", "o"),
+    "allgather": ("#0072b2", "s"),
+    "tree": ("#e69f00", "^"),
+    "butterfly": ("#d55e00", "D"),
+    "split": ("#009e73", "v"),
+    "double": ("#aa4499", "X"),
+    "hierarchical": ("#cc79a7", "P"),
+    "ssar_recursive_doubling": ("#56b4e9", "<"),
+    "ssar_split_allgather": ("#332288", ">"),
+    "PowerSGD": ("#999933", "p"),
+    "1-bit Adam": ("#882255", "h"),
+    "local steps": ("#009e73", "v"),  # they use `split:2` or `allgather`
+    "SparseAdamW": ("#aa4499", "X"),  # it uses `double`
+}
+_OTHERS = [(colour, marker) for marker in "*pd8" for colour in ("#117733", "#aa4499", "#44aa99", "#661100")]
+_ORDERED = "#7fb2dd", "#4292c6", "#2171b5", "#08519c", "#041f47"  # light to dark, for values such as numbers of ranks
+
+
+def style(name: str) -> dict[str, Any]:
+    """Return the arguments of ``plot`` for a method: an algorithm or a way to train.
+
+    A name such as ``hierarchical:tree`` has the colour of the first part and the hollow marker of the second. "auto"
+    coincides with another line, so it is drawn as rings around the markers of that line.
+    """
+    if name == "auto":
+        rings = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "zorder": 5}
+        return {"color": "black", "linewidth": 0.8, "linestyle": "", **rings}
+    outer, _, inner = name.partition(":")
+    colour, marker = _STYLES.get(outer) or _OTHERS[zlib.crc32(outer.encode()) % len(_OTHERS)]
+    hollow = {"marker": _STYLES.get(inner, ("", marker))[1], "markerfacecolor": "white"} if inner else {}
+    return {"color": colour, "linewidth": 1.6, "marker": marker, "markersize": 5, **hollow}
+
+
+def ordered_style(index: int) -> dict[str, Any]:
+    """Return the arguments of ``plot`` for one of up to five values of a quantity, from light to dark."""
+    return {"color": _ORDERED[index], "linewidth": 1.6, "marker": "osD^v"[index], "markersize": 5}
+
+
+def pyplot() -> Any:
+    """Return `matplotlib.pyplot` with a backend for files, which needs no display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def save(figure: Any, path: Path, dpi: int = 150) -> None:
+    """Write a figure to a file, and close it."""
+    figure.savefig(path, dpi=dpi)
+    pyplot().close(figure)
+
+
+def panels(count: int, width: float, height: float, columns: int = 3, **options: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a figure and ``count`` axes of that size in inches, with room for a legend on the right.
+
+    ``options`` are passed on to ``subplots``.
+    """
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    size = (width * columns + 2.2, height * rows + 0.5)
+    figure, grid = pyplot().subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    for unused in grid.flat[count:]:
+        unused.set_visible(False)
+    return figure, list(grid.flat[:count])
+
+
+def log_axis(axis: Any, text: Callable[[float], str]) -> None:
+    """Make an axis logarithmic, with enough labels to read it; ``text`` formats the labels."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis._set_axes_scale("log", base=10)
+    formatter = FuncFormatter(lambda value, _: text(value))
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(NullFormatter())
+    if high / low < 1000:
+        few, more = (2, 5) if high / low > 30 else (2, 3, 5, 7), (1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+        axis.set_minor_locator(LogLocator(subs=few if high / low > 4 else more))
+        axis.set_minor_formatter(formatter)
+
+
+def size_axis(axes: Any, values: list[float], text: Callable[[float], str]) -> None:
+    """Make the x axis logarithmic, with a label at every value or, if there are many, at some of them."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    labelled = values[:: -(-len(values) // 12)]
+    axes.set_xticks(labelled, [text(value) for value in labelled], rotation=45 if len(labelled) > 6 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(values[0] / 1.2, values[-1] * 1.2)
+    axes.grid(True, which="major", alpha=0.35)
+    axes.grid(True, which="minor", axis="y", alpha=0.12)
+
+
+class Label(NamedTuple):
+    """A text beside a point of a plot, in data coordinates."""
+
+    x: float
+    y: float
+    text: str
+    color: str = "black"
+
+
+def label_points(axes: Any, labels: Sequence[Label], size: float = 8) -> None:
+    """Write labels beside their points, where they hide no other label and few points.
+
+    Call it last: it depends on the limits and the size of the axes.
+    """
+    figure = axes.figure
+    figure.draw_without_rendering()  # computes the layout
+    pixels, frame = figure.dpi / 72, axes.get_window_extent()
+    dots = []
+    for line in axes.lines:
+        ends = line.get_transform().transform(line.get_xydata())
+        dots += list(ends)
+        if line.get_linestyle() != "None":
+            for before, after in itertools.pairwise(ends):
+                dots += [before + (after - before) * j / 40 for j in range(1, 40)]
+    boxes: list[tuple[float, float, float, float]] = []
+    for label in sorted(labels, key=lambda label: -label.y):
+        x, y = axes.transData.transform((label.x, label.y))
+        width, height = 0.58 * size * len(label.text) * pixels, 1.3 * size * pixels
+        best, lowest = None, math.inf
+        for distance, side in itertools.product((0, 0.7, -0.7, 1, -1, 1.5, -1.5, 2, -2, 3, -3), (1, -1, 0)):
+            left = x + (side * 8 * pixels if side >= 0 else -8 * pixels - width) - (width / 2 if side == 0 else 0)
+            bottom = y - height / 2 + distance * height
+            box = left, bottom, left + width, bottom + height
+            outside = box[0] < frame.x0 or box[2] > frame.x1 or box[1] < frame.y0 or box[3] > frame.y1
+            hidden = sum(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes)
+            on = sum(box[0] < dot[0] < box[2] and box[1] < dot[1] < box[3] for dot in dots)
+            if (cost := 1000 * outside + 100 * hidden + 2 * on + 2 * abs(distance) + (side != 1)) < lowest:
+                best, lowest = box, cost
+        assert best is not None
+        boxes.append(best)
+        at = (best[0] - x) / pixels, ((best[1] + best[3]) / 2 - y) / pixels
+        place = {"xytext": at, "textcoords": "offset points", "va": "center", "ha": "left"}
+        axes.annotate(label.text, (label.x, label.y), **place, color=label.color, fontsize=size).set_in_layout(False)

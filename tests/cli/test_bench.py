@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.algorithms import ALGORITHMS, inner_algorithms
 from sparsecomm.backends import Backend
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli import bench as command
@@ -25,6 +26,7 @@ from sparsecomm.cli import main
 from sparsecomm.cli import world as launch
 from sparsecomm.cli.bench import rows, timing
 from sparsecomm.cli.bench.timing import Timing
+from sparsecomm.cli.outputs import pyplot, style
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
 from sparsecomm.wire import WIRES
@@ -249,11 +251,12 @@ def counted(row: dict[str, Any], P: int, dtype: str) -> tuple[int, int, int]:
     [(2, "float32", "auto,packed_int4", 16384), exhaustive(3, "float16", "all", 4096)],
 )
 def test_a_run(ranks: int, dtype: str, wires: str, largest: int, tmp_path: Path) -> None:
-    found = tmp_path / "found.json"
+    found, drawn = tmp_path / "found.json", tmp_path / "drawn.png"
     given = f"-b 4Ki -e {largest} --density 0.01,0.5 -n 3 -w 1 -c --breakdown --algorithms all"
     given += f" --wire {wires} --dtype {dtype}"
+    files = "--json", str(found), "--plot", str(drawn)
     ran = bench(
-        *given.split(), "--json", str(found), "--ranks", str(ranks), SPARSECOMM_PROFILE="none"
+        *given.split(), *files, "--ranks", str(ranks), SPARSECOMM_PROFILE="none"
     )  # costs as simulated ranks have
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
@@ -277,6 +280,7 @@ def test_a_run(ranks: int, dtype: str, wires: str, largest: int, tmp_path: Path)
         assert list(parts) == [*observers.PARTS, "other"]
         assert all(value >= 0 for value in parts.values())
         assert sum(parts.values()) == pytest.approx(row["time_median_us"])
+    assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     lines = ran.stdout.replace("\r", "").splitlines()
     table = [line.split() for line in lines if not line.startswith("#")]
@@ -413,3 +417,49 @@ def test_mpirun_has_the_same_command_and_its_status_is_ours(
     given = ["-b1K", "-e", "4 K", "-c", *ranks.split(), "-n", "7", "--wire=plain"]
     assert main(["bench", *given]) == (status if status >= 0 else 128 - status)
     assert (tmp_path / "said").read_text() == "5|sparsecomm|bench|-b1K|-e|4 K|-c|-n|7|--wire=plain|"
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+
+def test_algorithms_look_different() -> None:
+    pytest.importorskip("matplotlib")
+    names = ["auto", *ALGORITHMS, *(f"hierarchical:{inner}" for inner in inner_algorithms()), "split:2"]
+    looks = {repr(sorted(style(name).items())) for name in names}
+    assert len(looks) == len(names)
+    assert len({style(name)["color"] for name in ALGORITHMS}) == len({style(name)["marker"] for name in ALGORITHMS})
+    assert style("of the user's")["color"] == style("of the user's")["color"]
+
+
+def test_the_plot() -> None:
+    """Narrow time ranges have labels with units; each density has a panel; dense has no wire format."""
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "size_bytes": size,
+            "density": density,
+            "algorithm": algorithm,
+            "wire": wire,
+            "time_median_us": 3000 + size / 100,
+        }
+        for size in (4096, 65536)
+        for density in (0.001, 0.01)
+        for algorithm in ("dense", "tree")
+        for wire in ("auto", "packed")
+    ]
+    figure = command.draw({"ranks": 2, "machines": 1, "dtype": "float32", "mpi": "MPI"}, rows)
+    figure.canvas.draw()
+    panels = figure.axes
+    assert [axes.get_title() for axes in panels] == ["density 0.001", "density 0.01"]
+    for axes in panels:
+        assert len(axes.lines) == 3  # one of dense, and two of tree
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["4 KiB", "64 KiB"]
+    labels = [label.get_text() for label in panels[0].get_yticklabels(which="both") if label.get_text()]
+    low, high = panels[0].get_ylim()
+    shown = [text for text in labels if low <= float(text.split()[0]) / 1e3 <= high]
+    assert len(shown) >= 1
+    assert all(re.fullmatch(r"[\d.]+ (ms|us|s)", text) for text in labels)
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["dense", "tree", "wire format auto", "wire format packed"]
+    pyplot().close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_taken(type_: Callable[[str], Any], text: str, value: Any) -> None:
             "expected one of auto, fastest, butterfly",
         ),
         (options.wires, "zip plain,zip", "zip: expected one of auto, plain, packed"),
+        (options._plot, "a.docx png", "ends in .png, .pdf, .svg"),
     ],
 )
 def test_refused(type_: Callable[[str], Any], texts: str | list[str], expected: str) -> None:
@@ -68,11 +70,16 @@ def test_refused(type_: Callable[[str], Any], texts: str | list[str], expected: 
         assert expected in str(error.value)
 
 
+def test_matplotlib_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"matplotlib: pip install .*\[bench\]"):
+        options._plot("a.png")
+
+
 def test_checking_a_file_leaves_it(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
-    for path in (old, new, None):
-        options.check_writable(path)
+    options.check_writable(old, new, None)
     assert old.read_text() == "kept"
     assert not new.exists()
     for path, why in ((tmp_path / "no" / "a.json", "No such file or directory"), (tmp_path, "Is a directory")):

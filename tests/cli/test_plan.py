@@ -43,9 +43,10 @@ def best(network: Network, training: Training = TRAINING, costs: Costs = DEFAULT
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_table_and_file_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.json"
-    assert main(["plan", *FAR, "--loss", "0.1%", "--json", str(file)]) == 0
+def test_table_file_and_picture_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main(["plan", *FAR, "--loss", "0.1%", "--json", str(file), "--plot", str(drawn)]) == 0
     shown = capsys.readouterr().out
     table = [line for line in shown.splitlines() if line.startswith(" ") and not line.startswith("  ")]
     content = json.loads(file.read_text())
@@ -77,6 +78,7 @@ def test_table_and_file_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"sync_every={taken['sync_every']}" in shown
     assert content["advice"][0] == "Sparse sums pay here."
     assert all(line in shown for line in content["advice"])
+    assert drawn.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_the_line_to_paste_can_be_run() -> None:
@@ -97,7 +99,7 @@ def _alone(parameters: Any, **options: Any) -> sc.LocalSteps:
 
 def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guides" / "plan.md").read_text()
-    command, shown = re.findall(r"```console\n\$ sparsecomm (plan .*?)\n(.*?)```", page, re.DOTALL)[0]
+    command, shown = re.findall(r"```console\n\$ sparsecomm (plan .*?) --plot plan\.png\n(.*?)```", page, re.DOTALL)[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out == shown.replace("...", sc.__version__, 1)
 

@@ -1,6 +1,6 @@
 """Measure sparse_allreduce over sizes, densities and algorithms; under a launcher, or with --ranks N.
 
-  sparsecomm bench --ranks 4 -b 64Ki -e 64Mi --json times.json
+  sparsecomm bench --ranks 4 -b 64Ki -e 64Mi --plot curves.png
   mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
   torchrun --nproc-per-node 4 -m sparsecomm bench            without MPI
 
@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -32,15 +33,15 @@ from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import devices, info, options
 from sparsecomm.cli.bench.rows import Bench, Row
 from sparsecomm.cli.bench.timing import CommonStart
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.cli.world import World, agreed, launcher, start, transport_of, world
 from sparsecomm.errors import InvalidInputError, SparseCommError, pip_install
-from sparsecomm.quantities import size_text
+from sparsecomm.quantities import number_text, size_text, time_text
 from sparsecomm.tensors.dtypes import DTYPES
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.wire import EXACT, WIRES
 
-__all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "parse", "run"]
+__all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "draw", "parse", "run"]
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
 SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--breakdown", action="store_true", help="add the time of each part: select, exchange, merge, ...")
     ranks = "start N ranks on this machine, with mpirun; without MPI, with torchrun"
     how.add_argument("--ranks", type=options.count, metavar="N", help=ranks)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    options.add_files(parser, "time against size")
 
 
 def parse(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     if started_by is None:
         grid, ranks = parse(arguments), arguments.ranks or 1  # report errors before MPI is loaded
         check_memory(grid, ranks, ranks, available_bytes())
-        options.check_writable(grid.json)
+        options.check_writable(grid.json, grid.plot)
         if arguments.ranks:
             return start(ranks, arguments.line)
         print(_ONE_RANK, file=sys.stderr, flush=True)
@@ -180,7 +181,7 @@ def _checked(arguments: argparse.Namespace, comm: World, started_by: str | None)
     available = available_bytes() if is_first_of_node else None
     check_memory(grid, comm.Get_size(), nodes.count(nodes[rank]), available)
     if rank == 0:
-        options.check_writable(grid.json)
+        options.check_writable(grid.json, grid.plot)
     return grid
 
 
@@ -205,6 +206,9 @@ def _measure(grid: argparse.Namespace, comm: World) -> int:
         if grid.json is not None:
             with options.writing(grid.json):
                 grid.json.write_text(json_text({"schema": SCHEMA, "header": header, "rows": rows}))
+        if grid.plot is not None:
+            with options.writing(grid.plot):
+                save(draw(header, rows), grid.plot)
     comm.Barrier()
     comm.Free()
     return 1 if wrong else 0
@@ -261,3 +265,44 @@ def _header(grid: argparse.Namespace, comm: World) -> dict[str, Any]:
         "iterations": grid.iterations,
         "warmup": grid.warmup,
     }
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+_LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)), (0, (3, 1)))
+
+
+def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
+    """Return a figure of time against size: a panel for each density, a line for each algorithm and wire format.
+
+    Colours and markers stand for algorithms, line styles for wire formats. Dense sums have no wire format.
+    """
+    from matplotlib.lines import Line2D
+
+    keys = "algorithm", "density", "wire"
+    names, densities, wires = (list(dict.fromkeys(row[key] for row in rows)) for key in keys)
+    sizes = sorted({float(row["size_bytes"]) for row in rows})
+    figure, all_axes = panels(len(densities), 4.2, 3.9, sharey=True)
+    for axes, density in zip(all_axes, densities, strict=True):
+        for name in names:
+            for wire in wires[:1] if name.startswith("dense") else wires:
+                line = [r for r in rows if (r["algorithm"], r["density"], r["wire"]) == (name, density, wire)]
+                line.sort(key=lambda row: row["size_bytes"])
+                look = {**style(name), "linestyle": _LINES[wires.index(wire) % len(_LINES)]}
+                axes.plot([r["size_bytes"] for r in line], [1e-6 * r["time_median_us"] for r in line], **look)
+        size_axis(axes, sizes, size_text)
+        axes.set_title(f"density {number_text(density)}", fontsize="medium")
+        axes.set_xlabel(f"dense gradient, {header['dtype']}")
+    log_axis(all_axes[0].yaxis, time_text)
+    all_axes[0].set_ylabel("median time of a call, slowest rank")
+    handles = [Line2D([], [], **style(name), label=name) for name in names]
+    handles += [
+        Line2D([], [], color="black", linestyle=_LINES[i % len(_LINES)], label=f"wire format {wire}")
+        for i, wire in enumerate(wires)
+        if len(wires) > 1
+    ]
+    figure.legend(handles=handles, frameon=False, loc="outside right upper")
+    ranks, nodes = header["ranks"], header["machines"]
+    where = f"{ranks} rank{'s' * (ranks > 1)}, {nodes} node{'s' * (nodes > 1)}"
+    figure.suptitle(f"sparse_allreduce on {where}; {header['mpi']}", fontsize="medium")
+    return figure

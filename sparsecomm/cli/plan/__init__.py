@@ -1,6 +1,6 @@
 """Plan a training over a network: compare ways to exchange gradients or weights, and recommend one.
 
-  sparsecomm plan --ranks 4 --rate 50mbit --rtt 80ms --loss 0.1% --parameters 30.8M --step-time 30ms
+  sparsecomm plan --ranks 4 --rate 50mbit --rtt 80ms --loss 0.1% --parameters 30.8M --step-time 30ms --plot plan.png
   mpirun -n 4 python -m sparsecomm plan --measure --parameters 30.8M --step-time 30ms
 
 Each line of the table is a way to train:
@@ -28,17 +28,33 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import sparsecomm as sc
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import Column, json_text, table_head, table_line
+from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, style, table_head, table_line
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.cli.plan.methods import OPTIMIZERS, advice, best, described, ways
+from sparsecomm.cli.plan.methods import (
+    ADAMW,
+    DELAYED,
+    DENSE,
+    DENSE_LOCAL,
+    LOCAL,
+    OPTIMIZERS,
+    SGD,
+    Way,
+    advice,
+    best,
+    described,
+    ways,
+)
 from sparsecomm.cli.world import World, agreed, transport_of, world
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.quantities import number_text, percent_text, time_text
+from sparsecomm.primitives.costs import Costs
+from sparsecomm.quantities import number_text, percent_text, rate_text, time_text
 from sparsecomm.transport import Transport
 from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
@@ -79,22 +95,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
     costs = "costs of work, as written by `sparsecomm tune` (a core of 2024)"
     training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    options.add_files(parser, "utilisation against rate and H")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the advice, and write the files; return 0."""
     if not arguments.measure:
         _check(arguments, "ranks", "rate", "rtt")
-        options.check_writable(arguments.json)
+        options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
     # Report an unresponsive rank within seconds, but leave time for the measurements.
     os.environ.setdefault("SPARSECOMM_TIMEOUT", str(30 + 4 * arguments.seconds))
     comm = world()
-    file = arguments.json if comm.Get_rank() == 0 else None
+    files = [arguments.json, arguments.plot] if comm.Get_rank() == 0 else []
     agreed(comm, lambda: _check(arguments))
-    agreed(comm, lambda: options.check_writable(file))
+    agreed(comm, lambda: options.check_writable(*files))
     versions = measurement.versions(comm)
     agreed(comm, lambda: measurement.check_alike(versions))
     transport = transport_of(comm)
@@ -174,6 +190,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         content = {"schema": SCHEMA, "header": header, "advice": lines, "taken": table.index(chosen), "rows": rows}
         with options.writing(arguments.json):
             arguments.json.write_text(json_text(content))
+    if arguments.plot is not None:
+        with options.writing(arguments.plot):
+            save(draw(training, network, every, costs, chosen), arguments.plot)
 
 
 def _percent(fraction: float) -> str:
@@ -194,3 +213,64 @@ _COLUMNS = [
     Column("loss", "nats", 13, lambda row: "not trained" if row[0].loss is None else f"{row[0].loss:+.3f}"),
     Column("equal loss", "x", 12, lambda row: "-" if row[0].loss is None else number_text(row[0].seconds / row[1])),
 ]
+
+
+# -- the plot ---------------------------------------------------------------------------------------------------------
+
+_STYLES: dict[str, dict[str, Any]] = {  # the same colour for the same exchange
+    DENSE: style("dense"),
+    DENSE_LOCAL: style("dense") | {"marker": "s", "linestyle": "--"},
+    ADAMW: style("SparseAdamW"),
+    SGD: style("double") | {"marker": "P", "linestyle": "--"},
+    LOCAL: style("local steps"),
+    DELAYED: style("local steps") | {"marker": "D", "linestyle": "--"},
+}
+_FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
+
+
+def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way) -> Any:
+    """Return the figure of utilisation: on the left against the rate, on the right against H."""
+    H = chosen.H if chosen.H > 1 else max(every)
+    networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
+    by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs)]
+    by_length = [(way.H, way) for way in ways(training, network, every, costs)]
+    figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    for method, look in _STYLES.items():
+        first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
+        at_rate, at_length = (
+            [(x, 100 * w.predicted.utilisation) for x, w in points if first and _line_of(w) == _line_of(first)]
+            for points in (by_rate, by_length)
+        )
+        if first and at_rate:
+            rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
+        if method in (DENSE, ADAMW, SGD):
+            lengths.axhline(at_length[0][1], color=look["color"], linestyle=look.get("linestyle", "-"))
+        elif at_length:
+            lengths.plot(*zip(*at_length, strict=True), **look)
+    ring = {"marker": "o", "color": "black", "markersize": 14, "fillstyle": "none", "linestyle": ""}
+    rates.plot([network.rate], [100 * chosen.predicted.utilisation], **ring, label="the plan")
+    lengths.plot([chosen.H], [100 * chosen.predicted.utilisation], **ring)
+    rates.axvline(network.rate, color="black", linewidth=0.8, linestyle=":")
+    log_axis(rates.xaxis, rate_text)
+    rates.set_xlabel("rate of a site's link, bits per second")
+    rates.set_ylabel("utilisation: compute time / wall time, %")
+    lengths.set_xscale("log", base=2)
+    lengths.set_xticks(every, [number_text(each) for each in every])
+    lengths.minorticks_off()
+    lengths.set_xlabel(f"H: local steps per round, at {rate_text(network.rate)}")
+    for axes in (rates, lengths):
+        axes.set_ylim(-2, 102)
+        axes.grid(True, alpha=0.35)
+    figure.legend(*rates.get_legend_handles_labels(), frameon=False, loc="outside right upper")
+    figure.suptitle("\n".join(described(training, network).values()), fontsize="medium")
+    return figure
+
+
+def _line_of(way: Way) -> tuple[str, str]:
+    return way.method, way.arguments
+
+
+def _label(way: Way, H: int) -> str:
+    if way.method in (ADAMW, SGD):
+        return f"{way.method}, density {number_text(way.exchange.density)}"
+    return way.method if way.method == DENSE else f"{way.method}, H = {H}"
