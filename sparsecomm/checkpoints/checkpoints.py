@@ -8,7 +8,8 @@ have a verified file of the new checkpoint, and `load` reads both temporary and 
 **Load.** The ranks gather which checkpoints each of them sees. They try the checkpoints that all of them see, newest
 first, until all ranks have read and verified their files of the same save.
 
-If a signal handler raises while a rank waits for others, the exception is raised when all ranks have finished.
+If a signal handler raises while a rank waits for other ranks, `save` or `load` first finishes, and then raises this
+exception.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class CheckpointFolder:
         return self._finish(lambda: bool(self._survey("look").complete))
 
     def _finish(self, operation: Callable[[], T]) -> T:
-        """Return the result of an operation. If there were interrupts while it waited, raise the first one."""
+        """Return the result of an operation. If a signal handler raised while it waited, raise that exception."""
         try:
             return operation()
         finally:
@@ -184,9 +185,7 @@ class CheckpointFolder:
         self._remove_older(survey, keep, step)
 
     def _remove_older(self, survey: _Survey, keep: int, step: int) -> None:
-        """Remove old checkpoints after a save. Collective.
-
-        Besides the new checkpoint, the newest ``keep`` checkpoints that all ranks can read are kept.
+        """Remove old checkpoints, except the newest ``keep`` that all ranks can read. Collective, after a save.
 
         Checkpoints of later steps stay, because they may belong to another training.
         """

@@ -102,11 +102,11 @@ class Format:
     suffix = ".npz"
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
-        """Write a value to a file as an uncompressed zip archive. Raises an exception if `parse` could not read it."""
+        """Write a value to a file as an uncompressed zip archive. Raise if `parse` could not read it."""
         values.write(file, value)
 
     def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
-        """Return the value that `dump` wrote, running no code from it. Without ``arrays``, arrays may be missing."""
+        """Return the value that `dump` wrote; run no code from the file. Without ``arrays``, arrays may be missing."""
         return values.read(file, arrays=arrays)
 
     def state_of(self, obj: Any) -> Any:

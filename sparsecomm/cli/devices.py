@@ -26,16 +26,8 @@ class DeviceMemory:
         """Return the tensor's values in host memory, possibly without a copy."""
         return np.asarray(tensor)
 
-    def assign(self, tensor: Array, source: Array) -> None:
-        """Copy ``source`` to ``tensor``, both in this memory."""
-        np.copyto(tensor, source)
-
     def wait(self) -> None:
         """Wait for all work of the device."""
-
-    def available_bytes(self) -> int | None:
-        """Return the free bytes per rank on a device; ``None`` for host memory."""
-        return None
 
 
 class _Cuda(DeviceMemory):
@@ -61,7 +53,7 @@ class _Cuda(DeviceMemory):
 
         index = config.rank_on_this_node() % devices_here
         cuda.of(index)
-        self._cupy, self._devices = cupy, devices_here
+        self._cupy = cupy
         cupy.cuda.Device(index).use()
         self.name = f"cuda ({cupy.cuda.runtime.getDeviceProperties(index)['name'].decode()}; CuPy {cupy.__version__})"
 
@@ -73,15 +65,8 @@ class _Cuda(DeviceMemory):
         values: Array = self._cupy.asnumpy(tensor)
         return values
 
-    def assign(self, tensor: Array, source: Array) -> None:
-        self._cupy.copyto(tensor, source)
-
     def wait(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
-
-    def available_bytes(self) -> int | None:
-        free = int(self._cupy.cuda.runtime.memGetInfo()[0])
-        return free // -(-config.ranks_on_this_node() // self._devices)
 
 
 DEVICES: dict[str, type[DeviceMemory]] = {"cpu": DeviceMemory, "cuda": _Cuda}

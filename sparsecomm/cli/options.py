@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _ONE = MappingProxyType({"": 1.0})
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {**_DECIMAL, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-_MAX = 2**53 - 1  # above, floats are no longer whole numbers
+_MAX = 2**53 - 1  # a float does not represent all larger integers
 _ABOVE_0 = math.ulp(0.0)
 
 

@@ -2,9 +2,9 @@
 srun or torchrun.
 
 The command calls every algorithm with every dtype and with difficult inputs. Every rank compares its result with an
-oracle in plain NumPy, which shares no code with the library. The command also checks that all ranks hold the same bits,
-that no gradient is lost, that inputs are not written, and that calls that differ between ranks raise on every rank. The
-exit status is 0 if all checks passed on all ranks, and 1 if a check failed or the ranks cannot reach each other.
+oracle in plain NumPy, which shares no code with the library. The command also checks that all ranks have the same bits,
+that no gradient is lost, that inputs are not changed, and that all ranks raise an error if their calls differ. The exit
+status is 0 if all checks passed on all ranks, and 1 if a check failed or the ranks cannot reach each other.
 """
 
 from __future__ import annotations

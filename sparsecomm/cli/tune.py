@@ -4,8 +4,8 @@ Run it under mpirun, srun or torchrun with the ranks that train, on the nodes wh
 that number of ranks and nodes and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
 
 Messages use the library's own transport. Between nodes, one rank of each node takes part; inside nodes, all ranks do.
-All pairs of ranks exchange messages at the same time. Work is measured on the CPU, on all ranks at the same time. The
-profile contains the median time of the slowest pair of ranks, and the median work time of the slowest rank.
+Several pairs of ranks exchange messages at the same time. Work is measured on the CPU, on all ranks at the same time.
+The profile contains the median time of the slowest pair of ranks, and the median work time of the slowest rank.
 """
 
 from __future__ import annotations

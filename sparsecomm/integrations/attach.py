@@ -1,4 +1,4 @@
-"""`attach`, with which all integrations exchange the gradients of a DDP model and save its residuals."""
+"""`attach` makes a DDP model exchange its gradients sparsely. All integrations use it, and save residuals with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Attached:
 
     @property
     def run(self) -> str:
-        """A random name for this training, drawn anew after a resume. The first use is collective."""
+        """A random name for this training; a new one after a resume. The first use is collective."""
         if self._run is None:
             drawn = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device="cpu")
             broadcast_parameters({"run": drawn})
@@ -134,7 +134,7 @@ def attach(
     options: Mapping[str, Any],
     before: Attached | None = None,
 ) -> Attached:
-    """Exchange a model's gradients sparsely: by its optimizers if they are `SparseAdamW`, otherwise by a hook of DDP.
+    """Exchange a model's gradients sparsely: with `SparseAdamW` by the optimizers, otherwise by a hook of DDP.
 
     Args:
         model: a DDP model, which may be compiled, or inside another module.

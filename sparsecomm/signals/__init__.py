@@ -1,7 +1,7 @@
-"""The gate for signals: within `deferred` functions, Python's signal handlers wait until code polls, or the gate opens.
+"""The gate for signals: within `deferred` functions, signal handlers run only when code polls, or when the gate opens.
 
-Python runs signal handlers in the main thread, between any two instructions. What a handler raises, such as
-KeyboardInterrupt, could come between an effect and the record of it, and a gradient would be lost or count twice.
+Python runs signal handlers in the main thread, between any two instructions. An exception from a handler, such as
+KeyboardInterrupt, could separate an effect from its record: a gradient would be lost, or count twice.
 """
 
 from sparsecomm.signals import _gate  # in this form, import-linter knows that it is in this package

@@ -1,4 +1,4 @@
-"""Read trace files, and find the messages between ranks, their clock offsets, late senders and causes of failures."""
+"""Read trace files; find messages, the offsets between the ranks' clocks, late senders, and causes of failures."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = [
     "Call", "Communicator", "Message", "Part", "Rank", "clock_offsets", "late_senders", "messages", "read", "verdicts",
 ]  # fmt: skip
 
-# Beginnings of errors that a rank raises because another rank left the call or does not answer.
+# The first words of errors that a rank raises because another rank left the call or does not answer.
 _CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
-# The ranks of a communicator, as numbered in the job, and a number that tells communicators of the same ranks apart.
+# The ranks of a communicator, as numbered in the job; and 0, or another number if several have the same ranks.
 Communicator = tuple[tuple[int, ...], int]
 
 
 @dataclass
 class Part:
-    """A part of a call. Ranks are numbered as in the job; times are in seconds, by the rank's clock."""
+    """A part of a call. Ranks are numbered as in the job. Times are in seconds, by the clock of the rank."""
 
     name: str  # one of `sparsecomm.tracing.observers.PARTS`
     start: float
     end: float
     sent: list[tuple[int, int]] = field(default_factory=list)  # rank and bytes of each message
     received: list[tuple[int, int]] = field(default_factory=list)
-    waited: list[int] = field(default_factory=list)  # if it failed: the ranks that it waited for
+    waited: list[int] = field(default_factory=list)  # the ranks for which it waited when it failed
     error: str = ""
 
 
@@ -141,7 +141,7 @@ def _read_events(events: list[dict[str, Any]]) -> Rank:
 
 
 def messages(ranks: Mapping[int, Rank]) -> Iterator[Message]:
-    """Yield the messages recorded at both ends: the nth that one rank sent is the nth that the other received."""
+    """Yield the messages that both ranks recorded. The nth that one rank sent is the nth that the other received."""
     calls = [
         (rank.number, (communicator, call.number), call)
         for rank in ranks.values()
@@ -193,7 +193,7 @@ def late_senders(sent: Iterable[Message], ahead: Mapping[int, Offset]) -> Counte
 def verdicts(ranks: Mapping[int, Rank]) -> list[str]:
     """Return a text for each communicator with a failed call: how it ended on each rank, and the most likely cause.
 
-    Most errors of a failed call are consequences: one rank does not make the call, and all other ranks time out.
+    Most errors of a failed call are consequences of one fault: a rank does not make the call, and the others time out.
     """
     communicators = dict.fromkeys(key for rank in ranks.values() for key in rank.calls)
     return [text for key in communicators if (text := _verdict(key, ranks))]

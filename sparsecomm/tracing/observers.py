@@ -34,9 +34,9 @@ class Observer(Protocol):
     """Observes the calls on one transport, one at a time."""
 
     def around(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``function``, the method ``name`` of that part, and observes it.
+        """Return a function that calls ``function`` and observes it: the method ``name``, which belongs to ``part``.
 
-        The returned functions never call each other. The method "wait" of a request receives the rank of the receiver.
+        The returned functions never call each other. For ``name="wait"``, of a request, the argument is the receiver.
         """
 
 
@@ -90,7 +90,7 @@ class ObservedBackends(Backends):
 
 
 class Forwarding:
-    """A proxy that has the attributes of an object, except for replaced ones."""
+    """A proxy of an object, some attributes of which are replaced."""
 
     def __init__(self, target: object, **replaced: object) -> None:
         self._target = target

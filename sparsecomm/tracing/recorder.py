@@ -1,4 +1,4 @@
-"""The observers of the environment variables: `Trace` writes a file of events, `Ranges` marks ranges for profilers.
+"""The observers that environment variables select: `Trace` writes a file, `Ranges` marks ranges for profilers.
 
 ``SPARSECOMM_TRACE=FILE`` makes each rank write its calls as JSON lines in the array format of Chrome's trace events.
 The array is never closed, as the format allows, so the file of a killed rank can be read.
@@ -58,7 +58,7 @@ class TraceFile:
     """The trace file of one rank. If writing fails, it logs a warning and writes nothing more; calls continue."""
 
     def __init__(self, path: Path, rank: int, node: bytes = b"") -> None:
-        """Create the file of a rank of the job, and rename an older one. Ranks of one ``node`` share a clock."""
+        """Create the file of a rank of the job, and rename an older one. ``node``: the ID of its node."""
         self.rank, self._path = rank, path
         self._file, self._nbytes, self._process = -1, 0, os.getpid()
         self._lock = RLock()  # several threads write: one for each communicator

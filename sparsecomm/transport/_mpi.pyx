@@ -1,12 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""`Endpoint`: the fast part of the MPI transport, which sends, receives and waits.
+"""`Endpoint`: the part of the MPI transport that sends, receives and waits, in C.
 
-A message travels in pieces: a first one of at most `FIRST` bytes, whose receive is posted in advance, and longer ones,
-whose memory is allocated when they arrive. A full piece announces that another one follows.
+A message travels in pieces. The first piece has at most `FIRST` bytes, and its receive is posted before it arrives. The
+memory for later, longer pieces is allocated when they arrive. If a piece is full, another one follows.
 
-All operations are non-blocking. A wait first tests MPI in a busy loop for some tens of microseconds, then yields to
-other processes between tests, then sleeps between them. It regularly calls `poll` of the Python class, which raises to
-end the wait. MPI is called without the GIL.
+All operations are non-blocking. A wait tests MPI in a busy loop for some tens of microseconds, then yields the core
+between tests, then sleeps between them. It regularly calls `poll` of the Python class, which raises an exception to end
+the wait. MPI is called without the GIL.
 """
 
 cimport cython
@@ -65,7 +65,7 @@ cdef enum:
     CONTROL = 0  # tag of control messages; data messages have higher tags
     FIRST = 65_536  # bytes in the first piece of a message
 
-cdef double POLL_INTERVAL = 0.05  # seconds between checks of signals, the clock and control messages
+cdef double POLL_INTERVAL = 0.05  # seconds between checks of signals, the timeout and control messages
 cdef double PING_INTERVAL = 0.25  # seconds until the first ping of the peer; the interval doubles after each ping
 cdef double YIELD_TIME = 1e-3  # seconds for which a wait yields to other processes before it sleeps
 cdef double MIN_SLEEP = 20e-6, MAX_SLEEP = 200e-6  # seconds
@@ -79,7 +79,7 @@ cdef double monotonic() noexcept nogil:
 
 
 cdef bint give_way(double waited, double spin) noexcept nogil:
-    """Pause after ``waited`` seconds: not before ``spin`` seconds, then yield, then sleep; return whether it slept."""
+    """Pause once, after ``waited`` seconds of a wait: spin, later yield, later sleep. Return whether it slept."""
     cdef timespec moment
     if waited < spin:
         return False
@@ -110,7 +110,7 @@ cdef struct WaitState:
 
 
 cdef shortened(message, Py_ssize_t nbytes, memory):
-    """Return the beginning of a message. In host memory, free the rest."""
+    """Return the first ``nbytes`` of a message. In host memory, free the rest."""
     cdef np.PyArray_Dims shape
     if memory is not HOST:
         return message[:nbytes]
@@ -123,7 +123,7 @@ cdef shortened(message, Py_ssize_t nbytes, memory):
 @cython.freelist(16)
 @cython.no_gc  # the collector could free memory that only MPI still uses
 cdef class Transfer:
-    """A message in flight: its memory, and one MPI request per piece."""
+    """A message in flight, with its memory and one MPI request per piece."""
 
     cdef Endpoint endpoint
     cdef int peer
@@ -131,9 +131,9 @@ cdef class Transfer:
     cdef Py_buffer buffer  # unused if ``data`` is an array
     cdef char *address
     cdef Py_ssize_t nbytes
-    cdef bint posted  # a receive posted in advance, of at most ``nbytes``
-    cdef int received  # bytes of a complete posted receive
-    cdef MPI_Request single  # avoids an allocation for a message of one piece
+    cdef bint posted  # this is the receive of a first piece, which may be shorter than ``nbytes``
+    cdef int received  # bytes in that piece
+    cdef MPI_Request single  # of a message of one piece, which so needs no allocation
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete  # numbers of pieces
 
@@ -179,10 +179,10 @@ cdef class Transfer:
 
 
 cdef class Endpoint:
-    """One rank's end of a communicator that nobody else uses.
+    """Sends and receives on a communicator that nobody else uses.
 
-    A subclass defines ``poll(peer, waited, ping)``, which raises to end a wait, and the errors
-    ``failure(code, peer)``, for an MPI error code, and ``oversized(source, nbytes)``, for a piece that is too long.
+    A subclass defines three methods. ``poll(peer, waited, ping)`` raises to end a wait. ``failure(code, peer)`` returns
+    the error for an MPI error code, and ``oversized(source, nbytes)`` the error for a piece that is too long.
     """
 
     cdef MPI_Comm comm
@@ -220,16 +220,21 @@ cdef class Endpoint:
         return self.start_send(data, to, memory)
 
     def receive(self, int source, memory=HOST, Py_ssize_t expected=0):
-        return self.finish_receive(self.post_receive(source, memory, expected), source, memory, expected)
+        cdef Transfer posted = self.post_receive(source, memory, expected)
+        try:
+            return self.finish_receive(posted, source, memory, expected)
+        except BaseException:
+            self.cancel(posted)
+            raise
 
     def exchange(self, data, int to, int source, memory=HOST, Py_ssize_t expected=0):
         cdef Transfer posted = self.post_receive(source, memory, expected)
         try:
             sent = self.start_send(data, to, memory)
+            message = self.finish_receive(posted, source, memory, expected)
         except BaseException:
             self.cancel(posted)
             raise
-        message = self.finish_receive(posted, source, memory, expected)
         self.wait(sent)
         return message
 
@@ -260,7 +265,7 @@ cdef class Endpoint:
         return transfer
 
     cdef int send_pieces(self, Transfer transfer, int tag, Py_ssize_t first, memory) except -1:
-        """Start sending a message: ``first`` bytes, then pieces of `limit`; the last piece is not full."""
+        """Start sending a piece of ``first`` bytes, then pieces of `limit` bytes. The last piece is not full."""
         cdef Py_ssize_t begin = 0, length = min(first, transfer.nbytes)
         cdef int code
         if transfer.nbytes >= first:
@@ -270,7 +275,7 @@ cdef class Endpoint:
                 raise MemoryError
         self.pending.add(transfer)
         while True:
-            if memory is not HOST:  # send a piece while the next one is still being copied
+            if memory is not HOST:  # wait for this piece only; the next one may still be copied
                 memory.ready(transfer.data, begin + length)
             with nogil:
                 code = MPI_Isend(transfer.address + begin, <int> length, MPI_BYTE, transfer.peer, tag, self.comm,
@@ -284,7 +289,7 @@ cdef class Endpoint:
             length = min(self.limit, transfer.nbytes - begin)
 
     cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
-        """Post the receive of the first piece, in ``expected`` bytes or more. Return None for device memory."""
+        """Post the receive of the first piece, with memory for ``expected`` bytes. Return None unless it is `HOST`."""
         cdef Transfer transfer
         cdef np.npy_intp room = max(expected, self.first)
         cdef int code
@@ -303,7 +308,7 @@ cdef class Endpoint:
         return transfer
 
     cdef int cancel(self, Transfer posted) except -1:
-        """Cancel a posted receive. A message already in flight still arrives in its memory."""
+        """Cancel a posted receive that is not complete. MPI may still write a message in flight to its memory."""
         cdef bint done
         if posted is not None and posted.complete < posted.started:
             with nogil:
@@ -314,58 +319,54 @@ cdef class Endpoint:
         return 0
 
     cdef finish_receive(self, Transfer posted, int source, memory, Py_ssize_t expected):
-        """Receive one message, of which the first piece may be ``posted``."""
-        cdef MPI_Message piece
-        cdef Py_ssize_t length, end, full = self.first
-        cdef Transfer transfer
-        if posted is None:
-            length = self.probe(source, full, &piece)
-            end = length if length < full else max(expected, length)
-            message = self.enlarged(None, end, 0, memory, length, &piece, source)
-            self.wait(self.start_matched(message[:length], &piece, source))
-        else:
-            try:
-                self.wait(posted)
-            except BaseException:
-                self.cancel(posted)
-                raise
-            message, length = posted.data, posted.received
-        end = length
-        while length == full:
-            memory.landed(message, end - length, end)
-            full = self.limit
-            message, transfer = self.start_piece(message, end, source, memory)
-            self.wait(transfer)
-            length = transfer.nbytes
-            end += length
-        if end > self.first:
-            memory.landed(message, end - length, end)
-        return self.received(message, end, source, memory)
+        """Receive one message. Its first piece may be ``posted``."""
+        message, length = self.first_piece(posted, source, memory, expected)
+        if length < self.first:
+            return self.received(message, length, source, memory)
+        return self.later_pieces([message], [length], [source], memory)[0]
 
     cdef list finish_all(self, list posted, list sources, memory, Py_ssize_t expected):
-        """Receive one message from each source, as `finish_receive` does; later pieces of all are in flight at once."""
+        """Receive one message from each source. The later pieces of all messages are in flight at the same time."""
+        cdef list messages = [], lengths = []
+        for i, source in enumerate(sources):
+            message, length = self.first_piece(posted[i], source, memory, expected)
+            messages.append(message)
+            lengths.append(length)
+        return self.later_pieces(messages, lengths, sources, memory)
+
+    cdef tuple first_piece(self, Transfer posted, int source, memory, Py_ssize_t expected):
+        """Receive the first piece of a message; return the memory for the message, and the bytes in the piece."""
+        cdef MPI_Message piece
+        cdef Py_ssize_t length
+        if posted is None:
+            length = self.probe(source, self.first, &piece)
+            room = length if length < self.first else max(expected, length)
+            message = self.enlarged(None, room, 0, memory, length, &piece, source)
+            self.wait(self.start_matched(message[:length], &piece, source))
+            return message, length
+        self.wait(posted)
+        return posted.data, posted.received
+
+    cdef list later_pieces(self, list messages, list ends, list sources, memory):
+        """Receive the rest of messages of which ``ends`` bytes have arrived; return the complete messages."""
         cdef Transfer transfer
-        cdef Py_ssize_t i, count = len(sources)
-        cdef list messages = [], ends = [], unfinished = [], started
-        if memory is not HOST:
-            return [self.finish_receive(posted[i], sources[i], memory, expected) for i in range(count)]
-        for i in range(count):
-            transfer = posted[i]
-            self.wait(transfer)
-            messages.append(transfer.data)
-            ends.append(transfer.received)
-            if transfer.received == self.first:
-                unfinished.append(i)
+        cdef list started, unfinished = [i for i, end in enumerate(ends) if end == self.first]
+        for i in unfinished:
+            memory.landed(messages[i], 0, self.first)
         while unfinished:
             started = []
             for i in unfinished:
                 messages[i], transfer = self.start_piece(messages[i], ends[i], sources[i], memory)
-                started.append(transfer)
-                ends[i] += transfer.nbytes
-            for transfer in started:
+                started.append((i, transfer))
+            unfinished = []
+            for i, transfer in started:
                 self.wait(transfer)
-            unfinished = [i for i, transfer in zip(unfinished, started) if transfer.nbytes == self.limit]
-        return [self.received(messages[i], ends[i], sources[i], memory) for i in range(count)]
+                memory.landed(messages[i], ends[i], ends[i] + transfer.nbytes)
+                ends[i] += transfer.nbytes
+                if transfer.nbytes == self.limit:
+                    unfinished.append(i)
+        return [self.received(message, end, source, memory)
+                for message, end, source in zip(messages, ends, sources)]
 
     cdef received(self, message, Py_ssize_t nbytes, int source, memory):
         """Count a complete message of ``nbytes`` and return it without unused memory."""
@@ -375,7 +376,7 @@ cdef class Endpoint:
         return message if nbytes == len(message) else shortened(message, nbytes, memory)
 
     cdef tuple start_piece(self, message, Py_ssize_t end, int source, memory):
-        """Start receiving the next piece at byte ``end``; return the message, larger if necessary, and the transfer."""
+        """Start receiving the next piece at byte ``end``. Return the memory, enlarged if needed, and the transfer."""
         cdef MPI_Message piece
         cdef Py_ssize_t length = self.probe(source, self.limit, &piece)
         if end + length > len(message):
@@ -384,7 +385,7 @@ cdef class Endpoint:
 
     cdef enlarged(self, message, Py_ssize_t room, Py_ssize_t end, memory, Py_ssize_t length, MPI_Message *piece,
                   int source):
-        """Return ``room`` bytes of new memory with the first ``end`` bytes of ``message``.
+        """Return ``room`` bytes of new memory that begin with the first ``end`` bytes of ``message``.
 
         If this fails, receive and discard the matched ``piece`` of ``length`` bytes, so that its sender can free it.
         """
@@ -393,12 +394,12 @@ cdef class Endpoint:
             if end:
                 memory.move(message[:end], larger)
             return larger
-        except BaseException:  # from a signal handler, or for lack of memory
+        except BaseException:  # such as a MemoryError
             self.start_matched(bytearray(length), piece, source)
             raise
 
     cdef Py_ssize_t probe(self, int source, Py_ssize_t full, MPI_Message *message) except -1:
-        """Wait for a piece of at most ``full`` bytes, match it and return its length."""
+        """Wait for a piece, match it and return its length. Raise if it has more than ``full`` bytes."""
         cdef WaitState state
         cdef MPI_Status status
         cdef int code, nbytes
@@ -416,12 +417,12 @@ cdef class Endpoint:
                 self.check_and_poll(&state, source)
         self.count_wait(&state, source)
         MPI_Get_count(&status, MPI_BYTE, &nbytes)
-        if not 0 <= nbytes <= full:  # MPI keeps the piece
+        if not 0 <= nbytes <= full:  # the piece is never received
             raise self.oversized(source, nbytes)
         return nbytes
 
     cdef Transfer start_matched(self, data, MPI_Message *message, int source):
-        """Start receiving a matched piece into ``data``, which has the same length."""
+        """Start receiving a matched piece into ``data``, which has the length of the piece."""
         cdef Transfer transfer = Transfer.__new__(Transfer)
         cdef int code
         transfer.bind(self, source, data, PyBUF_WRITABLE)
@@ -434,7 +435,7 @@ cdef class Endpoint:
         return transfer
 
     def traffic(self, int peer):
-        """Return bytes sent to a rank, bytes received from it, and seconds of waiting for messages to or from it."""
+        """Return the bytes sent to a rank, the bytes received from it, and the seconds of waiting for it."""
         cdef PeerTraffic *found = &self.per_peer[peer]
         return found.sent, found.received, found.seconds
 
@@ -483,7 +484,7 @@ cdef class Endpoint:
         return found or now >= state.next_poll
 
     cdef int check_and_poll(self, WaitState *state, int peer) except -1:
-        """Run signal handlers, then call `poll`."""
+        """Run the handlers of signals that have arrived, then call `poll`."""
         cdef double now = monotonic()
         cdef double waited = now - state.began
         cdef bint ping = waited >= state.next_ping
@@ -526,7 +527,7 @@ cdef class Endpoint:
         return (status.MPI_SOURCE, nbytes, text) if found else None
 
     def discard(self, int tag):
-        """Receive and discard all messages that have arrived with ``tag``, so that senders can free their memory."""
+        """Receive and discard all pieces that have arrived with ``tag``, so that their senders can free them."""
         cdef MPI_Message message
         cdef MPI_Status status
         cdef int nbytes
@@ -539,9 +540,9 @@ cdef class Endpoint:
                     self.start_matched(bytearray(nbytes), &message, status.MPI_SOURCE)
 
     def reap(self):
-        """Release complete transfers of earlier calls; return the number of incomplete ones.
+        """Forget complete transfers of earlier calls; return the number of incomplete ones.
 
-        Must not be called during a wait: the wait would lose the error of its transfer.
+        Must not be called during a wait, which would miss the error of its transfer.
         """
         cdef Transfer transfer
         cdef bint done
@@ -552,9 +553,9 @@ cdef class Endpoint:
         return len(self.pending)
 
     def detach(self, bint broken=False):
-        """Stop using the communicator, and leave pending transfers to MPI. Their memory is never reused.
+        """Stop using the communicator. MPI completes pending transfers; their memory is never reused.
 
-        On a ``broken`` communicator transfers end with errors, which would be fatal for freed requests: keep these.
+        Do not free the requests of a ``broken`` communicator: they end with errors, which are fatal for freed requests.
         """
         cdef Transfer transfer
         cdef Py_ssize_t i

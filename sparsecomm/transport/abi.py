@@ -59,7 +59,7 @@ def load() -> ModuleType:
     Raises:
         TransportError: there is no such module, it cannot be loaded, or it calls another MPI library than mpi4py.
     """
-    from mpi4py import MPI  # loads libmpi; the module does not
+    from mpi4py import MPI  # loads libmpi, which `_mpi` needs
 
     if _NAME in sys.modules:
         return sys.modules[_NAME]
@@ -118,12 +118,12 @@ def library() -> Path | None:
 
 
 def libraries() -> list[Path]:
-    """Return the files of all libmpi that this process has loaded, which may be several; empty if unknown."""
+    """Return the files of all MPI libraries that this process has loaded; empty if unknown."""
     return sorted({file for _, _, file in _mapped() if re.match(r"libmpi(ch|_abi|_cray|_gnu\w*)?\.so", file.name)})
 
 
 def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
-    """Return whether MPI accepts pointers to GPU memory, and the source of the answer. If unknown, the answer is no.
+    """Return whether MPI accepts pointers to GPU memory (false if unknown), and the source of the answer.
 
     ``MPI``: the module ``mpi4py.MPI``, or None if it cannot be loaded.
     """
@@ -142,7 +142,7 @@ def cuda_aware(MPI: ModuleType | None) -> tuple[bool, str]:
 
 
 def _called_by(module: str) -> int:
-    """Return the address of the MPI function that a module calls."""
+    """Return the address of `MPI_Comm_rank` for a module, which tells the loaded MPI libraries apart."""
     return ctypes.cast(ctypes.CDLL(module).MPI_Comm_rank, ctypes.c_void_p).value or 0
 
 

@@ -1,7 +1,7 @@
-"""`Transport`: point-to-point messages between ranks, with an error instead of every endless wait.
+"""`Transport`: point-to-point messages between ranks. A wait that would never end raises an error.
 
-A transport numbers its collective calls, so that messages of an aborted call are never mistaken for messages of a later
-one. A call "counts" if its result is valid. `MessageMemory` builds messages.
+A transport numbers its collective calls, so that it never mistakes a message of an aborted call for one of a later
+call. A call "counts" if its result is valid. `MessageMemory` builds messages.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ Mismatch = Callable[[bytes, int], SparseCommError]
 class MessageMemory:
     """Memory that a transport sends from and receives into. This class uses host memory: NumPy arrays.
 
-    The sender builds a message with `empty`, `put_header` and `put`; the transport calls `ready` before it reads the
-    message. On the other side, the transport allocates the message with `empty`; the receiver reads it with `header`
-    and `get`. For a message in several pieces, the transport also calls `landed` and `move`.
+    The sender builds a message with `empty`, `put_header` and `put`. The transport calls `ready` before it sends the
+    message. On the other rank, the transport allocates the message with `empty`, and the receiver reads it with
+    `header` and `get`. If the message arrives in several pieces, the transport also calls `landed` and `move`.
 
     Subclasses for devices override these methods; their copies may be asynchronous.
     """
@@ -72,7 +72,7 @@ class MessageMemory:
     def put(self, array: Array, to: Bytes) -> None:
         """Start copying an array of the device to ``to``, a part of a message with the same number of bytes.
 
-        The array must not change until `ready` has returned for these bytes.
+        Do not change the array until `ready` has returned for these bytes.
         """
         to[:] = array.view(np.uint8)
 
@@ -80,10 +80,10 @@ class MessageMemory:
         """Wait until the first ``nbytes`` of a message are written and may be sent."""
 
     def landed(self, message: Bytes, begin: int, end: int) -> None:
-        """Note that bytes ``begin`` to ``end`` of a message in several pieces have arrived."""
+        """Called when bytes ``begin`` to ``end`` of a message in several pieces have arrived."""
 
     def move(self, part: Bytes, to: Bytes) -> None:
-        """Copy ``part``, the pieces that have arrived, to the beginning of ``to``, larger memory for the message."""
+        """Copy ``part``, the pieces that have arrived, to the beginning of ``to``, which is larger."""
         to[: len(part)] = part
 
     def header(self, message: Bytes, nbytes: int) -> bytes:
@@ -91,7 +91,7 @@ class MessageMemory:
         return message[:nbytes].tobytes()
 
     def get(self, data: Bytes, dtype: DTypeLike) -> Array:
-        """Return a part of a message, a whole number of items, as a flat array of the device; a view if possible."""
+        """Return the items in a part of a message as a flat array of the device, if possible as a view."""
         return data.view(dtype)
 
 
@@ -100,7 +100,7 @@ HOST = MessageMemory()
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Payload bytes and messages of one rank since its transport was made, without framing."""
+    """Number of messages of one rank, and their bytes without framing, since its transport was made."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -111,7 +111,7 @@ class TrafficCounters:
 
     @property
     def setup(self) -> tuple[int, int]:
-        """Bytes sent and received outside of sums, for link measurement and agreement."""
+        """Bytes sent and received outside of sums: to measure links, and to compare arguments."""
         sent, received = self._before or (self.bytes_sent, self.bytes_received)
         return sent - self._sums[0], received - self._sums[1]
 
@@ -127,15 +127,15 @@ class TrafficCounters:
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """The traffic with one peer since the transport was made, as far as the transport measures it.
+    """The traffic with one peer since the transport was made.
 
     Attributes:
         rank: the peer.
-        bytes_sent, bytes_received: with framing.
+        bytes_sent, bytes_received: over process groups, including framing.
         seconds: time with queued or unacknowledged bytes to the peer. Over MPI: time spent waiting for the peer.
         round_trip: shortest round trip observed, in seconds; 0 if unknown, as over MPI.
-        retransmits: number of retransmitted TCP segments.
-        connections: number of TCP connections to the peer; 0 if unknown.
+        retransmits: number of retransmitted TCP segments; 0 over MPI.
+        connections: number of TCP connections to the peer; 0 if unknown, as over MPI.
     """
 
     rank: int
@@ -174,8 +174,8 @@ class Transport(ABC):
         counters: traffic of this rank.
         node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
         num_nodes: number of nodes.
-        skipped: why this rank refused to begin a call, after which it may be behind the others; empty once a later
-            call succeeds.
+        skipped: why this rank refused to begin a call. It may be one call behind the other ranks. Empty if it did not
+            refuse any, or after a call that succeeds.
         library: name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` accept CUDA device memory.
         simulated: whether the ranks run in one process, in virtual time.
@@ -263,9 +263,9 @@ class Transport(ABC):
         """
 
     def awaited(self, call: bytes) -> bool:
-        """Return whether another rank has reported that it waits for this rank in the next call, described by ``call``.
+        """Return whether another rank has reported that it waits for this rank in the next call. Call it between calls.
 
-        Must be called between calls.
+        ``call``: the description of the next call.
         """
         return False
 
@@ -287,11 +287,10 @@ class Transport(ABC):
         """Start sending ``data`` to rank ``to`` and return without waiting for the receiver.
 
         Args:
-            data: contiguous bytes, made by ``memory``; may be empty. The transport reads them until `Request.wait`
-                returns.
+            data: contiguous bytes in ``memory``; may be empty. Do not change them until `Request.wait` returns.
             to: a rank; may be this one.
-            memory: in host memory, or on a device if `device_memory` is set. The transport calls its `ready` before
-                reading the bytes.
+            memory: in host memory, or on a device if `device_memory` is set. The transport calls its `ready` before it
+                reads ``data``.
 
         Raises:
             TransportError: there is no such rank, or the underlying library failed.
@@ -299,14 +298,12 @@ class Transport(ABC):
 
     @abstractmethod
     def receive(self, source: int, memory: MessageMemory = HOST, expected: int = 0) -> Bytes:
-        """Wait for the next message of the current call from rank ``source`` and return its bytes.
-
-        The bytes are in new memory, made by ``memory``, which belongs to the caller.
+        """Wait for the next message of the current call from rank ``source``, and return it in new ``memory``.
 
         Args:
             source: a rank; may be this one.
             memory: where to put the message.
-            expected: the expected maximum size, if known, which saves copying a long message. Longer messages work.
+            expected: the expected maximum size in bytes. It saves copying a long message; longer messages work, too.
 
         Raises:
             TimeoutError: nothing arrived for `sparsecomm.config.timeout` seconds.

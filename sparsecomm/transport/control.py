@@ -1,13 +1,13 @@
-"""`FailureDetector`: how a transport ends waits on all ranks when something goes wrong on one of them.
+"""`FailureDetector`: ends the waits of all ranks when a call fails on one of them.
 
-Ranks send each other control messages beside the data of calls. Their kinds are:
+Besides the data of calls, ranks send each other control messages. Their kinds are:
 
-- `WAITING`: "I have been waiting for you in call 17, whose description is ...". If the descriptions of call 17 differ,
-  the receiver raises and leaves the call. This ends waits in a cycle without a timeout.
+- `WAITING`: "I have been waiting for you in call 17, whose description is ...". A receiver with another description of
+  call 17 raises and leaves the call. This ends a cycle of waiting ranks before the timeout.
 - `LEFT`: "I left call 17 with this error". Ranks that wait in call 17 leave it, too.
 - `OUT_OF_STEP`: "I left call 17 because the ranks' calls are out of step". Ranks in call 17 or later leave it.
 - `REALIGN`: "I wait for all ranks in `realign`, and my last call was 17". Ranks in a call leave it. The message has a
-  round number: after a timeout, a rank begins the next round, which the other ranks join.
+  round number: if `realign` is called again after a timeout, it begins the next round, which all ranks join.
 
 Each transport decides how these messages travel and when a rank reads them.
 """
@@ -53,7 +53,7 @@ MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the rece
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
-_SKIPPED_WAIT = 0.1  # seconds that a rank which refused a call waits for reports that others have left that call
+_SKIPPED_WAIT = 0.1  # seconds to wait, after this rank has refused a call, for reports of ranks that left that call
 _GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
 _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the same call on all ranks."
 _IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
@@ -92,9 +92,9 @@ class ControlMessage:
 
 
 class FailureDetector(Transport):
-    """A transport whose ranks report to each other which calls they left and in which calls they wait.
+    """A transport whose ranks report to each other which calls they left, and in which calls they wait.
 
-    It implements what all transports share: call numbers, the end of a wait, and closing.
+    All transports inherit call numbers, the checks that end a wait, `realign` and `close` from it.
     """
 
     timeout: float  # maximum seconds of a wait in the current call
@@ -108,12 +108,12 @@ class FailureDetector(Transport):
         self._call = b""
         self._mismatch: Mismatch | None = None
         self._in_call = False  # between `begin` and `end` or `abort`
-        self._others_informed = False  # the other ranks already know that this call has failed
+        self._others_informed = False  # whether the other ranks know that this call has failed
         self._received_reason: ControlMessage | None = None  # the report that made this rank leave the call
         self._control: list[ControlMessage] = []  # about this call and later ones
         self._unreadable: dict[int, TransportError] = {}  # sender of an invalid message -> the error to raise
         self._waiting_in: dict[int, int] = {}  # rank -> the latest call in which it reported to wait
-        self._out_of_step = False  # this call failed because the ranks' calls are out of step
+        self._out_of_step = False  # whether this call failed because the ranks' calls are out of step
         self._peer_ahead: tuple[int, int, float] = 0, 0, 0.0  # this call, the peer that is ahead, when this was noticed
         self._round = 0  # the latest round of `realign` in which this rank took part
         self._rounds: dict[int, tuple[int, int]] = {}  # rank -> its latest round of `realign`, and its last call
@@ -132,7 +132,7 @@ class FailureDetector(Transport):
         """Raise if no call can be made: `InvalidInputError` if the transport is closed."""
 
     def _abandon(self, number: int) -> None:
-        """Record that data of call ``number``, which a rank has left, may still arrive."""
+        """Record that a rank has left call ``number``, so that its data may arrive late."""
 
     def _close(self) -> None:
         """Close the transport. Must be idempotent."""
@@ -146,7 +146,7 @@ class FailureDetector(Transport):
         return self.number
 
     def _begin_call(self, call: bytes, mismatch: Mismatch) -> int:
-        """Number the next call. If an argument or a setting is invalid, raise and change nothing."""
+        """Begin the next call, and return its number. If an argument or a setting is invalid, change nothing."""
         self._read_timeout()
         if len(call) > MAX_CALL_BYTES:
             raise InvalidInputError(f"call has {len(call)} bytes; at most {MAX_CALL_BYTES} are allowed")
@@ -317,7 +317,7 @@ class FailureDetector(Transport):
                 raise self._mismatch(message.text, message.rank)
 
     def _check_ahead(self, peer: int, waited: float) -> None:
-        """Raise if ``peer`` waits in a later call, and so has sent all its messages of this one."""
+        """Raise if ``peer`` waits in a later call, and therefore sends nothing more in this one."""
         later = self._waiting_in.get(peer, 0)
         if later <= self.number:
             return
@@ -397,7 +397,7 @@ def unreadable_error(rank: int, source: int, description: str) -> TransportError
 
 
 def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
-    """Return the error of a first call on ``group`` that not all ranks make; ``missing``: such as "rank 3 has"."""
+    """Return the error for ranks that do not make the first call on a ``group``. ``missing``: such as "rank 3 has"."""
     return TimeoutError(
         f"rank {rank} waited {seconds:g} s for the first call on this {group}, which all its ranks must make: "
         f"{missing} not called. {_IF_SLOW}"

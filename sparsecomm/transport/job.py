@@ -1,16 +1,19 @@
-"""The job that a launcher has started, according to the environment of this process, and the nodes of its ranks.
+"""The job of this process: its launcher, according to environment variables, and the nodes of its ranks.
 
-A launcher passes each process its rank and the world size in environment variables. An MPI that does not belong to the
-launcher, or a program that does not initialize `torch.distributed`, ignores them: every process becomes a world of one
-rank. `check_alone` detects this mistake.
+A launcher passes each process its rank and the world size in environment variables. If MPI does not belong to the
+launcher, or the program does not initialize `torch.distributed`, each process becomes a world of one rank.
+`check_alone` detects this mistake.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import socket
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +26,7 @@ __all__ = [
     "advice_for_restart",
     "check_alone",
     "check_alone_with_mpi",
+    "ipv4_address",
     "launches",
     "node_id",
     "number_nodes",
@@ -30,6 +34,7 @@ __all__ = [
 ]
 
 NODE_ID_BYTES = 8
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _TORCHRUN, _SLURM = "torchrun", "srun"  # other launchers set torchrun's variables, too
 # The variables set by each launcher: the world size, then the rank, in order of preference.
 _VARIABLES = {
@@ -48,14 +53,14 @@ class Launch:
 
     launcher: str
     size: int  # number of ranks started
-    rank: int  # of this process; the local rank on its node if nothing else is known
+    rank: int  # of this process; its local rank on its node if only that is known
     variables: str  # the environment variables and their values
 
 
 def launches() -> list[Launch]:
     """Return the launchers of this process; several if one has started another.
 
-    Slurm is omitted if there are others: it may have started them, and its numbers then describe other processes.
+    Slurm is omitted beside another launcher, which it may have started with another number of processes.
     """
     found = []
     for launcher, (size, *ranks) in _VARIABLES.items():
@@ -84,9 +89,9 @@ def advice_for_restart() -> str:
 
 
 def check_alone(problem: str, advice: str) -> None:
-    """Raise `InvalidInputError` if every known launcher started several ranks, unless SPARSECOMM_ALONE is set.
+    """Raise `InvalidInputError` if all launchers of this process started several ranks. SPARSECOMM_ALONE disables it.
 
-    ``problem`` and ``advice`` are clauses of the error.
+    ``problem`` is a clause of the error, and ``advice`` a sentence.
     """
     known = launches()
     if config.alone() or not known or min(launch.size for launch in known) == 1:
@@ -99,7 +104,7 @@ def check_alone(problem: str, advice: str) -> None:
 
 
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
-    """Check that MPI's world of one rank is intended, as `check_alone` does.
+    """Call `check_alone` for a world of one rank of MPI.
 
     Args:
         mpi: name and version of MPI.
@@ -139,6 +144,14 @@ def number_nodes(node_ids: Sequence[bytes]) -> list[int]:
     """Number the nodes from 0 in the order of their first ranks; return the node number of each rank."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(node_ids))}
     return [numbers[node] for node in node_ids]
+
+
+def ipv4_address(interface: str) -> str | None:
+    """Return the first IPv4 address of a network interface, or ``None``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _number(name: str) -> int | None:

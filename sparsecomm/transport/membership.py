@@ -33,7 +33,7 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
         smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, "all other ranks that live to shrink"))
         if _all_live(smaller, timeout):
             return smaller
-        comm = smaller  # another rank died meanwhile: all ranks try again
+        comm = smaller  # another rank has died meanwhile: all ranks try again
 
 
 def grow(comm: MPI.Intracomm, count: int, command: Sequence[str]) -> MPI.Intracomm:
@@ -70,7 +70,7 @@ def _checked(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
 def _close_transports(comm: MPI.Intracomm) -> None:
     """Close the transport of ``comm``, and all transports with dead ranks.
 
-    Retire all of them first: this ends their calls in progress on all ranks, for which closing waits.
+    Closing waits for calls in progress. Therefore retire all transports first, which ends their calls on all ranks.
     """
     current: object = mpi.existing(comm)
     closing = [transport for transport in Voting.all() if transport is current or transport.failed_ranks()]

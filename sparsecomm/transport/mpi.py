@@ -55,8 +55,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         """Take over ``private``, a communicator that nobody else uses. `close` frees it.
 
         Args:
-            token: 8 bytes, equal on all ranks and different for each transport. It identifies late control messages
-                of a freed communicator, whose context id MPI may reuse.
+            token: 8 bytes, equal on all ranks and different for each transport. MPI may reuse the context id of a freed
+                communicator; the token tells late control messages of that communicator apart.
             limit: maximum bytes in one piece of a message, the same on all ranks.
         """
         private.Set_errhandler(MPI.ERRORS_RETURN)
@@ -67,7 +67,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self.device_memory = abi.cuda_aware(MPI)[0]
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._token = token
-        self._clean = True  # no call was aborted
+        self._clean = True  # false after an aborted call
         self._broken = False  # a rank has died or revoked the communicator: messages in flight end with an error
         self._abandoned: list[int] = []  # calls whose data may still arrive
 
@@ -97,7 +97,7 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
         self._abandoned.append(number)
 
     def _discard_abandoned(self) -> None:
-        """Receive and discard the data of abandoned calls, until their tags are about to be reused."""
+        """Receive and discard the data of abandoned calls. Forget calls whose tags will soon be used again."""
         self._abandoned = [n for n in self._abandoned if self.number - n < _NUM_TAGS // 2]
         for number in self._abandoned:
             self.discard(1 + number % _NUM_TAGS)
@@ -175,8 +175,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
     def _close(self) -> None:
         """Free the private communicator, unless data of an aborted call may still be in flight on it.
 
-        MPI may reuse its context id for the next communicator, which would then receive this data. All ranks therefore
-        exchange whether they aborted a call. A rank that gets no answer soon does not free the communicator.
+        MPI may reuse its context id for the next communicator, which would then receive this data. Therefore all ranks
+        first exchange whether they aborted a call. A rank without an answer in time does not free the communicator.
         """
         if self._comm != MPI.COMM_NULL:
             private, self._comm = self._comm, MPI.Intracomm(MPI.COMM_NULL)
@@ -193,11 +193,11 @@ class VotingTransport(Voting, MpiTransport):
 
 
 class _Setup:
-    """The attribute that this library sets on a communicator: its transport, or the progress of making it.
+    """The attribute that this library sets on a communicator: its transport, or the state of making it.
 
-    The ranks all-gather a record and duplicate the communicator. MPI pairs collective operations in their order, so
-    none may be started twice: if the wait for a setup was interrupted or timed out, the next attempt continues the same
-    setup. A failed setup cannot be repeated.
+    The ranks all-gather a record and duplicate the communicator. MPI pairs collective operations in the order in which
+    each rank starts them, so a rank must not start them twice. If the wait was interrupted or timed out, the next call
+    continues the same setup. A failed setup cannot be repeated.
     """
 
     transport: MpiTransport | None = None  # until all ranks have taken part
@@ -211,7 +211,7 @@ class _Setup:
         self._error: MPI.Exception | None = None  # raised again: a failed request tests as complete afterwards
 
     def test(self, comm: MPI.Intracomm) -> bool:
-        """Make progress and return whether the transport exists. Any thread may call it."""
+        """Let MPI progress; return whether the transport exists. Any thread may call it."""
         with _lock:
             if self.transport is not None:
                 return True
@@ -232,10 +232,10 @@ class _Setup:
             return self.transport is not None
 
     def _started(self, comm: MPI.Intracomm) -> list[MPI.Request]:
-        """Start the operations that have not been started; return the requests of all.
+        """Start the operations that have not been started; return all requests.
 
-        The exchange must come first: Open MPI takes the tags of a duplication from those of ``comm`` whenever a thread
-        lets it progress (open-mpi/ompi#2025). An exchange started later would take another tag on each rank.
+        Start the all-gather first. A duplication takes tags of ``comm`` whenever a thread lets Open MPI progress
+        (open-mpi/ompi#2025), so an all-gather after it could have different tags on different ranks.
         """
         if not self._requests:
             self._requests.append(comm.Iallgather([self._own_record, MPI.BYTE], [self._records, MPI.BYTE]))
@@ -336,7 +336,7 @@ def usable(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 def _connect(comm: MPI.Intracomm) -> MpiTransport:
     """Make the transport of ``comm``, or raise if not all ranks do.
 
-    No lock is held during the wait: threads that connect several communicators may do so in any order on each rank.
+    No lock is held during the wait, so threads may connect several communicators in a different order on each rank.
     """
     timeout = config.timeout()
     with _lock:

@@ -1,4 +1,4 @@
-"""Scheduling of the library's threads."""
+"""`be_prompt` reduces the time until a thread of the library runs after a wake-up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274,
 def be_prompt(thread: int = 0) -> bool:
     """Ask the scheduler to run a thread soon after each wake-up. Return false if this is not supported.
 
-    On busy cores, a thread may otherwise wait some milliseconds for the end of another thread's time slice. From Linux
-    6.12 on, a thread may ask for shorter slices. ``thread``: its system id; 0: the calling thread.
+    On busy cores, a thread may wait some milliseconds for the end of another thread's time slice. Since Linux 6.12, a
+    thread that asks for short slices waits less. ``thread``: its system id; 0: the calling thread.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

@@ -1,8 +1,8 @@
-"""Dead ranks that MPI survives (ULFM: Open MPI 5 with `mpirun --with-ft ulfm`): `Voting` makes ranks vote on calls.
+"""`Voting`: with an MPI that survives dead ranks (ULFM), a call counts on all surviving ranks or on none.
 
-A rank votes for a call when it has the result, and against a call that it leaves. A call counts on all surviving ranks
-or on none. A rank that gives up a transport also votes against the next call, so that no rank waits for its vote: none
-can be more than one call ahead.
+Open MPI 5 survives dead ranks under `mpirun --with-ft ulfm`. A rank votes for a call when it has the result, and
+against a call that it leaves. A rank that stops using a transport also votes against the next call, so that ranks that
+are one call ahead do not wait for its vote. No rank can be more than one call ahead.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def wait_until(test: Callable[[], bool], timeout: float, comm: MPI.Comm | None =
 class Agreement:
     """The votes on the calls of a transport: one per call and rank, in the order of call numbers.
 
-    MPI pairs the agreements of all ranks in their order, so a rank also votes on call numbers that it skips.
+    MPI pairs the votes of all ranks in their order, so a rank also votes on call numbers that it skips.
 
     Attributes:
         voted: the latest call on which this rank has voted.
@@ -90,7 +90,7 @@ class Agreement:
     """
 
     def __init__(self, comm: MPI.Comm, spin: float) -> None:
-        """Vote on the calls of ``comm`` from call 1 on. ``spin``: seconds of busy waiting."""
+        """Vote on the calls of ``comm``, beginning with call 1. ``spin``: seconds of busy waiting."""
         self.voted = self.approved = 0
         self._comm, self._spin, self._lock = comm, spin, Lock()
         self._open: dict[int, tuple[MPI.Request, array[int]] | None] = {}  # votes whose decision has not been read
@@ -98,7 +98,7 @@ class Agreement:
 
     @deferred
     def vote(self, number: int, yes: bool) -> None:
-        """Vote on call ``number``, and against all earlier calls without a vote. Only the first vote counts."""
+        """Vote on call ``number``, and against earlier calls without a vote. A second vote on a call is ignored."""
         with self._lock:
             while self.voted < number:
                 self.voted += 1
@@ -121,11 +121,11 @@ class Agreement:
         return True
 
     def accepted(self, number: int) -> bool:
-        """Return whether all ranks are known to have voted for the call, and to have lived."""
+        """Return whether all ranks have lived and voted for the call; false before its decision was read."""
         return self._decision == (number, True)
 
     def reap(self, number: int) -> bool:
-        """Forget decided votes on calls before ``number``; return whether none is left."""
+        """Read the decisions on calls before ``number``; return whether all votes have been decided."""
         for old in sorted(self._open):
             if old < number:
                 self._test(old)
@@ -179,7 +179,7 @@ class Voting(FailureDetector):
         return votes.approved == number and votes.decided(number, 0.0) and votes.accepted(number)
 
     def _wait_for_votes(self, votes: Agreement) -> None:
-        """Wait for late votes, and check signals and control messages meanwhile."""
+        """Wait for late votes, and meanwhile handle signals and control messages."""
         began = time.monotonic()
         mismatch: SparseCommError | None = None
         while not votes.decided(self.number, _POLL_INTERVAL):
@@ -212,7 +212,7 @@ class Voting(FailureDetector):
         raise why
 
     def _rejected(self) -> SparseCommError:
-        """Return the error of a call that this rank has completed but that does not count."""
+        """Return the error for a call that this rank has completed and that does not count."""
         failed, reported = failed_ranks(self._comm), None
         deadline = time.monotonic() + DETECTION_TIME
         while not failed and time.monotonic() < deadline:  # a rank may have left the call, and report why
@@ -263,7 +263,7 @@ class Voting(FailureDetector):
         super().abort(error)
 
     def _give_up(self, why: TransportError) -> None:
-        """Allow no more calls, and end the calls of other ranks."""
+        """Refuse further calls, and end the calls of other ranks."""
         if self._given_up is None:
             self._given_up = why
             self._votes.vote(self.number + 1, False)
@@ -273,7 +273,7 @@ class Voting(FailureDetector):
 
     @deferred
     def retire(self) -> None:
-        """Allow no more calls, and fail a call in progress on all ranks. Any thread may call it."""
+        """Refuse further calls, and end a call in progress with an error on all ranks. Any thread may call it."""
         failed = self.failed_ranks()
         self._give_up(
             self._rank_failed(failed, "which continues without them")
@@ -290,7 +290,7 @@ class Voting(FailureDetector):
         return [transport for transport in _voting if transport._comm != MPI.COMM_NULL]
 
     def _close(self) -> None:
-        """Free the communicator as `MpiTransport` does, if all votes have been decided."""
+        """Free the communicator as `MpiTransport`, but only if all votes have been decided."""
         number, self._broken = self.number + 2, self._given_up is not None
         patience = 0.0 if self._broken else _QUIET_TIME
         if not MPI.Is_finalized() and not wait_until(lambda: self._votes.reap(number), patience):

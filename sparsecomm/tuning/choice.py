@@ -135,11 +135,10 @@ _BUCKETS = [1 << j for j in range(18, 29)]  # elements: 1 MiB to 1 GiB of float3
 def bucket_bytes(
     P: int, num_nodes: int, density: float, costs: Costs, algorithm: str = "auto", wire: str = "auto"
 ) -> int:
-    """Return the chosen bucket size in bytes of float32.
+    """Return the best bucket size in bytes of float32.
 
-    It is the smallest size at which the cost per element is at most 25 % above the cost in the largest bucket.
-
-    Small buckets start earlier and overlap more with the backward pass, but each one pays the latency.
+    Small buckets overlap more with the backward pass, but each one pays the latency. The result is the smallest size
+    whose cost per element is at most 25 % above the cost in the largest bucket.
     """
 
     def per_element(n: int) -> float:

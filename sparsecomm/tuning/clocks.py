@@ -31,8 +31,8 @@ def offsets(
 
     Args:
         ranks: rank numbers.
-        fastest: by sender and receiver, the receiver's arrival time minus the sender's departure time of the fastest
-            message.
+        fastest: by (sender, receiver), the shortest time from a message's departure on the sender's clock to its
+            arrival on the receiver's clock.
         share_clock: whether two ranks share one clock.
     """
 

@@ -1,8 +1,8 @@
-"""Measured losses of trainings, and how many more steps reach the same loss.
+"""Measured losses of trainings, and the number of steps that reach the same loss.
 
-`TRAINED`, from docs/reports/local-steps.md: P = 8, 600 local steps of AdamW; a round sends 64 entries of each chunk of
-4,096 elements in 2 bits, divides by the number of contributors, and decays the residual by 0.8. `STEPS_TRAINED` has an
-exchange in every step, from docs/reports/convergence.md and docs/guides/choosing.md.
+`TRAINED` is from docs/reports/local-steps.md: 8 ranks, 600 local steps of AdamW. A round sends 64 entries of each chunk
+of 4,096 elements in 2 bits, divides by the number of contributors, and multiplies the residual by 0.8. The trainings
+of `STEPS_TRAINED` exchange in every step: docs/reports/convergence.md and docs/guides/choosing.md.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def nats(algorithm: str, sync_every: int, delay: int = 0) -> float:
 
 
 def relative_steps(loss: float) -> float:
-    """Return by which factor, at least 1, more steps are needed to reach the loss of dense sums in every step.
+    """Return the factor, at least 1, of steps that are needed to reach the loss of dense sums in every step.
 
-    ``loss``: in nats, after the same number of steps.
+    ``loss``: in nats, after the same number of steps as with dense sums.
     """
     points = [(-dense_loss, math.log(steps)) for steps, dense_loss in _DENSE]
     return max(1.0, _DENSE[1][0] / math.exp(_line(points, -loss)))

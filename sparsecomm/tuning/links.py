@@ -1,9 +1,9 @@
-"""Measures the links between ranks. Pairs of ranks time messages, and all ranks gather the times: results are equal.
+"""Measures the links between ranks: pairs of ranks time messages, and all ranks gather the times.
 
-A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, each rank is paired with the one
-half its group away. That takes one and a half round trips between distant nodes, one more for an odd number of nodes,
-and less than a millisecond between near ones. With a budget, all pairs of a group exchange short messages, and long
-messages become as long as the budget allows.
+A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, a rank of a group of 2 m ranks
+exchanges messages only with the rank whose place in the group differs by m. This takes one and a half round trips
+between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
+budget, all pairs of a group exchange short messages, and long messages become as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Mes
 __all__ = ["Links", "Probe"]
 
 Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
-Turns: TypeAlias = Sequence[Sequence[Pair]]  # no rank is twice in one turn
-Times: TypeAlias = tuple[float, float, float]  # seconds of a trip, of another message at once, of a long message
-Both: TypeAlias = tuple[Times, Times]  # the times of the two ranks of a pair
+Turns: TypeAlias = Sequence[Sequence[Pair]]  # in one turn, a rank is in at most one pair
+Times: TypeAlias = tuple[float, float, float]  # seconds of a trip, between messages of a burst, of a long message
+PairTimes: TypeAlias = tuple[Times, Times]  # the times that the two ranks of a pair measured
 
-_FAR = 5e-3  # seconds: on longer round trips nothing is timed twice
-_TRAIN = 6_144  # bytes that follow in the ten packets that TCP sends before the first acknowledgement
+_FAR = 5e-3  # seconds: with a longer round trip, messages are timed only once
+_TRAIN = 6_144  # bytes of a message that still fits into the ten packets that TCP sends before an acknowledgement
 _TRIPS, _BURST = 5, 8  # round trips timed between near ranks, and messages sent at once
 _LONG, _MIN_LONG, _MAX_LONG = 0.5e-3, 1 << 14, 1 << 17  # approximate seconds of a long message, and its bytes
 _MAX_TRIPS, _MAX_TURNS = 200, 15  # with a time budget; 15 turns are all pairs of 16 ranks
@@ -50,9 +50,9 @@ _ZERO = 1 << 62  # the word for 0 seconds; times between two clocks may be negat
 class Links:
     """Measured links, the same on all ranks. Without a time budget, `farthest` is ``None`` and `fastest` is empty."""
 
-    between: Link | None  # the slowest between nodes, measured by one rank of each; None if there is one node
-    inside: Link | None  # the slowest between ranks of a node; None if no node has two ranks
-    farthest: Pair | None = None  # the pair with the longest trip between nodes, or inside if there is one node
+    between: Link | None  # the slowest link between nodes, measured by one rank of each; None if there is one node
+    inside: Link | None  # the slowest link between ranks of a node; None if no node has two ranks
+    farthest: Pair | None = None  # the pair with the longest trip: between nodes, or between ranks of the only node
     fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)  # as of `sparsecomm.tuning.clocks.offsets`
 
     @property
@@ -86,10 +86,10 @@ class Probe:
         self._round = 0
 
     def measure(self, seconds: float = 0.0) -> Links:
-        """Measure the links, with a budget for each of the two. Collective.
+        """Measure the links. Collective.
 
-        With 0 seconds the measurement is as short as possible, and values are rounded, so that choices do not change
-        from run to run.
+        ``seconds``: the time budget of each of the two links. With 0, the measurement is as short as possible, and
+        values are rounded, so that choices do not change from run to run.
         """
         self._round = 0
         if seconds:
@@ -98,7 +98,7 @@ class Probe:
             return Links(between, inside, farthest_nodes or farthest, {**fastest, **fastest_between})
         inside_turns, turns = _half_apart(self._nodes), _half_apart(self._leaders)
         near, far_apart = self._timed((inside_turns, partial(self._near, _MAX_LONG)), (turns, self._far))
-        # A train seems shorter to a rank that was late to read its beginning: take the mean of both ranks.
+        # A rank that reads the beginning of a train late measures a shorter time: take the mean of both ranks.
         inside, between = _link(near, _MAX_LONG), _link(far_apart, _TRAIN, fmean)
         if between is not None and 2 * between.alpha < _FAR:
             nbytes = min(_MAX_LONG, max(_MIN_LONG, int(_LONG / between.beta))) // 4 * 4
@@ -133,10 +133,10 @@ class Probe:
         gap = median(min(a[2], b[2]) for a, b in bursts.values()) / (_BURST - 1)
         return _measurable(alpha, (_slowest(found, 2, fmean) - alpha) / nbytes, gap), farthest, fastest
 
-    def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, Both]]:
-        """Time messages in pairs, job by job and turn by turn; return the times of both ranks of each pair. Collective.
+    def _timed(self, *jobs: tuple[Turns, Callable[[int], Times]]) -> list[dict[Pair, PairTimes]]:
+        """Time messages between pairs, and return each job's times by pair. Collective.
 
-        A job is the turns, and a function that times messages with a peer.
+        A job consists of turns and of a function that times messages with a peer.
         """
         own: list[int] = []
         for turns, times in jobs:
@@ -148,7 +148,7 @@ class Probe:
         everyones = gather_words(self.comm, own, self._round)
         found, position = [], 0
         for turns, _ in jobs:
-            its: dict[Pair, Both] = {}
+            its: dict[Pair, PairTimes] = {}
             for pairs in turns:
                 for a, b in pairs:
                     times_a, times_b = (map(_seconds, everyones[r][position : position + 3]) for r in (a, b))
@@ -159,13 +159,13 @@ class Probe:
 
     # -- times between two ranks --------------------------------------------------------------------------------------
     #
-    # A mark is a short message with the time of its departure. The rank that arrives first waits for its peer, so the
-    # later rank's mark is answered immediately: the shorter of the two ranks' times is the network's.
+    # A mark is a short message with the time of its departure. The first of the two ranks to begin also waits for its
+    # peer. The peer's mark is answered immediately, so the shorter of the two ranks' times is the network's.
 
     def _far(self, peer: int) -> Times:
         """Time a round trip, and then the arrival of a train of `_TRAIN` bytes.
 
-        Both ranks send first, so neither may wait for its sends before it has received.
+        PairTimes ranks send first, so neither may wait for its sends before it has received.
         """
         isend, messages, clock = self._transport.isend, self._messages, self._transport.clock
         train = _bytes(_TRAIN)
@@ -198,7 +198,7 @@ class Probe:
         return trip, burst / _BURST, min(longs) / 2 - trip
 
     def _trips(self, count: int, peer: int) -> Times:
-        """Time round trips; return half of their median, and the fastest mark's `_receive_mark`."""
+        """Time round trips; return half of their median, and the smallest result of `_receive_mark`."""
         clock, first = self._transport.clock, self._transport.rank < peer
         times, fastest = [], math.inf if first else self._receive_mark(peer)
         for _ in range(count):
@@ -211,7 +211,7 @@ class Probe:
         return median(times) / 2, fastest, 0.0
 
     def _burst(self, peer: int) -> Times:
-        """Send several marks at once to the higher rank, which times all of them, and all but the first."""
+        """Send several marks at once to the higher rank, which times all of them, and all after the first."""
         if self._transport.rank < peer:
             for _ in range(_BURST):
                 self._send_mark(peer)
@@ -227,7 +227,7 @@ class Probe:
     def _stream(self, nbytes: int, count: int, peer: int) -> Times:
         """Time ``count`` messages of ``nbytes`` in both directions at once; return the seconds of one.
 
-        One of the two ranks begins a trip later, so its time is shorter by a trip; the mean of both times counts.
+        One of the two ranks begins a trip later, so its time is shorter by a trip. Use the mean of both times.
         """
         data = _bytes(nbytes)
         self._send_mark(peer)
@@ -256,7 +256,7 @@ class Probe:
 
 
 def _half_apart(groups: Sequence[Sequence[int]]) -> Turns:
-    """Return turns that pair each member with the one half the group away; an odd one has a turn of its own."""
+    """Return turns that pair the first half of each group with the second half, and a last odd member in a turn."""
     turns: list[list[Pair]] = [[], []]
     for members in groups:
         half, odd = divmod(len(members), 2)
@@ -284,12 +284,14 @@ def _all_pairs(groups: Sequence[Sequence[int]]) -> Turns:
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def _link(found: Mapping[Pair, Both], nbytes: int, of_two: Callable[[Sequence[float]], float] = min) -> Link | None:
+def _link(
+    found: Mapping[Pair, PairTimes], nbytes: int, combine: Callable[[Sequence[float]], float] = min
+) -> Link | None:
     """Return the slowest link of pairs whose long messages have ``nbytes``; ``None`` without pairs."""
     if not found:
         return None
     gap = median(min(a[1], b[1]) for a, b in found.values())
-    return _measurable(_slowest(found, 0), _slowest(found, 2, of_two) / nbytes, gap)
+    return _measurable(_slowest(found, 0), _slowest(found, 2, combine) / nbytes, gap)
 
 
 def _measurable(alpha: float, beta: float, gap: float) -> Link:
@@ -297,9 +299,9 @@ def _measurable(alpha: float, beta: float, gap: float) -> Link:
     return Link(*(max(value, limit) for value, limit in zip((alpha, beta, min(gap, alpha)), _MIN, strict=True)))
 
 
-def _slowest(found: Mapping[Pair, Both], which: int, of_two: Callable[[Sequence[float]], float] = min) -> float:
-    """Return the longest time over all pairs; ``of_two`` combines the times of the two ranks of a pair."""
-    return max(of_two((a[which], b[which])) for a, b in found.values())
+def _slowest(found: Mapping[Pair, PairTimes], which: int, combine: Callable[[Sequence[float]], float] = min) -> float:
+    """Return the longest time over all pairs; ``combine`` combines the times of the two ranks of a pair."""
+    return max(combine((a[which], b[which])) for a, b in found.values())
 
 
 def _bytes(nbytes: int) -> Array:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import warnings
 import zlib
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """The costs with which "auto" chooses, their source, and a checksum for comparing them between ranks."""
+    """The costs with which "auto" chooses, and their source."""
 
     costs: Costs
     source: str
-    checksum: int
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of the costs, not 0, for comparing them between ranks."""
+        # Of a tuple: after an interrupt, the repr of a dataclass returns "..." for ever.
+        return zlib.crc32(repr(astuple(self.costs)).encode()) or 1
 
 
 def path() -> Path:
@@ -98,20 +102,12 @@ def _path(setting: str | None, caches: str | None) -> Path:
 
 def read(file: Path) -> Profile:
     """Read a profile; raise `InvalidInputError` if ``file`` does not exist or is not a valid profile."""
-
-    def without_waiting(file: str, flags: int) -> int:
-        return os.open(file, flags | os.O_NONBLOCK)  # opening a FIFO blocks otherwise
-
     try:
-        with open(file, "rb", opener=without_waiting) as opened:
-            regular = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
-            data = opened.read(_MAX_BYTES + 1) if regular else b""
+        if file.stat().st_size > _MAX_BYTES or not file.is_file():  # opening a FIFO would block
+            raise InvalidInputError("it cannot be read: it is not a regular file of at most 1 MiB")
+        return Profile.from_json(file.read_text())
     except OSError as error:
         raise InvalidInputError(f"it cannot be read: {error.strerror}") from error
-    if not regular or len(data) > _MAX_BYTES:
-        raise InvalidInputError("it cannot be read: it is not a regular file of at most 1 MiB")
-    try:
-        return Profile.from_json(data.decode())
     except UnicodeDecodeError as error:
         raise InvalidInputError("it cannot be read: it is not text") from error
 
@@ -127,7 +123,7 @@ def costs_for(mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
 @cache
 def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, num_nodes: int) -> KnownCosts | None:
     if setting == NONE:
-        return _with_checksum(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
+        return KnownCosts(DEFAULT, f"SPARSECOMM_PROFILE={NONE}, 1 Gb/s assumed")
     file = _path(setting, caches)
     if setting or os.path.exists(file):  # false if the folder is not accessible
         try:
@@ -144,13 +140,13 @@ def _costs_for(setting: str | None, caches: str | None, mpi: str, ranks: int, nu
                 stacklevel=2,
             )
         else:
-            return _with_checksum(profile.costs, f"profile {file}")
-    return _with_checksum(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
+            return KnownCosts(profile.costs, f"profile {file}")
+    return KnownCosts(DEFAULT, "assumed: one rank sends no messages") if ranks == 1 else None
 
 
 def assumed() -> KnownCosts:
     """Return the costs that are assumed if nothing was measured."""
-    return _with_checksum(DEFAULT, "assumed: 1 Gb/s")
+    return KnownCosts(DEFAULT, "assumed: 1 Gb/s")
 
 
 def measured(link: Link | None, node: Link | None) -> KnownCosts:
@@ -161,9 +157,4 @@ def measured(link: Link | None, node: Link | None) -> KnownCosts:
         if each is not None
     ]
     costs = replace(DEFAULT, link=link or node or DEFAULT.link, node=node)
-    return _with_checksum(costs, f"measured at set-up: {'; '.join(texts)}")
-
-
-def _with_checksum(costs: Costs, source: str) -> KnownCosts:
-    # Of a tuple: an interrupted repr of a dataclass returns "..." ever after.
-    return KnownCosts(costs, source, zlib.crc32(repr(astuple(costs)).encode()) or 1)
+    return KnownCosts(costs, f"measured at set-up: {'; '.join(texts)}")

@@ -3,17 +3,17 @@
 The cost model (`sparsecomm.primitives.costs`) gives the seconds of work and of messages. This module adds:
 
 - Buckets. A step makes one call per bucket, one after another. A call begins when its bucket is full and the previous
-  call has ended. With ``overlap`` buckets fill during the backward pass; calls left at its end delay the step.
+  call has ended. With ``overlap``, buckets fill during the backward pass, and calls after its end delay the step.
 - Slow start. A new TCP connection sends 10 segments in the first round trip, and twice as many in each further one (RFC
-  6928, RFC 5681). For each retransmission timeout of a pause, the window shrinks by half (RFC 7661).
+  6928, RFC 5681). While the connection is idle, the window halves once per retransmission timeout (RFC 7661).
 - Full queues. Connections that begin together send their first windows together. If these do not fit into the queue of
   the link, some connections lose their whole window and begin again after a retransmission timeout (RFC 6298).
 - Loss. With packet loss p, a stream sends 1.22 / sqrt(p) packets per round trip in the long run (Mathis, Semke, Mahdavi
   and Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR 1997). The model follows the mean
   window from round trip to round trip.
 - Recovery. A lost packet delays its message by one round trip.
-- Gloo's ring. Segments of at most 1 MiB go around, two at a time, each after the receiver has asked for it: every two
-  take a round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
+- Gloo's ring. Segments of at most 1 MiB go around, two at a time. A receiver requests each segment, so every two take
+  one round trip (gloo/allreduce.cc, gloo/transport/tcp/pair.cc).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _SMALL = 4096  # elements of small tensors, such as norms and biases, which a Re
 _FOREGROUND_PASSES, _BACKGROUND_PASSES = 5, 1  # a round of local steps: in the training's thread, and beside it
 _DENSE_PASSES = 3  # a dense round: subtract, step and write
 _STEP_PASSES = 1  # a step with a sparse sum: write the dense result
-# SparseAdamW beyond fused AdamW, with its selection: (56.0 - 18.3) ms for 25.6M weights = 1.5 ns per weight
+# SparseAdamW with its selection takes longer than fused AdamW by (56.0 - 18.3) ms for 25.6M weights: 1.5 ns per weight
 # (bench/results/training-adamw-work.txt).
 _ADAMW_PASSES = 3.7
-# Passes per cache line of 16 elements with a selected entry, 40 ns in gradient, residual and sum together. Fitted to
-# `double` on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
+# Passes per cache line of 16 elements with a selected entry: 40 ns for gradient, residual and sum. Fitted to `double`
+# on 4 simulated ranks with 8M weights: 1.6 and 3.0 ns of CPU time per weight at density 0.018 and 0.1.
 _LINE_PASSES, _LINE = 100.0, 16
 
 
@@ -247,10 +247,10 @@ def stream_rate(network: Network) -> float:
 def _stalled(
     nbytes: float, streams: float, network: Network, idle: float, burst: float, limit: float = math.inf
 ) -> float:
-    """Return the seconds for which a link is idle because of small windows, while ``streams`` send ``nbytes`` each.
+    """Return the seconds for which small windows leave a link idle, while ``streams`` send ``nbytes`` each.
 
-    Each stream has sent the same number of bytes before, and was then idle for ``idle`` seconds. A sender passes
-    ``burst`` bytes to TCP at once, and has at most ``limit`` bytes in flight.
+    Each stream sent the same number of bytes before, and was then idle for ``idle`` seconds. A sender passes ``burst``
+    bytes to TCP at once, and has at most ``limit`` bytes in flight.
     """
     rtt, packets = network.rtt, nbytes / SEGMENT
     if not rtt or not packets:

@@ -304,12 +304,6 @@ def test_vectors_of_a_device() -> None:
     assert re.search(r"^# device +cuda \(emulated\)\r?$", ran.stdout, re.MULTILINE)
 
 
-def test_a_device_with_too_little_memory_is_refused() -> None:
-    ran = shell(*ON_CUDA, "bench", "--device", "cuda", "-b", "1Gi", "-e", "1Gi", "-c")
-    assert ran.returncode == 1, ran.stdout
-    assert "of its device per rank; available are 1 GiB" in ran.stderr
-
-
 FAULTY = """
 import os, signal, sys
 from mpi4py import MPI

@@ -26,14 +26,8 @@ class Emulated:
     def fetch(self, tensor: Any) -> np.ndarray:
         return np.array(tensor)
 
-    def assign(self, tensor: DeviceArray, source: DeviceArray) -> None:
-        tensor[...] = source
-
     def wait(self) -> None:
         runtime.synchronize()
-
-    def available_bytes(self) -> int:
-        return 2**30
 
 
 if __name__ == "__main__":

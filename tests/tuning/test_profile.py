@@ -57,7 +57,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     special = "cannot be read: it is not a regular file of at most 1 MiB"
     for file, why in (
         (tmp_path / "none", "No such file"),
-        (tmp_path, "directory"),
+        (tmp_path, "regular file"),
         (binary, "not text"),
         *((file, special) for file in (fifo, Path("/dev/zero"), large)),  # a FIFO and a device have no end
     ):
@@ -112,7 +112,7 @@ def test_used(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     used, said = used_with_warnings()
     assert used is not None
     assert (used.costs, used.source, said) == (COSTS, f"profile {file}", [])
-    assert used.checksum not in (0, profile._with_checksum(DEFAULT, "").checksum)
+    assert used.checksum not in (0, profile.KnownCosts(DEFAULT, "").checksum)
     monkeypatch.setenv("SPARSECOMM_PROFILE", "none")
     used, said = used_with_warnings()
     assert used is not None

@@ -4,10 +4,10 @@
   mpirun -n 4 python -m mpi4py -m sparsecomm bench -c
   torchrun --nproc-per-node 4 -m sparsecomm bench            without MPI
 
-A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. Before each call, and
-outside its time, the residual is restored. All ranks begin together, and the time of a call is the time of its slowest
-rank. The transport counts the bytes. Rank 0 prints each row once it is measured. The exit status is 0 if all calls
-succeeded and, with -c, no element was wrong.
+A timed call is a step of training: sparse_allreduce with a residual and a dense result in `out`. The residual is
+restored before each call, outside its time. All ranks begin together, and the time of a call is the time of its slowest
+rank. The transport counts the bytes. Rank 0 prints each row as soon as it is measured. The exit status is 0 if all
+calls succeeded and, with -c, no element was wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 import sparsecomm as sc
-from sparsecomm.algorithms import find
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import devices, info, options
 from sparsecomm.cli.bench.rows import Bench, Row
@@ -45,7 +44,7 @@ from sparsecomm.wire import EXACT, WIRES
 __all__ = ["HELP", "add_arguments", "available_bytes", "check_memory", "draw", "parse", "run"]
 
 HELP = "time, bytes and correctness of every algorithm over a range of sizes"
-SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 
 _ONE_RANK = "sparsecomm: one rank, which sends nothing: start N with --ranks N, or under mpirun, srun or torchrun"
 _DEFAULT_ALGORITHMS = "butterfly,tree,split,dense,allgather"
@@ -112,37 +111,27 @@ def parse(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: int | None) -> None:
-    """Check that the largest size fits into memory.
+    """Raise `InvalidInputError` if the largest size needs more than the ``available`` bytes of this machine.
 
     Args:
         grid: the result of `parse`.
         ranks, local: number of all ranks, and of ranks on this machine.
-        available: bytes of memory; ``None`` if unknown.
-
-    Raises:
-        InvalidInputError: it does not fit.
+        available: ``None`` if unknown.
     """
-    n, accumulator = max(grid.counts), grid.dtype.accumulator.itemsize
-    entry, k = accumulator + (4 if n < 2**31 else 8), count_of(max(grid.densities), n)
-    # Gradient, out, residual and a copy of it; entries of one rank.
-    needed = _PROCESS + n * (2 * grid.dtype.itemsize + 2 * accumulator) + 12 * k * entry
-    if not all((algorithm := find(name)) is not None and algorithm.reselects for name in grid.algorithms):
-        # Dense sums and segments in flight, or the selections of all ranks.
-        needed += max(2 * n * accumulator + 3 * (n // ranks) * accumulator, 4 * k * ranks * entry)
-    total = needed * local
-    limits = [(needed, devices.DEVICES[grid.device]().available_bytes(), "its device per rank")]
-    if grid.check:
-        # Expected result, residual sums in float64, entries of a dense sum; on rank 0 also all gradients and a sort.
-        needed += n * (3 * accumulator + 2 * entry + 5 * 8)
-        total = needed * local + n * (3 * ranks * accumulator + 4 * 8)
-    limits.append((total, available, f"memory, {size_text(needed)} per rank"))
-    for size, limit, where in limits:
-        if limit is not None and size > limit:
-            raise InvalidInputError(
-                f"a gradient of {size_text(n * grid.dtype.itemsize)} on {local} rank(s) of one machine needs about "
-                f"{size_text(size)} of {where}; available are {size_text(limit)}. Take a smaller -e"
-                + (", or leave out -c." if grid.check else ".")
-            )
+    n, itemsize, accumulator = max(grid.counts), grid.dtype.itemsize, grid.dtype.accumulator.itemsize
+    # Gradient, out, residual and a copy of it; a dense sum and its segments in flight, or the entries of all ranks.
+    entries = 4 * ranks * count_of(max(grid.densities), n)
+    needed = _PROCESS + 2 * n * (itemsize + accumulator) + max(3 * n * accumulator, entries * (8 + accumulator))
+    total = local * needed
+    if grid.check:  # expected result, sums in float64, entries of a dense sum; on rank 0 the gradients of all ranks
+        needed += n * (5 * accumulator + 48)
+        total = local * needed + 3 * ranks * n * accumulator
+    if available is not None and total > available:
+        raise InvalidInputError(
+            f"a gradient of {size_text(n * itemsize)} on {local} rank(s) of one machine needs about {size_text(total)} "
+            f"of memory, {size_text(needed)} per rank; available are {size_text(available)}. Take a smaller -e"
+            + (", or leave out -c." if grid.check else ".")
+        )
 
 
 def available_bytes() -> int | None:

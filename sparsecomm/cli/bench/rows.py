@@ -94,9 +94,9 @@ class Bench:
 
 
 def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
-    """Split the median time into parts, in the same proportions as the calls with times near the median.
+    """Split the median time into parts, in the mean proportions of the calls with times near the median.
 
-    The proportions of a call are those of its slowest rank.
+    Of each call, the slowest rank counts.
     """
     seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
     calls = np.argsort(seconds.max(axis=0))
@@ -108,10 +108,10 @@ def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
 
 
 class Check:
-    """Counts wrong elements in the calls of one contender: an algorithm, or a library to compare with. Collective.
+    """Counts wrong elements in the calls of an algorithm, or of another library. Collective.
 
-    If the result is known, all calls have the same result and leave the same residual. If values are rounded, each call
-    is checked by itself: rounding may depend on earlier calls.
+    If the result is known, all calls must have this result and leave the same residual. If values are rounded, each
+    call is checked by itself, because rounding may depend on earlier calls.
     """
 
     at = slice(None)  # elements at which `_lost` compares sums over all ranks; all by default

@@ -62,7 +62,7 @@ class CommonStart:
         self._pause = 4 * log2_ceil(transport.size) * alpha + _MARGIN if transport.size > 1 and alpha > _LONG else 0.0
 
     def wait(self) -> None:
-        """Return at a time that rank 0 chooses and broadcasts to all ranks before."""
+        """Return at the time that rank 0 chooses and sends to all ranks."""
         if self._pause:
             moment = self._comm.bcast(self._clock() + self._pause) + self._offset
             time.sleep(max(0.0, moment - self._clock()))
@@ -80,7 +80,7 @@ def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tup
 
 
 class Vectors:
-    """Gradient, residual and output of this rank, shared by all contenders.
+    """Gradient, residual and output of this rank, which all runners share.
 
     Attributes:
         gradient, initial: in host memory, the gradient and the residual before each call.
@@ -88,7 +88,7 @@ class Vectors:
     """
 
     def __init__(self, comm: World, gradient: Array, residual: Array | None = None, device: str = "cpu") -> None:
-        """Use a flat gradient. Without ``residual`` it is zero before each call, and x may alias ``gradient``."""
+        """Use a flat gradient. Without ``residual``, the residual is zero before each call, and x is ``gradient``."""
         self.comm, self.memory, self.gradient, self.initial = comm, DEVICES[device](), gradient, residual
         self.n: int = gradient.size
         if residual is None:
@@ -109,7 +109,7 @@ class Vectors:
         if self.before is None:
             self.residual.fill(0)
         else:
-            self.memory.assign(self.residual, self.before)
+            self.residual[...] = self.before
             self.memory.wait()
 
 
@@ -153,7 +153,7 @@ class Clock:
 
 
 class Runner:
-    """A contender. Its actions are methods without arguments that all ranks call: `step`, and others."""
+    """Something to measure. Its actions are methods without arguments that all ranks call, such as `step`."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self.step = step

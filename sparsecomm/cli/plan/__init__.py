@@ -62,7 +62,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "compare ways to train over a network, and recommend one: SparseAdamW, local steps, H, utilisation"
 _CORES = options.number(0.01, 1024, "a number of cores, such as 0.5 or 2")
-SCHEMA = 2  # of the JSON file: it rises when a field changes its meaning or is removed
+SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_te
 from sparsecomm.tuning.equal_loss import STEPS_TRAINED, TRAINED, nats, relative_steps
 from sparsecomm.tuning.utilisation import Exchange, Network, Prediction, Training, predict, stream_rate
 
-# The simplest first. A plan recommends a later one only if it is faster by more than the factor `_SIMPLER`.
+# The simplest first. A plan recommends a later method only if it is faster by more than the factor `_SIMPLER`.
 DENSE, ADAMW, SGD, DENSE_LOCAL, LOCAL, DELAYED = METHODS = (
     "dense (DDP)",
     "SparseAdamW",
@@ -50,7 +50,7 @@ class Way:
     exchange: Exchange
     predicted: Prediction
     loss: float | None  # nats above dense sums in every step, measured with this setting; None if unknown
-    seconds: float  # to make as much progress as one step with dense sums; infinite if the loss is unknown
+    seconds: float  # for the progress of one step with dense sums; infinite if the loss is unknown
     arguments: str = ""  # of the method, besides its defaults
 
     @property
@@ -116,10 +116,10 @@ def ways(training: Training, network: Network, every: Sequence[int], costs: Cost
 
 
 def best(table: Sequence[Way], optimizer: str = "adamw") -> Way:
-    """Return the way that reaches the same loss in the least time, or a simpler one that takes almost as little time.
+    """Return the way that reaches the same loss in the least time, or a simpler one that is almost as fast.
 
-    Dense sums in every step are good enough if ranks compute most of the time. Ways that do not suit the optimizer, a
-    key of `OPTIMIZERS`, are ignored.
+    If ranks compute most of the time with dense sums in every step, return these. Ways that do not suit ``optimizer``,
+    a key of `OPTIMIZERS`, are ignored.
     """
     table = [way for way in table if way.method != OPTIMIZERS[optimizer]]
     dense = [way for way in table if way.method == DENSE and way.predicted.utilisation >= _GOOD]

@@ -1,14 +1,13 @@
 """Measures the network between ranks for `sparsecomm plan --measure`, after checking that the ranks belong together.
 
-Besides the library's messages, it measures TCP streams: separate connections between the addresses that ranks already
-use. The members are one rank of each node, or all ranks of a single node. Each one sends to the next one, half of them
-at a time. The loss is the share of segments that the kernel sent again, on connections that are paced so that queues do
-not drop packets.
+It measures messages of the library, and TCP streams: separate connections between the addresses that ranks already use.
+The members of the measurement are one rank of each node, or all ranks of a single node. Each member sends to the next
+one, half of them at a time. The loss is the share of segments that the kernel sent again, on connections that send so
+slowly that queues do not drop packets.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -21,16 +20,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import sparsecomm as sc
 from sparsecomm.calls.measurement import measured_links
+from sparsecomm.cli import info
 from sparsecomm.cli.world import World
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.quantities import rate_text
 from sparsecomm.transport import Transport
+from sparsecomm.transport.job import ipv4_address
 from sparsecomm.tuning.links import Links
 from sparsecomm.tuning.utilisation import PACKET, SEGMENT
 
@@ -38,7 +38,6 @@ __all__ = ["Measured", "addresses", "check_alike", "check_several", "measure", "
 
 Address: TypeAlias = tuple[str, int]  # host and port
 _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd")  # interfaces inside a machine
-_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------
@@ -47,9 +46,7 @@ _SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 def versions(comm: World) -> list[tuple[str, dict[str, str]]]:
     """Return each rank's host name, and its versions and settings. Collective."""
     mine = {"sparsecomm": sc.__version__, "Python": platform.python_version()}
-    for name in ("numpy", "mpi4py", "torch"):
-        with suppress(PackageNotFoundError):
-            mine[name] = version(name)
+    mine |= {name: found for name in ("numpy", "mpi4py", "torch") if (found := info.version_of(name))}
     mine |= {name: value for name, value in sorted(os.environ.items()) if name.startswith("SPARSECOMM_")}
     return comm.allgather((socket.gethostname(), mine))
 
@@ -198,13 +195,8 @@ def _address(name: Any) -> Address:
 
 def _interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface, by the interface's name."""
-    by_name = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                by_name[name] = socket.inet_ntoa(answer[20:24])
-    return by_name
+    names = [name for _, name in socket.if_nameindex()]
+    return {name: address for name in names if (address := ipv4_address(name)) is not None}
 
 
 # -- streams of TCP ---------------------------------------------------------------------------------------------------
@@ -252,9 +244,9 @@ def _min_rate(reports: Sequence[Report]) -> float:
 
 
 def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
-    """Return turns in which some members send to the next one, and no member both sends and receives.
+    """Return turns in which some members send to the next one. In a turn, no member both sends and receives.
 
-    Otherwise acknowledgements would wait behind the data of the other direction.
+    If it did, acknowledgements would wait behind its data.
     """
     count = len(members)
     turns: list[dict[int, int]] = [{} for _ in range(2 + count % 2)]
@@ -309,7 +301,7 @@ def _listening(address: str, count: int) -> socket.socket:
 
 
 def _receive_until(connections: Sequence[socket.socket], begin: float, end: float) -> float:
-    """Receive until ``end``; return the bits per second from ``begin`` on, after slow start."""
+    """Receive until ``end``; return the bits per second since ``begin``, when slow start has ended."""
     buffer, nbytes, first, last = bytearray(1 << 18), 0, begin, begin
     with selectors.DefaultSelector() as selector:
         for connection in connections:

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Python bindings of `connections.hpp`. They release the GIL while they wait or write."""
+"""Python bindings of `connections.hpp`. They release the GIL to wait and to write."""
 
 from hashlib import shake_128
 
@@ -74,7 +74,7 @@ cdef class Received:
 
 
 cdef class Connections:
-    """The connections of a rank to all others; see `connections.hpp`, where the methods are explained."""
+    """The connections of a rank to all others. `connections.hpp` explains the methods."""
 
     cdef CConnections *own
     cdef int rank, process
@@ -94,7 +94,7 @@ cdef class Connections:
                 del self.own
 
     def listen(self, str address, bytes token):
-        """Listen on an address. ``token``: random bytes, new in every rendezvous and known to the group alone."""
+        """Listen on an address and return the port. ``token``: random bytes that only the ranks of the group know."""
         if len(token) != TOKEN_BYTES:
             raise ValueError(f"token has {len(token)} bytes; expected {TOKEN_BYTES}")
         self.token = token

@@ -1,23 +1,25 @@
 // TCP connections between the ranks of a group, and the messages on them. Linux only.
 //
 // Of two ranks, the higher one connects. Each connection carries frames both ways (frames.hpp). If the round trip is
-// long, the higher rank opens several connections: a loss on one does not halve the others' congestion windows. The
-// sender chooses the connection of each piece.
+// long, the higher rank opens several connections: a lost packet halves the congestion window of only one of them. The
+// sender may send each piece of a message over another connection.
 //
 // Strangers: anybody can connect to the listener. A connection belongs to the group once its first bytes are a hello
-// with a valid ticket, which is accepted once. If more than MAX_STRANGERS accepted connections have not said hello, the
-// oldest one is closed. Before the tickets are known, connections wait in the system's accept queue; the thread closes
-// the oldest ones before it is full. A rank whose connection is closed before the listener has answered its hello
-// connects again and repeats the bytes that it had written. The listener closes when all ranks are connected.
+// with a valid ticket. Each ticket is accepted once. If more than MAX_STRANGERS accepted connections have not said
+// hello, the oldest one is closed. Before the tickets are known, connections wait in the system's accept queue; the
+// thread closes the oldest ones before the queue is full. If a rank's connection is closed before the listener has
+// answered its hello, the rank connects again and repeats the bytes that it had written. The listener closes when all
+// ranks are connected.
 //
 // Threads: one thread of this module reads from all connections. It never runs Python. A caller that sends writes as
-// much as the system accepts at once; the thread writes the rest. One caller at a time may wait in `next`. Ownership:
+// much as the system accepts at once; the thread writes the rest. Only one caller at a time may wait in `next`. Each
+// piece of data belongs to a thread or to the holder of a lock:
 //   - the thread, without a lock: received data, the assemblies of messages, the list of streams;
 //   - the holder of a peer's `lock`: the peer's send queue, and its streams for writing;
 //   - the holder of `inbox_lock_`: completions, until a caller takes them.
 // Locks are acquired in this order.
-// The caller that takes a completion owns its message and frees it. The memory of a long message in flight is used
-// until its completion SENT, or until `close` has returned.
+// The caller that takes a completion frees its message. The caller must keep the memory of a long message that it sends
+// until the completion SENT, or until `close` has returned.
 #pragma once
 
 #include "frames.hpp"
@@ -52,7 +54,7 @@ struct Traffic {
     int connections = 0;
 };
 
-constexpr size_t BUDGET = 1 << 20; // bytes written to or read from a stream before it is another one's turn
+constexpr size_t BUDGET = 1 << 20; // bytes written to or read from one stream before the next stream
 // Bytes of a piece that a new or idle connection carries in one trip: ten segments with their headers.
 constexpr uint32_t WINDOW = 13000;
 constexpr double NEVER = std::numeric_limits<double>::infinity();
@@ -72,7 +74,7 @@ struct Stream { // a connection
     int peer = -1; // once it has said hello
     uint32_t index = 0;
     bool connecting = false, outgoing = false;
-    bool greeted = false; // the other end has said hello
+    bool greeted = false; // the peer has said hello
     bool dropped = false; // closed, and soon deleted
     double deadline = 0;  // accepted: for the hello; outgoing: for new attempts
     double retry_at = 0;  // time of the next attempt; 0: none is due
@@ -134,7 +136,8 @@ class Connections {
     std::string failure(int rank);
     bool is_connected(int rank);
 
-    // Send a message. DONE: its memory may be reused. IN_FLIGHT: the completion SENT with `request`, not 0, follows.
+    // Send a message. DONE: its memory may be reused. IN_FLIGHT: the completion SENT with `request` (not 0) follows. BROKEN:
+    // nothing is sent, and a completion with the reason follows.
     Sent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request);
     // Wait up to `seconds` for the next completion; return early after a signal.
     bool next(double seconds, Completion *to);

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import fcntl
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -32,28 +30,27 @@ from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["existing", "of", "own_address"]
 
-_MIN_SILENCE = 120.0  # a host is dead after this many seconds without an answer, or after a longer timeout
+_MIN_SILENCE = 120.0  # a host that does not answer for this long is dead; or for the timeout, if that is longer
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
 _POLL = 0.05  # seconds between checks of signals and of the interpreter's exit
 _EXIT_WAIT = 5.0  # seconds that an exiting interpreter waits for the store
-_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _IPV6 = Path("/proc/net/if_inet6")
 _ADVICE = (
     "Check that these addresses belong to the network between the machines; GLOO_SOCKET_IFNAME selects its interface. "
     "Check that the firewall allows TCP to any port. See docs/guides/launch.md"
 )
 
-_joinings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joining] = weakref.WeakKeyDictionary()  # the latest ones
+_joinings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joining] = weakref.WeakKeyDictionary()  # the latest of each
 _lock = threading.RLock()  # of `_joinings`; never held during a wait
 _exiting = threading.Event()  # the interpreter exits
 
 
 @atexit.register
 def _end_joinings() -> None:
-    """End joinings in progress, whose callers were interrupted.
+    """End joinings in progress; their callers were interrupted.
 
-    Torch aborts the process if a thread returns from its C++ code after the interpreter has ended.
+    A thread that returns from torch's C++ code after the interpreter has ended would abort the process.
     """
     _exiting.set()
     deadline = time.monotonic() + _EXIT_WAIT
@@ -99,7 +96,7 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
         joining.wait()
         if joining.transport is not None:
             return joining.transport
-        # If this was the joining of an interrupted earlier call and it timed out, start another one.
+        # Start another joining if this one began in an earlier call, which was interrupted, and has timed out.
         if joining is own or not isinstance(joining.error, TimeoutError):
             assert joining.error is not None
             try:
@@ -109,9 +106,9 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
 
 
 class _Joining:
-    """The first call on a group: a thread connects the ranks, or times out if a rank does not join.
+    """The first call on a group: a thread connects the ranks, or times out if a rank does not make the call.
 
-    An interrupt only ends the wait for the thread: the next call finds the transport, or waits again.
+    An interrupt only ends the wait for the thread. The next call finds the transport, or waits again.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -251,9 +248,8 @@ def own_address() -> str:
 
 def _address_of_interface(name: str) -> str:
     """Return the first address of an interface, preferably IPv4."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
-        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+    if (address := job.ipv4_address(name)) is not None:
+        return address
     for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:
         address, _, _, scope, _, interface = line.split()
         if interface == name:

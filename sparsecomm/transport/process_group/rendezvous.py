@@ -1,11 +1,11 @@
 """The rendezvous of the ranks of a process group, over the group's store.
 
-The store contains a log, to which each rank appends a line when it arrives and another one when it gives up. All ranks
-read the same lines in the same order, so they agree on the line that completes the rendezvous: it succeeds on all ranks
-or on none, and all may try again. Appending takes no round trip, and reading takes one. A repeated line counts once.
+The store contains a log. Each rank appends a line to it when it arrives, and another one when it gives up. All ranks
+read the same lines in the same order, so they agree on whether a line completes the rendezvous. It succeeds on all
+ranks or on none; after a failure, all ranks may try again. Appending takes no round trip, and reading takes one.
 
-The process has one connection to the store, which other threads may occupy for any time. A rank therefore first uses
-this connection in a thread. If this does not succeed soon, the rank opens its own connection, in two more trips.
+The process has one connection to the store, which other threads may block. A rank first uses this connection, in a
+thread. If this does not succeed soon, the rank opens its own connection, in two more round trips.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def rendezvous(
 
 
 def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
-    """Return the records of the present ranks, or those of the rendezvous of ``token`` if the log has completed it."""
+    """Return the records of the ranks that are present, or that were when the rendezvous of ``token`` was complete."""
     present: dict[int, tuple[str, str]] = {}
     known: set[str] = set()  # tokens that have arrived or left
     for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
@@ -112,7 +112,7 @@ def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
                 del present[int(sender)]
         elif its_token not in known:
             present[int(sender)] = its_token, record
-        known.add(its_token)  # a "+" line may follow the "-" line over the other connection
+        known.add(its_token)  # a line may be there twice, and its "+" line may follow the "-" line: two connections
         if len(present) == size:
             if present[rank][0] == token:
                 break

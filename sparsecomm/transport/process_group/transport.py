@@ -1,7 +1,7 @@
 """`ProcessGroupTransport`: the transport over a process group of `torch.distributed`, without MPI.
 
-It uses its own TCP connections between the ranks, whatever the backend of the group. `connections.hpp` moves messages
-and queues completions, for which calls wait. A rank that closes its connections in order sends `GOODBYE` last.
+It has its own TCP connections between the ranks, whatever the backend of the group. `connections.hpp` moves messages
+and queues completions: events such as a received message. A rank sends `GOODBYE` before it closes its connections.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 _PING = 0.25  # seconds until the first ping of a peer; the interval doubles after each ping
 _CHECK = 1.0  # maximum seconds between checks of signals during a wait
 _CLOSE_TIMEOUT = 1.0  # seconds that closing waits for a peer that receives nothing
-_CHAINED = 2**20  # bytes above which a broadcast goes from rank to rank, and bytes of its pieces
+_CHAINED = 2**20  # bytes sent by the root above which a broadcast goes from rank to rank, and bytes of its pieces
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -66,7 +66,7 @@ class ProcessGroupTransport(FailureDetector):
     library = "TCP"
 
     def __init__(self, group: dist.ProcessGroup, connections: Connections, node_of_rank: Sequence[int]) -> None:
-        """Take over ``connections`` to all other ranks. ``node_of_rank``: node number of each rank."""
+        """Use ``connections`` to all other ranks, and close them at the end."""
         super().__init__(node_of_rank)
         self.rank, self.size = group.rank(), group.size()
         self._group = weakref.ref(group)
@@ -213,7 +213,7 @@ class ProcessGroupTransport(FailureDetector):
             raise lost
 
     def _handle_pending(self) -> None:
-        """Handle the completions that are in the queue now, but not those added meanwhile."""
+        """Handle the completions that are in the queue now, without those that arrive meanwhile."""
         for _ in range(self._connections.pending):
             self._handle_next(0.0)
 
@@ -230,13 +230,13 @@ class ProcessGroupTransport(FailureDetector):
         elif kind == SENT:
             content.done = True
         elif kind in (GOODBYE, DISCONNECTED, UNREADABLE):
-            self._lost.setdefault(rank, self._loss(kind, rank, content))
+            self._lost.setdefault(rank, self._lost_error(kind, rank, content))
         else:
             self._add_control(ControlMessage(rank, number, kind, content.tobytes()))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _loss(self, kind: int, rank: int, reason: str) -> TransportError:
+    def _lost_error(self, kind: int, rank: int, reason: str) -> TransportError:
         advice = "The transport cannot be used any more: restart the job, or make new process groups."
         advice += job.advice_for_restart()
         if kind == UNREADABLE:
@@ -253,7 +253,7 @@ class ProcessGroupTransport(FailureDetector):
 
     def _close(self) -> None:
         """Say goodbye and close the connections, when the group is gone or the interpreter exits."""
-        # Forward the report that made this rank leave its latest call: others may still wait for it after the goodbye.
+        # Forward the report that ended the latest call here. Ranks that still wait in it would blame the goodbye.
         if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
             if (reason := self._received_reason) is not None and reason.number == self.number:

@@ -1,4 +1,4 @@
-"""Many ranks in one process, in virtual time: `run` makes them. Each rank is a greenlet, so no MPI is needed.
+"""`run` runs a program on many ranks in one process, in virtual time. Each rank is a greenlet; no MPI is needed.
 
 A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
 Alexandrov et al., "LogGP", SPAA 1995). Sending occupies a rank's sender, and receiving its receiver, for ``gap + beta *
@@ -10,10 +10,10 @@ Ranks of one node (equal numbers in ``node_of_rank``) send each other messages a
 share: a message occupies the link out of the sender's node for ``beta * B`` seconds, and ``alpha`` later the link into
 the receiver's node.
 
-A link is granted in the order of the virtual times of the requests; at equal times, to the lowest rank that can run.
-The link out is requested when a send starts, the link in when the message has begun to leave and the receiver waits for
-it. A message takes the earliest interval that is free and long enough, from the time when it reaches the link, even if
-that is before the request. All times depend on the programs alone, so every run has the same times.
+Requests for a link are granted in the order of their virtual times; at equal times, the lowest rank that can run is
+first. A send requests the link out when it starts. The link in is requested when the message has begun to leave and the
+receiver waits for it. A message takes the earliest free interval that is long enough, from the time when it reaches the
+link, even if that is before the request. Times depend only on the programs, so they are the same in every run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`SimulatedTransport`: a simulated rank. `World` is what ranks share: their network and scheduler."""
+"""`SimulatedTransport`: the transport of a simulated rank. `World` has the network and the scheduler of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["MessageCost", "Network", "Scheduler", "SimulatedTransport", "World"]
 
 
 class MessageCost(NamedTuple):
-    """Seconds of delay, seconds per byte, and seconds between two messages of one rank beside their bytes."""
+    """Seconds of delay, seconds per byte, and seconds between two messages of one rank in addition to their bytes."""
 
     alpha: float
     beta: float
@@ -37,7 +37,7 @@ class SharedLink:
         self._ends: list[float] = []
 
     def take(self, earliest: float, seconds: float) -> float:
-        """Occupy the link for ``seconds``, as early as possible from ``earliest`` on; return the time of waiting."""
+        """Occupy the link for ``seconds``, at ``earliest`` or as soon as possible after it; return the delay."""
         if not seconds:
             return 0.0
         begin, i = earliest, bisect_right(self._ends, earliest)
@@ -63,7 +63,7 @@ class Network:
         self._in = {node: SharedLink() for node in shared}
 
     def path(self, sender: int, receiver: int) -> tuple[MessageCost, SharedLink | None, SharedLink | None]:
-        """Return the cost of a message, and the shared links out of its node and into the other; None: not shared."""
+        """Return the cost of a message, and the links out of one node and into the other; None if not shared."""
         source, target = self.node_of_rank[sender], self.node_of_rank[receiver]
         if source == target:
             return self.inside, None, None
@@ -71,7 +71,7 @@ class Network:
 
 
 class Scheduler:
-    """Runs one greenlet per rank, each until it sleeps or ends: always the one that can run at the lowest time."""
+    """Runs one greenlet per rank. Of those that can run, the one with the lowest time runs until it sleeps or ends."""
 
     def __init__(self) -> None:
         """Raise `TransportError` if greenlet is not installed."""
@@ -129,7 +129,7 @@ class _Message:
 
 @dataclass(eq=False)
 class _SendRequest(Request):
-    """A request that raises if the sender has changed the bytes too early, which corrupts messages over MPI."""
+    """A request that raises if the sender changed the bytes before `wait`, which would corrupt messages over MPI."""
 
     sender: SimulatedTransport
     to: int
@@ -161,9 +161,9 @@ class World:
         self.ranks = [SimulatedTransport(self, rank, num_nodes) for rank in range(len(network.node_of_rank))]
 
     def break_deadlock(self) -> None:
-        """All ranks wait: make at least one of them raise the error that it would raise over MPI.
+        """Make at least one rank raise the error that it would raise over MPI, when all ranks wait.
 
-        Ranks that wait in `realign` continue to wait if another rank raises.
+        Ranks in `realign` time out only if no other rank raises.
         """
         stuck = [(t, t._source) for t in self.ranks if t._source is not None]
         if [t for t, _ in stuck if t._wake_if_raises(t._check_leavers)]:
