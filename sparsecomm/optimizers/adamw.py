@@ -22,8 +22,8 @@ from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
-from sparsecomm.tensors.arrays import Array, from_host, to_host
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import Tensor, from_host, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 

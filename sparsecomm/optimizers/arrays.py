@@ -19,7 +19,7 @@ from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import from_host, to_host
+from sparsecomm.tensors.interop import from_host, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 

@@ -17,7 +17,8 @@ from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.bucket import Bucket, TensorSpec, layout, on_streams
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, final_density
-from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import from_host, to_host
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile

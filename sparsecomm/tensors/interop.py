@@ -246,6 +246,26 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     return f"{_dtype_name(obj, t)} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
 
 
+def library_of(array: Array) -> Any:
+    """Return the library of an array: NumPy or CuPy."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def to_host(array: Array) -> Array:
+    """Return a NumPy copy of an array."""
+    copied: Array = getattr(array, "get", array.copy)()  # CuPy's arrays have `get`
+    return copied
+
+
+def from_host(array: Array, like: Array) -> Array:
+    """Return a NumPy array as an array of the library of ``like``, on its current device."""
+    if isinstance(like, np.ndarray):
+        return array
+    import cupy  # type: ignore[unreachable]
+
+    return cupy.asarray(array)
+
+
 def _current_stream(obj: Any) -> int | None:
     """Return the current stream of a CUDA tensor's library, else CuPy's; None for host memory."""
     try:

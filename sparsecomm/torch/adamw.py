@@ -21,7 +21,8 @@ from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array, from_host
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.exchange import Exchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local

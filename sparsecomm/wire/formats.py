@@ -39,7 +39,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from sparsecomm.backends.base import Backend
+from sparsecomm.backends.base import Backend, value_bytes
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.tensors.sparse import SparseVector
@@ -78,12 +78,12 @@ class Packed(Wire):
         low = max(vector.n // count, 1).bit_length() - 1  # indices spread over all of n take the most bits
         words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
         kinds = (self.kind, EXACT) if self.kind.planes else (self.kind,)
-        return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in kinds) + 16
+        return _HEAD + 8 * words + max(value_bytes(kind, count, vector.values.itemsize) for kind in kinds) + 16
 
     def bytes_per_entry(self, k: int, vector: VectorType) -> float:
         k = max(k, 1)
         low = max(vector.n // k, 1).bit_length() - 1
-        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.nbytes(k, vector.values.itemsize) / k
+        return (low + 1 + (vector.n >> low) / k) / 8 + value_bytes(self.kind, k, vector.values.itemsize) / k
 
     def decode(
         self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
