@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, Parcel, gather, gather_time, num_owners
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
-from sparsecomm.primitives.ranges import num_owners, scatter_time
+from sparsecomm.primitives.ranges import scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM", "ranges"]
@@ -54,7 +53,7 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
     within = [(begin, end) for begin, end, _ in parts]
     found = comm.exchange_parcels(
-        parcels, sources, 1, _SCATTER, k // owners + 1, ranges_of=lambda source, words: [within[comm.rank]]
+        parcels, sources, 1, _SCATTER, k // owners + 1, expected=lambda source, words: [within[comm.rank]]
     )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]

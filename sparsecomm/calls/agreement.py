@@ -8,8 +8,7 @@ import numpy as np
 
 from sparsecomm.backends import CpuBackend
 from sparsecomm.calls.queue import Call
-from sparsecomm.primitives.communicator import Communicator
-from sparsecomm.primitives.gather import ROUNDS, broadcast_words, gather_words
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, broadcast_words, gather_words
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.calls.handle import Handle, Task
 from sparsecomm.calls.sparse import SumCall
-from sparsecomm.primitives.gather import gather_words
+from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.connection import Connection
 from sparsecomm.reducer.counters import Counters

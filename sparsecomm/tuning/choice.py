@@ -35,8 +35,8 @@ class CostQuery:
         """Return the parameters for predicting the time of this call with a wire format."""
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
-        hidden = self.contributors or wire.kind is not EXACT
-        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, hidden)
+        exact_sums = wire.kind is EXACT and not self.contributors
+        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, exact_sums)
 
 
 @dataclass(frozen=True)
