@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
 from sparsecomm.algorithms import Algorithm, register_algorithm
 from sparsecomm.api import LastCall, algorithms, explain, last_call, merge_topk, realign, threshold, topk
-from sparsecomm.calls.handle import Handle
-from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
+from sparsecomm.calls.collectives import isparse_allreduce, sparse_allreduce
+from sparsecomm.calls.queue import Handle
 from sparsecomm.checkpoints import Checkpoint, load, save
 from sparsecomm.errors import (
     CollectiveMismatchError,

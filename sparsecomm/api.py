@@ -7,8 +7,8 @@ from typing import Any
 
 from sparsecomm import backends
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms
-from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
+from sparsecomm.calls.collectives import Realignment
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import queue_of

@@ -7,10 +7,8 @@ others (one trip) or forwards them in log2 P trips. On one node, the costs are u
 
 from __future__ import annotations
 
-from sparsecomm.calls.agreement import NO_ENTRIES
-from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.queue import Call, State, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, State, queue_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector

@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from sparsecomm.backends import default_float_mode
+from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.reducer.options import density_at, training_options
 from sparsecomm.tensors.sparse import Array, SparseVector

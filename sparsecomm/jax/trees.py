@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.calls import arguments, sparse
+from sparsecomm.calls import arguments, collectives
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
@@ -27,7 +27,7 @@ TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
-@with_options(CallOptions, sparse.sparse_allreduce)
+@with_options(CallOptions, collectives.sparse_allreduce)
 def sparse_allreduce(
     x: jax.Array,
     k: int | float,
@@ -58,7 +58,7 @@ def sparse_allreduce(
     return results[0] if residual is None else (results[0], kept[0])
 
 
-@with_options(CallOptions, sparse.sparse_allreduce, op="mean")
+@with_options(CallOptions, collectives.sparse_allreduce, op="mean")
 def allreduce_tree(
     grads: PyTree,
     density: float,

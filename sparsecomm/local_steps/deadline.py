@@ -10,8 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
 
-from sparsecomm.calls.agreement import NO_ENTRIES
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.errors import TransportError
 from sparsecomm.local_steps.exchange import gather_of
 from sparsecomm.signals import PollingLock

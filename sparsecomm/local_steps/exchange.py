@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.agreement import WordsGather
-from sparsecomm.calls.handle import Handle
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
 from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer

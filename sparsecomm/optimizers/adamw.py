@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments
-from sparsecomm.calls.sparse import SumCall, prepare
+from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of

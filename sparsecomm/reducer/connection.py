@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparsecomm.backends import Backends
-from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of

@@ -10,9 +10,9 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
-from sparsecomm.calls.handle import Task
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
+from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
 from sparsecomm.reducer.bucket import Add, NamedTensors, TensorSpec, specs_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.calls.handle import Handle, Task
-from sparsecomm.calls.sparse import SumCall
+from sparsecomm.calls.collectives import SumCall
+from sparsecomm.calls.queue import Handle, Task
 from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
 from sparsecomm.reducer.connection import Connection

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecomm.calls.sparse import sparse_allreduce
+from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.calls.agreement import WordsComparison
+from sparsecomm.calls.collectives import WordsComparison
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
@@ -246,7 +246,7 @@ def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
         if stage == "begin":
             monkeypatch.setattr(transport, "begin", fails)
         else:
-            monkeypatch.setattr("sparsecomm.calls.sparse.transport_of", fails)
+            monkeypatch.setattr("sparsecomm.calls.collectives.transport_of", fails)
         x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
         with pytest.raises(sc.TransportError, match="left already"):
             sc.sparse_allreduce(x, 2, comm=transport, residual=residual)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.handle import Handle
+from sparsecomm.calls.queue import Handle
 from sparsecomm.transport import simulated
 from tests import data
 from tests.ranks import run

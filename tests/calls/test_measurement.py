@@ -13,10 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls import sparse
-from sparsecomm.calls.handle import Handle
+from sparsecomm.calls import collectives
 from sparsecomm.calls.measurement import LinkMeasurement, costs_for_steps, costs_of, measured_links
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.links import Links
@@ -302,7 +301,7 @@ def test_a_rank_that_fails_to_begin_a_measurement(kind: type[BaseException], num
 
 def test_an_interrupt_after_a_measurement_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """`last_call` reports a call that has begun and failed, so the gradient must be in the residual."""
-    right = sparse.plan_costs
+    right = collectives.plan_costs
 
     def interrupted(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
         found = right(transport, *others)
@@ -310,7 +309,7 @@ def test_an_interrupt_after_a_measurement_keeps_the_gradient(monkeypatch: pytest
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(sparse, "plan_costs", interrupted)
+    monkeypatch.setattr(collectives, "plan_costs", interrupted)
 
     def program(transport: simulated.SimulatedTransport) -> None:
         residual, x = np.ones(N, np.float32), gradient(transport.rank, 0)

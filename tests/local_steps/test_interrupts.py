@@ -11,7 +11,7 @@ import pytest
 from greenlet import getcurrent
 
 import sparsecomm as sc
-from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.local_steps.local_steps import Phase
 from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.transport import simulated
