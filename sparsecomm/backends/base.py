@@ -9,8 +9,8 @@ next statement; no signal handler runs in between (`sparsecomm.signals`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["Backend", "Timeline", "value_bytes"]
+__all__ = ["Backend", "Timeline", "on_streams", "value_bytes"]
 
 
 class Timeline(Protocol):
@@ -35,6 +35,15 @@ class Timeline(Protocol):
 
     def wait(self) -> None:
         """Wait until all work is complete, so that the memory may be freed."""
+
+
+@contextmanager
+def on_streams(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter several contexts of `Timeline.on_stream`, for work with memory of several timelines."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def value_bytes(kind: ValueKind, count: int, accumulator_itemsize: int) -> int:

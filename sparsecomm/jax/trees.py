@@ -13,10 +13,10 @@ from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, Exchange, LeafBucket, accumulator_dtype
-from sparsecomm.reducer.bucket import TensorSpec, layout
+from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import check_layout, density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
-from sparsecomm.tensors.interop import CPU
+from sparsecomm.tensors.interop import CPU, TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 
 if TYPE_CHECKING:

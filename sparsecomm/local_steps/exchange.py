@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsecomm.backends import default_float_mode
+from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, SparseCommError, WeightMismatchError
@@ -18,7 +19,6 @@ from sparsecomm.local_steps.global_parameters import GlobalParameters
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
 from sparsecomm.local_steps.schedule import SyncSchedule
 from sparsecomm.reducer import Reducer
-from sparsecomm.reducer.bucket import on_streams
 from sparsecomm.reducer.step import error_of
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array

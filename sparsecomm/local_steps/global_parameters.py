@@ -12,11 +12,10 @@ import numpy as np
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.local_steps.outer import NesterovSGD
-from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import BFLOAT16, DType
-from sparsecomm.tensors.interop import from_host, to_host
+from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, specs_of, to_host
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 

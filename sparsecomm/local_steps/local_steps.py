@@ -23,7 +23,6 @@ from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members
 from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, split_names
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import ReducerOptions, Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
@@ -31,6 +30,7 @@ from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import NamedTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,10 +11,10 @@ import numpy as np
 from sparsecomm.checks import quote
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, text_of
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.connection import Members
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.values import from_bytes, to_bytes
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.transport import Comm, Transport
 
 __all__ = ["broadcast_outer", "compared_members"]

@@ -18,12 +18,11 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.optimizers.rule import START, AdamWRule, Bounds, Update, bounds_of, updates_of
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import NamedTensors, TensorSpec, specs_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import Tensor, from_host, to_host
+from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, specs_of, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 

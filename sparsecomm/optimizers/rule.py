@@ -35,10 +35,9 @@ from sparsecomm.backends import Backend
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.interop import Tensor, TensorSpec
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["DENSITY", "START", "AdamWRule", "Bounds", "Update", "bounds_of", "coefficients", "step_eps", "updates_of"]

@@ -15,17 +15,17 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
-from sparsecomm.reducer.bucket import Add, NamedTensors, TensorSpec, specs_of
 from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
-from sparsecomm.reducer.step import Accept, OpenStep, Step
+from sparsecomm.reducer.step import Accept, Add, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.states.weights import compare_weights
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
@@ -147,7 +147,10 @@ class Reducer:
         self._open = self._begin(0)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
+        step = OpenStep(self._specs, self._settings, self.counters, number, before, unsummed_before)
+        if self._connection.transport is not None:
+            self._connection.open(step)
+        return step
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
@@ -316,7 +319,10 @@ class Reducer:
 
     def _connect(self) -> transport.Transport:
         """Return the transport, after making the buckets if needed."""
-        return self._connection.transport or self._connection.connect()
+        transport = self._connection.transport or self._connection.connect()
+        if not self._open.connected:
+            self._connection.open(self._open)
+        return transport
 
     def _connect_between_steps(self, method: str) -> transport.Transport:
         """Return the transport, after checking for ``method`` that no step has begun."""

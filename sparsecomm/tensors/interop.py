@@ -1,14 +1,16 @@
 """Import of other libraries' tensors without a copy. All functions raise `InvalidInputError` for unusable arguments.
 
-`tensor` reads NumPy arrays directly and all others through DLPack.
+`tensor` reads NumPy arrays directly and all others through DLPack. A `TensorSpec` describes a tensor.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -30,6 +32,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu")
+NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 Tensor = _dlpack.Tensor
 overlap = _dlpack.overlap
 
@@ -76,6 +79,51 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
             _refuse(name, f"got a tensor whose negation is pending; {_WRITABLE}; pass x.resolve_neg()")
         obj = obj.resolve_neg()
     return _checked(obj, _export(obj, name, stream), name, writable, immutable, stream)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name, shape and device of a tensor, and the dtype in which its gradients are summed."""
+
+    name: str
+    shape: tuple[int, ...]
+    accumulator: DType
+    device: Device
+    size: int = field(init=False)  # number of elements
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the sum in bytes."""
+        return self.size * self.accumulator.itemsize
+
+    def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
+        """Import an array that must match this spec; ``name`` is its name in error messages."""
+        t = tensor(obj, name, writable=writable)
+        if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
+            raise InvalidInputError(
+                f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
+                f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
+            )
+        return t
+
+
+def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
+    """Return the specs of named tensors by name, in their order. A `TensorSpec` may take a tensor's place."""
+    specs: dict[str, TensorSpec] = {}
+    for name, obj in named(tensors):
+        if name in specs:
+            raise InvalidInputError(f"tensors: the name {name!r} appears twice; names must be unique")
+        if isinstance(obj, TensorSpec):
+            specs[name] = obj
+            continue
+        t = tensor(obj, name)
+        specs[name] = TensorSpec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
+    if not specs:
+        raise InvalidInputError("tensors: must contain at least one tensor")
+    return specs
 
 
 def refuse_masked(array: object, name: str) -> None:

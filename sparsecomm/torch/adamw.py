@@ -16,13 +16,12 @@ from sparsecomm.errors import InvalidInputError, did_you_mean
 from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
 from sparsecomm.optimizers.rule import DENSITY, AdamWRule
 from sparsecomm.reducer import Rebuilt, Step
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import from_host
+from sparsecomm.tensors.interop import TensorSpec, from_host
 from sparsecomm.torch.exchange import Exchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local

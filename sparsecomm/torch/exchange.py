@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
@@ -25,6 +24,7 @@ from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local
 from sparsecomm.transport import Comm, transport_of

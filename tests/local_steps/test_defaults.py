@@ -7,7 +7,7 @@ import pytest
 
 import sparsecomm as sc
 from sparsecomm.local_steps.defaults import auto, with_defaults
-from sparsecomm.reducer.bucket import specs_of
+from sparsecomm.tensors.interop import specs_of
 from sparsecomm.tuning.equal_loss import nats, relative_steps
 from tests.ranks import run
 

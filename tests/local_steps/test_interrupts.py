@@ -13,7 +13,7 @@ from greenlet import getcurrent
 import sparsecomm as sc
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.local_steps.local_steps import Phase
-from sparsecomm.reducer.bucket import Bucket
+from sparsecomm.reducer.step import Bucket
 from sparsecomm.transport import simulated
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
