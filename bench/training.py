@@ -41,7 +41,7 @@ import sparsecomm as sc
 import sparsecomm.torch as sct
 from bench import report
 from sparsecomm.cli.bench.timing import Runner, Timer
-from sparsecomm.optimizers.rule import DENSITY as DENSITY_OF_ADAMW
+from sparsecomm.optimizers.adamw import DENSITY as DENSITY_OF_ADAMW
 from sparsecomm.quantities import rate_text
 
 DENSITY = 0.001

@@ -16,7 +16,7 @@ from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
-from sparsecomm.local_steps.global_parameters import ImmutableParameters
+from sparsecomm.local_steps.exchange import ImmutableParameters
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec

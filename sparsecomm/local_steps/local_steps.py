@@ -16,8 +16,7 @@ from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError, did_you_mean, listed
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
-from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, Rules
-from sparsecomm.local_steps.global_parameters import GlobalParameters
+from sparsecomm.local_steps.exchange import FragmentExchange, GlobalParameters, Outcome, Rules
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
 from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members
 from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, split_names

@@ -8,8 +8,7 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
-from sparsecomm.optimizers.rule import DENSITY, AdamWRule
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER

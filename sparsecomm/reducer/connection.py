@@ -17,7 +17,7 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, final_density
-from sparsecomm.reducer.step import Bucket, OpenStep
+from sparsecomm.reducer.step import Bucket
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
@@ -142,12 +142,6 @@ class Connection:
         transport = transport_of(self._comm)
         self._attach(self._comm, transport, self._bucket_bytes_on(transport), keep=False)
         return transport
-
-    def open(self, step: OpenStep) -> None:
-        """Let a step use the connection."""
-        assert self.transport is not None
-        buckets = self.buckets
-        step.connect(self.transport, self.queue, buckets.all, buckets.by_name, buckets.checksum)
 
     def new_buckets(self, bucket_bytes: int) -> Buckets:
         """Return new buckets of zeros, to replace `buckets`."""

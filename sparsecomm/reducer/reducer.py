@@ -148,9 +148,14 @@ class Reducer:
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
         step = OpenStep(self._specs, self._settings, self.counters, number, before, unsummed_before)
-        if self._connection.transport is not None:
-            self._connection.open(step)
+        self._connect_step(step)
         return step
+
+    def _connect_step(self, step: OpenStep) -> None:
+        connection = self._connection
+        if connection.transport is not None:
+            buckets = connection.buckets
+            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.checksum)
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
@@ -321,7 +326,7 @@ class Reducer:
         """Return the transport, after making the buckets if needed."""
         transport = self._connection.transport or self._connection.connect()
         if not self._open.connected:
-            self._connection.open(self._open)
+            self._connect_step(self._open)
         return transport
 
     def _connect_between_steps(self, method: str) -> transport.Transport:

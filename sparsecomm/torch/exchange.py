@@ -140,10 +140,10 @@ class Exchange(TrainedParameters):
         return repr(self._reducer)
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return local(tensor) if self._sharded else tensor.detach()
+        return local(tensor) if self.sharded else tensor.detach()
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return gradient_of(parameter) if self._sharded else parameter.grad
+        return gradient_of(parameter) if self.sharded else parameter.grad
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, or raise an error if it is unknown."""
