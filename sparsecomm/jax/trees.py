@@ -12,7 +12,7 @@ from sparsecomm.calls import arguments, collectives
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, Exchange, LeafBucket, accumulator_dtype
+from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
 from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import check_layout, density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
@@ -199,7 +199,7 @@ def _plan(
     *,
     comm: Comm,
     training: bool = False,
-) -> Exchange:
+) -> TreeExchange:
     """Check the options, and distribute the leaves over calls, the same on all ranks."""
     dense_below = check_layout(scope, dense_below, get_args(TreeScope))
     chunk = arguments.chunk_of(chunk)
@@ -220,4 +220,4 @@ def _plan(
                 arguments.count_of(k, sum(specs[i].size for i in members))
         buckets.append(LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}"))
     options.check(leaves[0].dtype.name)  # also if all leaves are small
-    return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)
+    return TreeExchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)

@@ -41,7 +41,8 @@ except ImportError as error:
 from sparsecomm.torch.adamw import SparseAdamW
 from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
-from sparsecomm.torch.hook import ShardedState, SparseState, keep_local, register, register_fsdp, sparse_hook
+from sparsecomm.torch.exchange import SparseState, sparse_hook
+from sparsecomm.torch.hook import ShardedState, keep_local, register, register_fsdp
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.torch.parameters import broadcast_parameters
 from sparsecomm.transport.process_group import ProcessGroupTransport

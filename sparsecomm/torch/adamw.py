@@ -21,7 +21,7 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec, from_host
-from sparsecomm.torch.exchange import Exchange, changes_nothing
+from sparsecomm.torch.exchange import GradientExchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
 from sparsecomm.transport import Comm, transport_of
@@ -88,7 +88,7 @@ class SparseAdamW(SparseOptimizer):
 
     _exchange: AdamWExchange
 
-    @with_options(AdamWOptions, Exchange.__init__)
+    @with_options(AdamWOptions, GradientExchange.__init__)
     def __init__(
         self,
         named_parameters: NamedGroups,
@@ -203,7 +203,7 @@ def settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @deferred
-class AdamWExchange(Exchange):
+class AdamWExchange(GradientExchange):
     """The exchange of a `SparseAdamW`. Its moments are tensors in the optimizer's state."""
 
     always_skips_nonfinite = True

@@ -13,7 +13,12 @@ ARCHITECTURE = ROOT / "docs" / "internals" / "architecture.md"
 THROUGH = {
     "call": ["calls/collectives.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
     "adamw": ["torch/adamw.py", "optimizers/adamw.py", "reducer/reducer.py", "transport/mpi.py"],
-    "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/transport.py", "backends/_cpu (compiled)"],
+    "step": [
+        "torch/exchange.py",
+        "reducer/reducer.py",
+        "transport/process_group/transport.py",
+        "backends/_cpu (compiled)",
+    ],
 }
 
 
