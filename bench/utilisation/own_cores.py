@@ -29,7 +29,7 @@ from bench.utilisation import grid
 from bench.utilisation.grid import Network
 from bench.utilisation.tables import percent
 from bench.utilisation.worker import Training
-from sparsecomm.local_steps.defaults import DEFAULTS, auto
+from sparsecomm.local_steps.defaults import DEFAULTS, auto_algorithm
 from sparsecomm.quantities import number_text
 from sparsecomm.reducer import step as reducer_step
 from sparsecomm.transport import simulated
@@ -118,7 +118,7 @@ def measured(network: Network, P: int, H: int) -> dict[str, Any]:
 def _predicted(network: Network, P: int, H: int, delay: int) -> float:
     """Return the utilisation that `sparsecomm plan` predicts for ranks with a core each."""
     training = model.Training(P, sum(grid.SHAPES.values()), grid.STEP)
-    exchange = model.Exchange(auto(H), DEFAULTS["wire"], 64 / 4096, H, delay)
+    exchange = model.Exchange(auto_algorithm(H), DEFAULTS["wire"], 64 / 4096, H, delay)
     return model.predict(training, model.Network(network.rate, network.rtt), exchange).utilisation
 
 

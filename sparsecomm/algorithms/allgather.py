@@ -39,5 +39,5 @@ ALGORITHM = Algorithm(
     run=allgather,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )

@@ -45,10 +45,10 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         return gradient.topk(k)
     owners = num_owners(comm.size, k)
     parts = ranges(comm.num_elements, k, owners)
-    of_others = [owner for owner in range(owners) if owner != comm.rank]
-    taken = gradient.topk_of_ranges([parts[owner] for owner in of_others])
+    other_owners = [owner for owner in range(owners) if owner != comm.rank]
+    taken = gradient.topk_of_ranges([parts[owner] for owner in other_owners])
     parcels: dict[int, Parcel] = {
-        owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(of_others, taken, strict=True)
+        owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(other_owners, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
     within = [(begin, end) for begin, end, _ in parts]
@@ -84,9 +84,9 @@ ALGORITHM = Algorithm(
     source="the scheme of Tang et al. (DoubleSqueeze), ICML 2019",
     run=double,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     rejects=False,
     by_chunk=False,
-    between_nodes=False,
-    contributors_unknown="keeps sums between calls without counting their contributors",
+    runs_between_nodes=False,
+    cannot_count_contributors="keeps sums between calls without counting their contributors",
 )

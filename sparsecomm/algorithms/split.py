@@ -57,7 +57,7 @@ from sparsecomm.primitives.ranges import (
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "with_larger_result"]
+__all__ = ["ALGORITHM", "split_with_ratio"]
 
 _MAX_DOUBT = 8.0
 _NEAR = 0.3  # keys sent per entry of a result, if any are sent, measured in local steps of 4 and 8 ranks
@@ -302,13 +302,13 @@ ALGORITHM = Algorithm(
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
     run=split,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     automatic=True,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )
 
 
-def with_larger_result(ratio: int) -> Algorithm:
+def split_with_ratio(ratio: int) -> Algorithm:
     """Return "split:ratio", whose result holds ``ratio`` times as many entries as a rank selects."""
     return replace(
         ALGORITHM,

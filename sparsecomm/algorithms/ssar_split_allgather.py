@@ -49,5 +49,5 @@ ALGORITHM = Algorithm(
     run=ssar_split_allgather,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )

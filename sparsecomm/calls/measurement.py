@@ -127,7 +127,7 @@ class LinkMeasurement(Call):
         self.links: Links | None = None
         self.costs: KnownCosts | None = None
         self.must_roll_back = False
-        self._probe, self._seconds, self._counted = Probe(transport), seconds, transport.counted
+        self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
 
     @property
     def failed(self) -> bool:
@@ -152,4 +152,4 @@ class LinkMeasurement(Call):
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # a measurement by a tool does not change the costs of calls
             queue_of(self.transport).measured = self.costs
-        self.transport.counted = self._counted  # `last_call` must not report a measurement as a successful sum
+        self.transport.last_success = self._last_success  # `last_call` reports sums only

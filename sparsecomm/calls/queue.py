@@ -26,7 +26,7 @@ import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
-from sparsecomm.checks import FAULTS, quote, to_float
+from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_float
 from sparsecomm.errors import (
     CollectiveMismatchError,
     InvalidInputError,
@@ -315,14 +315,14 @@ class Plans:
             self._settings, self._algorithms = settings, algorithms
         try:
             return self._plans.get(key)
-        except FAULTS:
+        except ARGUMENT_ERRORS:
             return None
 
     def keep(self, key: Hashable, plan: object) -> None:
         """Store a plan. If there are too many, drop the oldest one."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
-        with suppress(*FAULTS):
+        with suppress(*ARGUMENT_ERRORS):
             self._plans[key] = plan
 
     def clear(self) -> None:
@@ -349,7 +349,7 @@ class CallQueue:
         self._started = self._ending = False
         self._thread = 0  # identifier of the queue's thread
         self._running = Lock()  # held by the queue's thread
-        self._after_current: list[Callable[[], object]] = []  # arguments of `finish` within the current call
+        self._postponed: list[Callable[[], object]] = []  # arguments of `finish` within the current call
         for observer in observers_of(transport):
             self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
@@ -441,7 +441,7 @@ class CallQueue:
             return
         if self._caller == get_ident():
             if then is not None:
-                self._after_current.append(then)
+                self._postponed.append(then)
             return
         self._ending = True
         while self._run_next() is not None:
@@ -514,9 +514,9 @@ class CallQueue:
             self._handles[i]._refusal = refusal
 
     def _run_postponed(self) -> None:
-        while self._after_current:
+        while self._postponed:
             try:
-                then = self._after_current.pop()
+                then = self._postponed.pop()
             except IndexError:  # another thread took it
                 return
             self.finish(then)

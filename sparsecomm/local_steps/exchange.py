@@ -29,7 +29,7 @@ from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, spec
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["FragmentExchange", "GlobalParameters", "ImmutableParameters", "Outcome", "Rules", "gather_of"]
+__all__ = ["FragmentExchange", "GlobalParameters", "ImmutableParameters", "Outcome", "Rules", "words_gather"]
 
 _log = logging.getLogger("sparsecomm")
 _LABEL = zlib.crc32(b"local steps") or 1
@@ -274,7 +274,7 @@ class Rules(NamedTuple):
     decay: float  # of the residuals
 
 
-def gather_of(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> WordsGather:
+def words_gather(transport: Transport, words: Sequence[int] = (0,) * _WORDS) -> WordsGather:
     """Return the call that gathers the words of all ranks."""
     return WordsGather(transport, list(words), _LABEL)
 
@@ -341,7 +341,7 @@ class FragmentExchange:
         compared = self._shared.compared  # the same on all ranks, or the exchange fails
         checksum = 0 if self.fragment in compared else self._shared.checksum(self.names)
         words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
-        self._gather = gather_of(transport, words)
+        self._gather = words_gather(transport, words)
         self._reducer.label = " ".join(map(str, words[:_COMPARED]))
         self._words_first = bool(schedule.by_speed or schedule.deadline)  # all ranks need them
         if self._words_first:

@@ -224,7 +224,7 @@ class LocalSteps:
             self._globals.check(parameters, self._names(self._due_events))
             errors = self._perform(parameters)  # left by an interrupted call, or by the deadline's thread
             if not late:  # otherwise this local step falls in a part of the round that has ended
-                position, due = self._after_local_step()
+                position, due = self._next_position()
                 self._globals.check(parameters, self._names(due))
                 self._position, self._due_events, self._phase = position, deque(due), Phase.EXCHANGING
                 errors += self._perform(parameters)
@@ -262,7 +262,7 @@ class LocalSteps:
             if self._phase is Phase.TRAINING:
                 self._phase = Phase.RESTING
 
-    def _after_local_step(self) -> tuple[tuple[int, int, int], list[Event]]:
+    def _next_position(self) -> tuple[tuple[int, int, int], list[Event]]:
         """Return the position after one more local step, and the events that are due there."""
         (round_no, local_step, passed), sync_every = self._position, self._schedule.sync_every
         now = max(passed, self._schedule.passed(local_step + 1, self._local_steps(round_no)))

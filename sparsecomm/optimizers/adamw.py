@@ -317,7 +317,7 @@ class LazyAdamW:
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
-        *totals, any_gradient = self._reducer.opening_call("moments", partial(_mean_of, squares))[1].to_dense()
+        *totals, any_gradient = self._reducer.opening_call("moments", partial(_average_squares, squares))[1].to_dense()
         if not np.isfinite(totals).all() or not any_gradient:
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -469,7 +469,7 @@ class LazyAdamW:
         return {f"{name}.{field}": array for name, field, array in fields}
 
 
-def _mean_of(squares: Array, transport: Transport) -> SumCall:
+def _average_squares(squares: Array, transport: Transport) -> SumCall:
     """Return the call that averages ``squares`` over the ranks."""
     args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
     return prepare(squares, 1.0, transport, *args, background=True)[1]

@@ -215,14 +215,14 @@ class Reducer:
         """
         with self._lock:
             spec = self._begin_push(name)
-            t = None if gradient is None else spec.tensor(gradient, f"{self._who}{name}")
+            t = None if gradient is None else spec.tensor(gradient, f"{self._prefix}{name}")
             into, title = out, f"out of {name}"
             if t is not None and (out is None or out is gradient):
                 into, title = gradient, "gradient, which is also out,"
             if t is not None:
                 into = interop.as_out(into, t, name=title)
             elif into is not None:
-                into = spec.tensor(into, f"{self._who}{title}", writable=True)
+                into = spec.tensor(into, f"{self._prefix}{title}", writable=True)
             self._open.take(spec, t, into)
             self._open.start_ready()
 
@@ -234,7 +234,7 @@ class Reducer:
         """
         with self._lock:
             spec, s = self._begin_push(name), self._settings
-            t = None if x is None else spec.tensor(x, f"{self._who}{name}")
+            t = None if x is None else spec.tensor(x, f"{self._prefix}{name}")
             if t is not None and (s.momentum or s.clip is not None):
                 bucket = self._connection.buckets.by_name[name]
                 with bucket.on_stream(t):
@@ -302,7 +302,7 @@ class Reducer:
         self._prepare()
         if name in self._open.pushed:
             raise InvalidInputError(
-                f"{self._who}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
+                f"{self._prefix}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
                 "step, and add up the parts of a gradient before you push it"
             )
         return spec
@@ -333,20 +333,20 @@ class Reducer:
         """Return the transport, after checking for ``method`` that no step has begun."""
         if self._open.pushed:
             raise InvalidInputError(
-                f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
+                f"{self._prefix}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
             )
         return self._connect()
 
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:
             raise InvalidInputError(
-                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
+                f"{self._prefix}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
                 f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
             )
         return self._specs[name]
 
     @property
-    def _who(self) -> str:
+    def _prefix(self) -> str:
         return "" if self._connection.transport is None else f"rank {self._connection.transport.rank}: "
 
     # -- other ranks --------------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ class Reducer:
         with self._lock:
             spec = self._spec(name)
             self._connect()
-            t, bucket = spec.tensor(gradient, f"{self._who}{name}"), self._connection.buckets.by_name[name]
+            t, bucket = spec.tensor(gradient, f"{self._prefix}{name}"), self._connection.buckets.by_name[name]
             with bucket.on_stream(t):
                 return bucket.sum_of_squares(t)
 

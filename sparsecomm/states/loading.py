@@ -93,7 +93,7 @@ def load(
             prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as raised:  # other ranks wait for this one
-        own_error = _with_rank(raised, rank, action)
+        own_error = _name_rank(raised, rank, action)
         text = text_of(own_error) if isinstance(own_error, Exception) else type(own_error).__name__
         lines = [text[:_MAX_ERROR] or "no message"]
     try:
@@ -223,7 +223,7 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: b
             return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 
-def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
+def _name_rank(error: BaseException, rank: int, action: str) -> BaseException:
     """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from sparsecomm.checks import FAULTS, quote
+from sparsecomm.checks import ARGUMENT_ERRORS, quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array
@@ -71,7 +71,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         _refuse(name, f"got a JAX tracer, which has no values yet; expected an array; {advice}")
     immutable = _is_jax(obj)
     if writable and immutable:
-        _refuse(name, f"got a JAX array, which is immutable; {_WRITABLE}; {_own_memory(name)}")
+        _refuse(name, f"got a JAX array, which is immutable; {_WRITABLE}; {_memory_advice(name)}")
     if stream is None:
         stream = _current_stream(obj)
     if (is_negated := getattr(obj, "is_neg", None)) is not None and is_negated():  # in PyTorch
@@ -188,7 +188,7 @@ def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
         seen, advice = f"got an array of shape {t.shape}", "pass x.contiguous() or np.ascontiguousarray(x)"
         _refuse(name, f"{seen} that is not contiguous; expected C order without gaps; {advice}")
     if unwritable:
-        _refuse(name, f"got a read-only array; {_WRITABLE}; {_own_memory(name)}")
+        _refuse(name, f"got a read-only array; {_WRITABLE}; {_memory_advice(name)}")
     size = t.dtype.itemsize
     if t.pointer % size and t.size:
         advice = "pass an aligned copy, for example x.copy() or x.clone()"
@@ -263,7 +263,7 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
                 seen = f"got the name {quote(name)}"
                 raise TypeError(seen)
             found.append((name, tensor))
-    except FAULTS as error:
+    except ARGUMENT_ERRORS as error:
         raise InvalidInputError(
             f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as from "
             "model.named_parameters()"
@@ -350,7 +350,7 @@ def _refuse_dtype(name: str, seen: str) -> NoReturn:
     _refuse(name, f"got elements of type {seen}; expected {_ANY_FLOAT}; {advice}")
 
 
-def _own_memory(name: str) -> str:
+def _memory_advice(name: str) -> str:
     if name == "residual":  # a copy of the gradient would count it twice
         return "start with separate zeros, np.zeros_like(x), and pass the same array in every step"
     if name == "out":

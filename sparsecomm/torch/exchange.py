@@ -284,7 +284,7 @@ class GradientExchange(TrainedParameters):
         seen: set[int] = set()
         for name, parameter in self.named.items():
             if not self.reducer.pushed(name):
-                gradient = self._own_memory(parameter, seen) if parameter.requires_grad else None
+                gradient = self._unshare_gradient(parameter, seen) if parameter.requires_grad else None
                 if gradient is None:
                     self._new[name] = new = torch.empty_like(parameter)
                     self.push(name, new, absent=True)
@@ -293,7 +293,7 @@ class GradientExchange(TrainedParameters):
                     self.push(name, gradient, absent=absent)
         return self.wait()
 
-    def _own_memory(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
+    def _unshare_gradient(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
         """Return a parameter's gradient, after replacing it by a copy if it shares memory.
 
         The elements of a gradient of `torch.autograd.grad` may share memory, and programs may assign one tensor to two
@@ -510,7 +510,7 @@ class SparseState(GradientExchange):
             gradients = bucket.gradients()
             zeros = _zeros_among(gradients)
             for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
-                gradient = _with_strides_of(gradient, parameter)
+                gradient = _restore_strides(gradient, parameter)
                 self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
                 self._means.append((parameter, gradient))
             if bucket.is_last():
@@ -612,7 +612,7 @@ def new_future(buffer: torch.Tensor) -> Future:
     return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
 
 
-def _with_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _restore_strides(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of a gradient with its parameter's strides, as DDP stores it; the hook gets contiguous views."""
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return gradient

@@ -17,7 +17,7 @@ from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, changes_nothing
-from sparsecomm.torch.optimizer_state import comparable, in_order_of, snapshot
+from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
 
@@ -216,7 +216,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         exchange = self._exchange
         if self._residuals_apart:
-            self._load_own(self._by_name(state_dict))
+            self._load_own(self._reorder_by_name(state_dict))
             exchange.on_state_loaded()
             return
 
@@ -231,7 +231,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             prepared = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "the state of the same optimizer over the same parameters"):
-                self._load_own(self._by_name(rest))
+                self._load_own(self._reorder_by_name(rest))
                 own = comparable(self, exchange.named)
             return Prepared({**prepared.common, "optimizer": own}, prepared.commit)
 
@@ -241,10 +241,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Load the optimizer's own state. PyTorch's ``load_state_dict`` makes no copy of it."""
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
-    def _by_name(self, state_dict: State) -> StateDict:
+    def _reorder_by_name(self, state_dict: State) -> StateDict:
         rest = dict(state_dict)
         saved = rest.pop(NAMES, None)
-        return rest if saved is None else in_order_of(self, self._exchange.names, rest, saved)
+        return rest if saved is None else reorder(self, self._exchange.names, rest, saved)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

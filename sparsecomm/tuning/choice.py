@@ -107,7 +107,7 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
-        algorithms = [(a, weight) for a, weight in algorithms if not a.contributors_unknown]
+        algorithms = [(a, weight) for a, weight in algorithms if not a.cannot_count_contributors]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     supported, reasons = [], []

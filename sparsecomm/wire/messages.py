@@ -313,18 +313,18 @@ class Messages:
                 raise self.broken(source, f"a message of {len(data)} bytes")
             raise self.mismatch(bytes(data), source)
         call, number, sender, flagged, items, nbytes = HEADER.unpack_from(data)
-        of_round = flagged & ~INCOMPLETE
+        round_seen = flagged & ~INCOMPLETE
         if call != self.packed:
             raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
         if number != self._number:
             raise self.broken(source, f"a message of call {number} in call {self._number}")
         if len(message) != HEADER_BYTES + nbytes:
-            said = HEADER_BYTES + nbytes
-            raise self.broken(source, f"a message of {len(message)} bytes whose header says {said} bytes")
-        if sender != source or of_round != round_no:
-            seen = f"a message of rank {sender}, round {of_round}"
+            expected = HEADER_BYTES + nbytes
+            raise self.broken(source, f"a message of {len(message)} bytes whose header says {expected} bytes")
+        if sender != source or round_seen != round_no:
+            seen = f"a message of rank {sender}, round {round_seen}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
-        if flagged != of_round:
+        if flagged != round_seen:
             self.incomplete = True
         return int(items)
 

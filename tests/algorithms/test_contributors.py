@@ -15,7 +15,7 @@ from tests import data, reference
 from tests.ranks import allreduce
 
 OP = "mean_of_contributors"
-KNOWING = [name for name, algorithm in sc.algorithms().items() if not algorithm.contributors_unknown]
+KNOWING = [name for name, algorithm in sc.algorithms().items() if not algorithm.cannot_count_contributors]
 OTHERS = [name for name in sc.algorithms() if name not in KNOWING]
 EXACT_WIRES = [name for name, wire in WIRES.items() if wire.kind is EXACT]
 check = settings(max_examples=12)
@@ -94,7 +94,7 @@ def test_no_gradient_mass_is_lost(algorithm: str, P: int) -> None:
 
 @pytest.mark.parametrize("algorithm", [*OTHERS, "hierarchical:allgather"])
 def test_algorithms_that_do_not_know_say_why(algorithm: str) -> None:
-    reason = sc.algorithms()[algorithm.partition(":")[0]].contributors_unknown
+    reason = sc.algorithms()[algorithm.partition(":")[0]].cannot_count_contributors
     residual = np.ones(9, np.float32)
     with pytest.raises(sc.InvalidInputError) as raised:
         simulated.run(2, lambda transport: sc.sparse_allreduce(residual, 3, comm=transport, algorithm=algorithm, op=OP))

@@ -27,7 +27,7 @@ from tests.thinning import exhaustive
 RANKS = [*range(1, 18)]
 MORE = [exhaustive(31), exhaustive(32), exhaustive(33)]
 TAKING_BACK = [
-    *(name for name, algorithm in ALGORITHMS.items() if algorithm.reselects and algorithm.rejects),
+    *(name for name, algorithm in ALGORITHMS.items() if algorithm.bounded_result and algorithm.rejects),
     "hierarchical:tree",
     "split:2",
 ]

@@ -199,9 +199,9 @@ def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPa
             events.append(f"send {data.size}")
             data.view(np.float32)[:] = root
 
-    copy = global_parameters.to_host
+    copy = exchange.to_host
     monkeypatch.setattr(exchange, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
-    shared = global_parameters.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
+    shared = exchange.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
     shared.broadcast(Ranks(), 7)
     assert events == ["copy 2", "send 8", "copy 3", "send 12"]
     assert [array.tolist() for array in shared.shaped().values()] == [[7, 7], [7, 7, 7]]

@@ -126,7 +126,7 @@ def check_memory(grid: argparse.Namespace, ranks: int, local: int, available: in
     entry, k = accumulator + (4 if n < 2**31 else 8), count_of(max(grid.densities), n)
     # Gradient, out, residual and a copy of it; entries of one rank.
     needed = _PROCESS + n * (2 * grid.dtype.itemsize + 2 * accumulator) + 12 * k * entry
-    if not all((algorithm := find(name)) is not None and algorithm.reselects for name in grid.algorithms):
+    if not all((algorithm := find(name)) is not None and algorithm.bounded_result for name in grid.algorithms):
         # Dense sums and segments in flight, or the selections of all ranks.
         needed += max(2 * n * accumulator + 3 * (n // ranks) * accumulator, 4 * k * ranks * entry)
     total = needed * local
