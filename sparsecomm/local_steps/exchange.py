@@ -421,14 +421,14 @@ class FragmentExchange:
 
     def end_comparison(self) -> None:
         """Wait until the words have been gathered; then no call is in flight."""
-        if self._comparison is not None and (failed := error_of(self._comparison)) is not None:
-            _log.debug("rank %s: %s", self._transport.rank, failed)
+        if self._comparison is not None and (error := error_of(self._comparison)) is not None:
+            _log.debug("rank %s: %s", self._transport.rank, error)
 
     def _compare(self) -> BaseException | None:
         """Wait for the words. Return an error if they differ between ranks, or were not gathered."""
         assert self._comparison is not None
-        if (failed := error_of(self._comparison)) is not None:
-            return failed
+        if (error := error_of(self._comparison)) is not None:
+            return error
         words, rank = self._gather.words, self._transport.rank
         by_rank = [words[i : i + _WORDS] for i in range(0, len(words), _WORDS)]
         for other, theirs in enumerate(by_rank):

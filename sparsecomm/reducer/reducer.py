@@ -302,8 +302,8 @@ class Reducer:
         self._prepare()
         if name in self._open.pushed:
             raise InvalidInputError(
-                f"{self._prefix}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
-                "step, and add up the parts of a gradient before you push it"
+                f"{self._prefix}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of "
+                "a step, and add up the parts of a gradient before you push it"
             )
         return spec
 
