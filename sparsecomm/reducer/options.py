@@ -196,7 +196,7 @@ class Settings:
 
 
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `sparsecomm.reducer.bucket.layout`, and return ``dense_below`` as an int."""
+    """Check the options of `sparsecomm.reducer.connection.layout`, and return ``dense_below`` as an int."""
     check_choice("scope", scope, scopes)
     elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):
