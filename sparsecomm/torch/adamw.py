@@ -21,6 +21,7 @@ from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec, from_host
+from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import GradientExchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
@@ -203,7 +204,7 @@ def settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 @deferred
-class AdamWExchange(GradientExchange):
+class AdamWExchange(AutogradExchange):
     """The exchange of a `SparseAdamW`. Its moments are tensors in the optimizer's state."""
 
     always_skips_nonfinite = True

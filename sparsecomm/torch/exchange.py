@@ -4,16 +4,13 @@
 
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
@@ -32,12 +29,11 @@ from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, grad
 from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
 __all__ = [
     "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "changes_nothing", "in_backward_pass", "is_zero",
-    "new_future", "sparse_hook",
+    "new_future", "queue_callback", "sparse_hook",
 ]  # fmt: skip
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -48,9 +44,6 @@ def _is_scale(value: object, _: object) -> bool:
 
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
-
-# The latest exchange of each parameter, which may have ended.
-_exchanges: "MutableMapping[torch.Tensor, weakref.ref[GradientExchange]]" = WeakIdKeyDictionary()
 
 
 class Scaler(Protocol):
@@ -72,12 +65,9 @@ class GradientExchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 
     The reducer lays out its buckets at the first use, because frameworks may move parameters to another device before.
-    From `begin` to `remove`, or until this object is deleted, hooks push gradients as backward passes make them.
 
     Attributes:
         names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
-        attached: True from `begin` to `remove`.
-        exchanging: False within `no_sync`.
         exchanged: True while gradients are means that no optimizer step has used yet.
         step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
@@ -93,16 +83,9 @@ class GradientExchange(TrainedParameters):
         comm: Comm = None,
         scaler: Scaler | None = None,
         check_weights_every: int | None = 0,
-        passes: int = 1,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, and note them.
-
-        Args:
-            named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            passes: number of backward passes per exchange.
-            options: those of `sparsecomm.Reducer`.
-        """
+        """Check the arguments, which are as in `SparseState`, and note them."""
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
@@ -120,11 +103,6 @@ class GradientExchange(TrainedParameters):
         self.used, self._warned = False, False
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
-        self._passes = passes
-        self._hooks: list[Any] = []
-        self._passes_done = 0  # backward passes since the last exchange
-        self._pass_id: int | None = None  # autograd's id of the current backward pass
-        self.attached, self.exchanging = False, True
         self.exchanged = self.step_failed = False
 
     @property
@@ -159,72 +137,6 @@ class GradientExchange(TrainedParameters):
                 f"{len(self.names)} that were named; pass named_parameters() of this model"
             )
         return found
-
-    # -- hooks --------------------------------------------------------------------------------------------------------
-
-    def begin(self, *, by_hooks: bool = True) -> None:
-        """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does."""
-        for name, parameter in self.named.items():
-            other = _exchanges.get(parameter, lambda: None)()
-            if other is not None and other.attached:
-                raise InvalidInputError(
-                    f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                    "register_fsdp; call its remove() first"
-                )
-        ready = weakref.WeakMethod(self._gradient_ready)
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (method := ready()) is not None:
-                method(parameter)
-
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        for parameter in self.named.values():
-            if by_hooks:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            _exchanges[parameter] = weakref.ref(self)
-        self.attached = True
-
-    def remove(self) -> None:
-        """End the exchange."""
-        self.attached = False
-        _remove(self._hooks)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes only add to this rank's gradients. Use it on all ranks for the same passes."""
-        before, self.exchanging = self.exchanging, False
-        try:
-            yield
-        finally:
-            self.exchanging = before
-
-    @deferred
-    def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Push a gradient of the last backward pass before an exchange."""
-        if not self.exchanging:
-            return
-        self.check_consistent()
-        this = torch._C._current_graph_task_id()
-        if self._pass_id is None:
-            queue_callback(self._end_pass)
-            self._pass_id, self.exchanged = this, False
-        elif self._pass_id != this:
-            raise InvalidInputError(
-                "a backward pass began before the previous one ended. If the previous one failed, call synchronize() "
-                "first, which exchanges the gradients it has made. If they are nested, as in reentrant activation "
-                "checkpointing, use use_reentrant=False"
-            )
-        if self._passes_done + 1 == self._passes:
-            gradient = self._gradient_of(parameter)
-            assert gradient is not None
-            self.push(self.name_of(parameter), gradient)
-
-    @deferred
-    def _end_pass(self) -> None:
-        if self._passes_done + 1 == self._passes:
-            self.synchronize()
-        else:
-            self._pass_id, self._passes_done = None, self._passes_done + 1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -350,8 +262,7 @@ class GradientExchange(TrainedParameters):
         self._reset(exchanged=last is not None)
 
     def _reset(self, *, exchanged: bool) -> None:
-        self._outs, self._new = {}, {}
-        self._pass_id, self._passes_done, self.exchanged = None, 0, exchanged
+        self._outs, self._new, self.exchanged = {}, {}, exchanged
 
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
@@ -561,11 +472,6 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     The hook of DDP's last bucket waits for all exchanges.
     """
     return state.run_hook(bucket)
-
-
-def _remove(hooks: "list[RemovableHandle]") -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def changes_nothing(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:

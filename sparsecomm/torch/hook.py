@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, Schedule
+from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import (
     ExchangeOptions,
     Future,
@@ -142,7 +143,7 @@ def register_fsdp(
     return state
 
 
-class ShardedState(GradientExchange):
+class ShardedState(AutogradExchange):
     """The exchange of a model's shards across replicas, returned by `register_fsdp`. `remove` ends it.
 
     Under `no_sync` FSDP still sums within its group, so that no rank has to store a whole gradient. FSDP cannot

@@ -16,6 +16,7 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
+from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, changes_nothing
 from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
@@ -77,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-    before: GradientExchange | None = vars(optimizer).get("_exchange")
+    before: AutogradExchange | None = vars(optimizer).get("_exchange")
     if before is not None and before.attached:
         raise InvalidInputError("optimizer: it is wrapped already; wrap each optimizer once")
     if "step" in vars(optimizer):
@@ -97,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             "densities near 1",
             stacklevel=2,
         )
-    exchange = GradientExchange(named_parameters, density, passes=passes, **options)
+    exchange = AutogradExchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := [name for name, parameter in exchange.named.items() if parameter not in known]:
         raise InvalidInputError(
@@ -123,7 +124,7 @@ def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
 class SparseOptimizer(torch.optim.Optimizer):
     """An optimizer that exchanges gradients: `SparseAdamW`, or the result of `DistributedOptimizer`."""
 
-    _exchange: GradientExchange
+    _exchange: AutogradExchange
     _residuals_apart = False  # whether `state_dict` leaves out residuals
 
     @property
@@ -187,7 +188,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # the wrapped step runs the hooks of steps
 
-    def residuals_apart(self) -> GradientExchange:
+    def residuals_apart(self) -> AutogradExchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
         Use it with frameworks that save the state of rank 0 and load it on all ranks, and with ``get_state_dict`` of
