@@ -17,17 +17,6 @@ from sparsecomm.transport import Comm
 from sparsecomm.wire import Op, WireName
 
 __all__ = [
-    "AlgorithmName",
-    "Clip",
-    "Comm",
-    "DTypeName",
-    "NamedTensors",
-    "OnStep",
-    "Op",
-    "ReducerOptions",
-    "Schedule",
-    "Scope",
-    "State",
-    "StateDict",
-    "WireName",
-]
+    "AlgorithmName", "Clip", "Comm", "DTypeName", "NamedTensors", "OnStep", "Op", "ReducerOptions", "Schedule", "Scope",
+    "State", "StateDict", "WireName",
+]  # fmt: skip

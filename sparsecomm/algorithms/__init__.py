@@ -17,17 +17,9 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "AlgorithmName",
-    "Algorithms",
-    "alternatives",
-    "find",
-    "find_all",
-    "inner_algorithms",
-    "name_of",
-    "register_algorithm",
-]
+    "ALGORITHMS", "Algorithm", "AlgorithmName", "Algorithms", "alternatives", "find", "find_all", "inner_algorithms",
+    "name_of", "register_algorithm",
+]  # fmt: skip
 
 _Module: TypeAlias = Literal[
     "butterfly",  # at equal predicted times, "auto" chooses the first one

@@ -48,20 +48,7 @@ from sparsecomm.torch.parameters import broadcast_parameters
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
-    "Checkpoint",
-    "DiLoCo",
-    "DistributedOptimizer",
-    "ProcessGroupTransport",
-    "ShardedState",
-    "SparseAdamW",
-    "SparseOptimizer",
-    "SparseState",
-    "Stateful",
-    "broadcast_parameters",
-    "keep_local",
-    "load",
-    "register",
-    "register_fsdp",
-    "save",
-    "sparse_hook",
-]
+    "Checkpoint", "DiLoCo", "DistributedOptimizer", "ProcessGroupTransport", "ShardedState", "SparseAdamW",
+    "SparseOptimizer", "SparseState", "Stateful", "broadcast_parameters", "keep_local", "load", "register",
+    "register_fsdp", "save", "sparse_hook",
+]  # fmt: skip
