@@ -85,7 +85,12 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, which are as in `SparseState`, and note them."""
+        """Check the arguments, and note them.
+
+        Args:
+            named, density, comm, scaler, check_weights_every: as in `SparseState`.
+            options: those of `sparsecomm.Reducer`.
+        """
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
