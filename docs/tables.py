@@ -86,14 +86,14 @@ def wires() -> list[list[str]]:
 def contributors() -> list[list[str]]:
     """Return the rows of the table of algorithms that count contributors."""
     rows = [["`algorithm=`", '`op="mean_of_contributors"`']]
-    rows += [[f'`"{name}"`', _knows(algorithm.contributors_unknown)] for name, algorithm in ALGORITHMS.items()]
+    rows += [[f'`"{name}"`', _knows(algorithm.cannot_count_contributors)] for name, algorithm in ALGORITHMS.items()]
     return [*rows, ['`"auto"` (default)', "selects a supporting algorithm"]]
 
 
 def facts(name: str) -> list[list[str]]:
     """Return the rows of the table at the top of an algorithm's page."""
     algorithm = ALGORITHMS[name]
-    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.between_nodes else "no"
+    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.runs_between_nodes else "no"
     return [
         ["property", f'`algorithm="{name}"`'],
         ["Result, the same bits on all ranks", algorithm.result],
@@ -102,7 +102,7 @@ def facts(name: str) -> list[list[str]]:
             'Candidate of `"auto"`',
             "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no",
         ],
-        ['`op="mean_of_contributors"`', _knows(algorithm.contributors_unknown)],
+        ['`op="mean_of_contributors"`', _knows(algorithm.cannot_count_contributors)],
         ["Name, to use it only between nodes", between],
         ["Source", algorithm.source],
     ]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from sparsecomm import _built, processor  # noqa: F401  # in this order, before any other compiled module
 from sparsecomm.algorithms import Algorithm, register_algorithm
 from sparsecomm.api import LastCall, algorithms, explain, last_call, merge_topk, realign, threshold, topk
-from sparsecomm.calls.handle import Handle
-from sparsecomm.calls.sparse import isparse_allreduce, sparse_allreduce
+from sparsecomm.calls.collectives import isparse_allreduce, sparse_allreduce
+from sparsecomm.calls.queue import Handle
 from sparsecomm.checkpoints import Checkpoint, load, save
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -64,42 +64,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Algorithm",
-    "Checkpoint",
-    "CollectiveMismatchError",
-    "Handle",
-    "InvalidInputError",
-    "LastCall",
-    "LocalSteps",
-    "NesterovSGD",
-    "OuterOptimizer",
-    "RankFailedError",
-    "Rebuilt",
-    "Reducer",
-    "SparseAdamW",
-    "SparseCommError",
-    "SparseVector",
-    "Step",
-    "TimeoutError",
-    "TransportError",
-    "Warmup",
-    "WeightMismatchError",
-    "__version__",
-    "algorithms",
-    "check_weights",
-    "explain",
-    "grow",
-    "isparse_allreduce",
-    "join",
-    "last_call",
-    "load",
-    "merge_topk",
-    "realign",
-    "register_algorithm",
-    "reshard",
-    "save",
-    "shrink",
-    "sparse_allreduce",
-    "threshold",
-    "topk",
-]
+    "Algorithm", "Checkpoint", "CollectiveMismatchError", "Handle", "InvalidInputError", "LastCall", "LocalSteps",
+    "NesterovSGD", "OuterOptimizer", "RankFailedError", "Rebuilt", "Reducer", "SparseAdamW", "SparseCommError",
+    "SparseVector", "Step", "TimeoutError", "TransportError", "Warmup", "WeightMismatchError", "__version__",
+    "algorithms", "check_weights", "explain", "grow", "isparse_allreduce", "join", "last_call", "load", "merge_topk",
+    "realign", "register_algorithm", "reshard", "save", "shrink", "sparse_allreduce", "threshold", "topk",
+]  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 
 from sparsecomm import backends
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms
-from sparsecomm.calls.agreement import Realignment
 from sparsecomm.calls.arguments import chunks_of, count_of, naming_rank
+from sparsecomm.calls.collectives import Realignment
 from sparsecomm.calls.measurement import costs_of
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import queue_of
@@ -177,12 +177,12 @@ class LastCall:
 
     Attributes:
         number: of the call, from 1; 0 if there was none.
-        counts: true if the call succeeded: its result was written, and the residual holds the rest. False if it is in
-            flight, or failed, and the residual is ``residual + x``.
+        succeeded: whether its result was written, and the residual holds the rest. False if the call is in flight, or
+            has failed, and the residual is ``residual + x``.
     """
 
     number: int
-    counts: bool
+    succeeded: bool
 
 
 def last_call(comm: Comm = None) -> LastCall:
@@ -196,7 +196,7 @@ def last_call(comm: Comm = None) -> LastCall:
             sc.sparse_allreduce(x, k, comm=comm, residual=residual)
         except KeyboardInterrupt:
             last = sc.last_call(comm)
-            x_is_kept = last.number > before and not last.counts
+            x_is_kept = last.number > before and not last.succeeded
 
     Calls of `isparse_allreduce` and of a `Reducer` count, too, from the moment when they begin.
 
@@ -206,4 +206,4 @@ def last_call(comm: Comm = None) -> LastCall:
     transport = existing_transport(comm)
     if transport is None:
         return LastCall(0, False)
-    return LastCall(transport.number, transport.counted == transport.number)
+    return LastCall(transport.number, transport.last_success == transport.number)

@@ -14,10 +14,12 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
-__all__ = ["FAULTS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int", "with_options"]
+__all__ = [
+    "ARGUMENT_ERRORS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int", "with_options",
+]  # fmt: skip
 
 # Errors that an operation on an unsuitable object raises. Signal handlers may raise other ones, which must propagate.
-FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
+ARGUMENT_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 MAX_SIZE = 2**63 - 1  # elements: indices are int64
 _MAX_LENGTH = 100
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -27,7 +29,7 @@ def quote(value: object) -> str:
     """Return the repr of an object for a message: on one line and at most 100 characters long."""
     try:
         text = " ".join(repr(value).split())
-    except FAULTS:  # also for an int with too many digits
+    except ARGUMENT_ERRORS:  # also for an int with too many digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
@@ -42,7 +44,7 @@ def to_float(value: Any) -> float:
     if type(value) is float:  # fast path
         return value
     if is_real(value):
-        with suppress(*FAULTS):
+        with suppress(*ARGUMENT_ERRORS):
             return float(value)
     return math.nan
 
@@ -52,7 +54,7 @@ def to_int(value: Any, min_value: int = 0, max_value: int = MAX_SIZE) -> int | N
     if type(value) is int:
         return value if min_value <= value <= max_value else None
     if isinstance(value, numbers.Integral) and is_real(value):
-        with suppress(*FAULTS):
+        with suppress(*ARGUMENT_ERRORS):
             found = operator.index(value)
             return found if min_value <= found <= max_value else None
     return None
@@ -62,7 +64,7 @@ def to_bool(name: str, value: object) -> bool:
     """Return the truth value of an argument; raise `InvalidInputError` if it has none."""
     try:
         return bool(value)
-    except FAULTS as error:
+    except ARGUMENT_ERRORS as error:
         raise InvalidInputError(f"{name}={quote(value)}: expected True or False") from error
 
 

@@ -65,15 +65,15 @@ def max_message_bytes() -> int:
 
 def rank_on_this_node() -> int:
     """Return this rank's number on its node, as the launcher sets it; 0 if it does not."""
-    return _of_launcher(_LOCAL_RANK, 0)
+    return _launcher_number(_LOCAL_RANK, 0)
 
 
 def ranks_on_this_node() -> int:
     """Return the number of ranks on this node, as the launcher sets it; 1 if it does not."""
-    return max(1, _of_launcher(_LOCAL_SIZE, 1))
+    return max(1, _launcher_number(_LOCAL_SIZE, 1))
 
 
-def _of_launcher(names: tuple[str, ...], default: int) -> int:
+def _launcher_number(names: tuple[str, ...], default: int) -> int:
     values = (os.environ.get(name, "") for name in names)
     return next((int(text) for text in values if text.isdigit()), default)
 

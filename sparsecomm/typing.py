@@ -9,25 +9,14 @@ registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
 """
 
 from sparsecomm.algorithms import AlgorithmName
-from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Schedule, Scope
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.dtypes import DTypeName
+from sparsecomm.tensors.interop import NamedTensors
 from sparsecomm.transport import Comm
 from sparsecomm.wire import Op, WireName
 
 __all__ = [
-    "AlgorithmName",
-    "Clip",
-    "Comm",
-    "DTypeName",
-    "NamedTensors",
-    "OnStep",
-    "Op",
-    "ReducerOptions",
-    "Schedule",
-    "Scope",
-    "State",
-    "StateDict",
-    "WireName",
-]
+    "AlgorithmName", "Clip", "Comm", "DTypeName", "NamedTensors", "OnStep", "Op", "ReducerOptions", "Schedule", "Scope",
+    "State", "StateDict", "WireName",
+]  # fmt: skip

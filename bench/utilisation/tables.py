@@ -17,7 +17,7 @@ from rich.table import Table
 from bench import report
 from bench.utilisation.grid import EXCHANGE, PUBLISHED, STEP, Cell, Network, key
 from sparsecomm.cli.outputs import pyplot
-from sparsecomm.local_steps.defaults import DEFAULTS, auto
+from sparsecomm.local_steps.defaults import DEFAULTS, auto_algorithm
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text
 from sparsecomm.tuning import utilisation as model
 from sparsecomm.tuning.profile import DEFAULT
@@ -198,7 +198,7 @@ def _prediction(row: Row, setting: Row, slower: float) -> model.Prediction:
         exchange = model.Exchange(sync_every=row["H"])
     elif row["kind"] == "local":
         delay = row.get("options", {}).get("fragment_sync_delay", 0)
-        exchange = model.Exchange(auto(row["H"]), DEFAULTS["wire"], _DENSITY, row["H"], delay)
+        exchange = model.Exchange(auto_algorithm(row["H"]), DEFAULTS["wire"], _DENSITY, row["H"], delay)
     else:
         exchange = model.Exchange("fastest", density=row["density"])
     cores = setting["cores"] / setting["ranks"]

@@ -12,22 +12,14 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.algorithms.hierarchical import hierarchical
-from sparsecomm.algorithms.split import with_larger_result
+from sparsecomm.algorithms.split import split_with_ratio
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "AlgorithmName",
-    "Algorithms",
-    "alternatives",
-    "find",
-    "find_all",
-    "inner_algorithms",
-    "name_of",
-    "register_algorithm",
-]
+    "ALGORITHMS", "Algorithm", "AlgorithmName", "Algorithms", "alternatives", "find", "find_all", "inner_algorithms",
+    "name_of", "register_algorithm",
+]  # fmt: skip
 
 _Module: TypeAlias = Literal[
     "butterfly",  # at equal predicted times, "auto" chooses the first one
@@ -64,7 +56,7 @@ for _module in get_args(_Module):
     ALGORITHMS[_algorithm.name] = _algorithm
 ALGORITHMS[_OUTER] = hierarchical(ALGORITHMS["butterfly"], _OUTER)
 
-_with_larger_result = cache(with_larger_result)  # so that a name always stands for the same object
+_cached_split = cache(split_with_ratio)  # so that a name always stands for the same object
 
 
 class Algorithms(dict[str, Algorithm]):
@@ -91,8 +83,8 @@ class Algorithms(dict[str, Algorithm]):
 def register_algorithm(algorithm: Algorithm) -> None:
     """Register an algorithm, so that ``algorithm=`` accepts its name. Register it on all ranks before any rank uses it.
 
-    If `Algorithm.automatic` is set, "auto" may choose it. If `Algorithm.between_nodes` is set, "hierarchical:NAME" is
-    also available.
+    If `Algorithm.automatic` is set, "auto" may choose it. If `Algorithm.runs_between_nodes` is set,
+    "hierarchical:NAME" is also available.
 
     Raises:
         InvalidInputError: ``algorithm`` is not an `Algorithm`, or its name is invalid or already registered.
@@ -113,7 +105,7 @@ def register_algorithm(algorithm: Algorithm) -> None:
 
 def inner_algorithms() -> dict[str, Algorithm]:
     """Return, by name, the algorithms that may be X in "hierarchical:X"."""
-    return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.between_nodes}
+    return {name: algorithm for name, algorithm in ALGORITHMS.items() if algorithm.runs_between_nodes}
 
 
 def find(name: str) -> Algorithm | None:
@@ -128,7 +120,7 @@ def find(name: str) -> Algorithm | None:
             return ALGORITHMS[name]
         outer, _, inner = name.partition(":")
         if outer == "split" and RATIO.fullmatch(inner):
-            return _with_larger_result(int(inner))
+            return _cached_split(int(inner))
         if outer == _OUTER and inner in inner_algorithms():
             return hierarchical(ALGORITHMS[inner], name)
     known = [*_CHOOSING, *ALGORITHMS]
@@ -187,5 +179,5 @@ def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
     flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:
         return flat
-    inner = [algorithm for algorithm in flat if algorithm.between_nodes]
+    inner = [algorithm for algorithm in flat if algorithm.runs_between_nodes]
     return [hierarchical(a, f"{_OUTER}:{a.name}") for a in inner] + flat

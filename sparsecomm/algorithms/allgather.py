@@ -2,17 +2,16 @@
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018; gathered at once, or as in Bruck et al., IEEE TPDS 1997.
 
-`sparsecomm.primitives.gather` has a drawing. All ranks add in the same order. Each rank records its own rounding errors
-as dropped. Nothing is rejected.
+`sparsecomm.primitives.communicator` has a drawing. All ranks add in the same order. Each rank records its own rounding
+errors as dropped. Nothing is rejected.
 """
 
 from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.communicator import Communicator, gather, gather_time
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import gather, gather_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -40,5 +39,5 @@ ALGORITHM = Algorithm(
     run=allgather,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )

@@ -28,14 +28,14 @@ class Algorithm:
             contributed.
         predicted_time: ``predicted_time(problem, costs)`` returns the seconds of a call, including selection, merging
             and packing.
-        reselects: whether the result has at most k entries.
+        bounded_result: whether the result has at most k entries.
         rejects: whether the result may lack indices that ranks selected. The library then returns these entries to the
             ranks' residuals. If false, the result is the sum of all ranks' selected entries, except for dropped ones.
         by_chunk: whether the argument ``chunk`` (each rank selects k entries of each chunk) is supported.
         automatic: whether "auto" may choose it.
-        between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
+        runs_between_nodes: whether it may run between nodes, as X in "hierarchical:X". It must then call `topk`.
         unsupported: ``unsupported(problem)`` returns why a call cannot be made, or ""; ``None``: all calls can.
-        contributors_unknown: why it does not support ``op="mean_of_contributors"``, or "" (see `Communicator.sums`).
+        cannot_count_contributors: why ``op="mean_of_contributors"`` is not supported, or "": see `Communicator.sums`.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Algorithm:
     source: str
     run: Callable[[Communicator, Contribution, int], SparseVector] = field(repr=False)
     predicted_time: Callable[[Problem, Costs], float] = field(repr=False)
-    reselects: bool = False
+    bounded_result: bool = False
     rejects: bool = True
     by_chunk: bool = True
     automatic: bool = False
-    between_nodes: bool = True
+    runs_between_nodes: bool = True
     unsupported: Callable[[Problem], str] | None = field(default=None, repr=False)
-    contributors_unknown: str = "does not declare that it counts contributors"
+    cannot_count_contributors: str = "does not declare that it counts contributors"
 
     def __hash__(self) -> int:
         return hash(self.name)  # names are unique, and hashing all texts would slow down the cache of choices

@@ -128,7 +128,7 @@ ALGORITHM = Algorithm(
     source="Shi et al., ICDCS 2019, with the pattern of Thakur et al., IJHPCA 2005",
     run=butterfly,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     automatic=True,
-    contributors_unknown="merges partial sums without counting their contributors",
+    cannot_count_contributors="merges partial sums without counting their contributors",
 )

@@ -52,15 +52,15 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
     num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
     if _shares_links(size, num_nodes):
-        _along_ring(comm, segments)
+        _sum_on_ring(comm, segments)
     elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
-        _in_one_trip(comm, total, segments)
+        _sum_everywhere(comm, total, segments)
     elif size > 1:
-        _at_once(comm, segments)
+        _sum_at_owners(comm, segments)
     return comm.backend.nonzeros(total, gradient.shape)
 
 
-def _at_once(comm: Communicator, segments: list[Array]) -> None:
+def _sum_at_owners(comm: Communicator, segments: list[Array]) -> None:
     """Add up all ranks' segments in place, in two trips: send segments to their owners, then sums to all ranks."""
     rank, size, own = comm.rank, comm.size, segments[comm.rank]
     theirs = comm.exchange_segments(dict(enumerate(segments)), dict.fromkeys(range(size), len(own)), 0)
@@ -72,7 +72,7 @@ def _at_once(comm: Communicator, segments: list[Array]) -> None:
         segments[other][:] = received
 
 
-def _in_one_trip(comm: Communicator, total: Array, segments: list[Array]) -> None:
+def _sum_everywhere(comm: Communicator, total: Array, segments: list[Array]) -> None:
     """Add up all ranks' segments in place, in one trip: every rank receives all gradients and computes all sums."""
     size, begin = comm.size, 0
     totals = comm.exchange_segments(dict.fromkeys(range(size), total), dict.fromkeys(range(size), len(total)), 0)
@@ -85,7 +85,7 @@ def _in_one_trip(comm: Communicator, total: Array, segments: list[Array]) -> Non
         segment[:], begin = around[-1], end
 
 
-def _along_ring(comm: Communicator, segments: list[Array]) -> None:
+def _sum_on_ring(comm: Communicator, segments: list[Array]) -> None:
     """Add up all ranks' segments, in place."""
     rank, size = comm.rank, comm.size
     dst, src = (rank + 1) % size, (rank - 1) % size
@@ -111,7 +111,7 @@ def predicted_time(problem: Problem, costs: Costs) -> float:
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
     if _shares_links(P, num_nodes):
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
-    elif 1 < P == num_nodes and sent <= _MAX_SENT and costs.is_latency_bound(sent):
+    elif 1 < P == num_nodes and sent <= _MAX_SENT and sent < costs.latency_entries:
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)
     else:
         moved = 2 * plain.link(costs).trip(P - 1, (P - 1) * nbytes)
@@ -128,6 +128,6 @@ ALGORITHM = Algorithm(
     predicted_time=predicted_time,
     rejects=False,
     automatic=True,
-    between_nodes=False,
-    contributors_unknown="sums whole gradients, so every rank contributes to every element: use op='mean'",
+    runs_between_nodes=False,
+    cannot_count_contributors="sums whole gradients, so every rank contributes to every element: use op='mean'",
 )

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, Parcel, gather, gather_time, num_owners
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
-from sparsecomm.primitives.ranges import num_owners, scatter_time
+from sparsecomm.primitives.ranges import scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM", "ranges"]
@@ -46,15 +45,15 @@ def double(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
         return gradient.topk(k)
     owners = num_owners(comm.size, k)
     parts = ranges(comm.num_elements, k, owners)
-    of_others = [owner for owner in range(owners) if owner != comm.rank]
-    taken = gradient.topk_of_ranges([parts[owner] for owner in of_others])
+    other_owners = [owner for owner in range(owners) if owner != comm.rank]
+    taken = gradient.topk_of_ranges([parts[owner] for owner in other_owners])
     parcels: dict[int, Parcel] = {
-        owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(of_others, taken, strict=True)
+        owner: ((comm.quantized(entries, gradient),), ()) for owner, entries in zip(other_owners, taken, strict=True)
     }
     sources = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < owners else []
     within = [(begin, end) for begin, end, _ in parts]
     found = comm.exchange_parcels(
-        parcels, sources, 1, _SCATTER, k // owners + 1, ranges_of=lambda source, words: [within[comm.rank]]
+        parcels, sources, 1, _SCATTER, k // owners + 1, expected=lambda source, words: [within[comm.rank]]
     )
     if comm.rank < owners:
         received = [vector for source in sorted(found) for vector in found[source][0]]
@@ -85,9 +84,9 @@ ALGORITHM = Algorithm(
     source="the scheme of Tang et al. (DoubleSqueeze), ICML 2019",
     run=double,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     rejects=False,
     by_chunk=False,
-    between_nodes=False,
-    contributors_unknown="keeps sums between calls without counting their contributors",
+    runs_between_nodes=False,
+    cannot_count_contributors="keeps sums between calls without counting their contributors",
 )

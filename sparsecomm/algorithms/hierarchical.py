@@ -37,11 +37,11 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         first_rank = {node: rank for rank, node in reversed(list(enumerate(comm.node_of_rank)))}
         leaders = sorted(first_rank.values())
         node = comm.subgroup(same_node, 1, plain=True)
-        combine = reselecting(node, gradient, k) if inner.reselects else node.backend.merge
+        combine = reselecting(node, gradient, k) if inner.bounded_result else node.backend.merge
         entries = reduce(node, gradient, gradient.topk(k), combine)
         if node.rank == 0:
             entries = inner.run(comm.subgroup(leaders, 2), gradient.with_selection(entries), k)
-        return broadcast(comm.subgroup(same_node, 3, plain=True), entries, k if inner.reselects else None)
+        return broadcast(comm.subgroup(same_node, 3, plain=True), entries, k if inner.bounded_result else None)
 
     def predicted_time(problem: Problem, costs: Costs) -> float:
         k, steps, node = problem.k, log2_ceil(problem.per_node), costs.node or costs.link
@@ -57,9 +57,9 @@ def hierarchical(inner: Algorithm, name: str) -> Algorithm:
         source=f"Shi et al., MLSys 2021; {inner.source}",
         run=run,
         predicted_time=predicted_time,
-        reselects=inner.reselects,
+        bounded_result=inner.bounded_result,
         rejects=inner.rejects,
-        between_nodes=False,
+        runs_between_nodes=False,
         unsupported=inner.unsupported,
-        contributors_unknown="sends the sums of nodes without counting their contributors",
+        cannot_count_contributors="sends the sums of nodes without counting their contributors",
     )

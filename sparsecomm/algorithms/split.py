@@ -41,9 +41,8 @@ from typing import NamedTuple
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.backends.keys import keys_of, largest_keys, max_key, scaled_key
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel
+from sparsecomm.primitives.communicator import Communicator, Parcel, exchange_with_all, num_owners
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import exchange_with_all
 from sparsecomm.primitives.ranges import (
     AGE_SHIFT,
     Dropped,
@@ -51,15 +50,14 @@ from sparsecomm.primitives.ranges import (
     checksum_of,
     mark,
     mark_of,
-    num_owners,
-    ranges_of,
+    owned_ranges,
     rebalance,
     scatter,
     scatter_time,
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "with_larger_result"]
+__all__ = ["ALGORITHM", "split_with_ratio"]
 
 _MAX_DOUBT = 8.0
 _KEY_BYTES = 0.3  # bytes of compressed keys per entry of a result, if keys are sent: about one byte for 0.3 keys
@@ -109,7 +107,7 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     if comm.size == 1:
         return entries
     pieces, levels = scatter(comm, gradient, entries, k, max(1, entries.nnz // 2))
-    ranges = ranges_of(comm, k)
+    ranges = owned_ranges(comm, k)
     owners = len(ranges)
     sums, counts = comm.sums(pieces)
     load = sum(piece.nnz for piece in pieces)
@@ -117,10 +115,10 @@ def split(comm: Communicator, gradient: Contribution, k: int, ratio: int = 1) ->
     if bounds is not None:
         low, high = (scaled_key(sums, key, bounds.levels, levels) for key in (bounds.low, bounds.high))
         bounds = bounds._replace(low=low, high=max(high, low + 1))
-    elif comm.shows_sums and comm.is_latency_bound((comm.size - 1) * kept):
+    elif comm.sends_exact_sums and comm.is_latency_bound((comm.size - 1) * kept):
         # Not with rounded values, because the costs of links would then decide which values are rounded.
         bounds = Bounds(0, max_key(sums) + 1, comm.number, levels)
-    doubt, num_vectors = 1.0, 1 if comm.shows_sums else 2
+    doubt, num_vectors = 1.0, 1 if comm.sends_exact_sums else 2
     for round_no in count(_GATHER):
         dropped, own_mark = Dropped(), 0 if bounds is None else bounds.mark(comm.number)
         if bounds is None:
@@ -168,9 +166,9 @@ def _candidates(
     If messages do not show which sums are the largest, the sure sums and those between the bounds are two vectors. Then
     more words follow: for each vector the number of sums that rounded to zero, and the keys of the second vector.
     """
-    sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.shows_sums else bounds.high)
+    sure, near = comm.backend.split_by_key(sums, bounds.low, None if comm.sends_exact_sums else bounds.high)
     words = [own_mark, load, int(sure.nnz + near.nnz < sums.nnz)]
-    if comm.shows_sums:
+    if comm.sends_exact_sums:
         return (near,), words
     sent = [comm.averaged(each, counts, dropped) for each in (sure, near)]
     words += [sure.nnz - sent[0].nnz, near.nnz - sent[1].nnz]
@@ -186,15 +184,15 @@ def _winners(
     ``parcels`` are the `_candidates` of each owner; their keys are relative to ``low``. `Winners.keys` are ``spare``
     places above and below the k-th. With ``from_quantiles``, the bounds are from this call and cannot be wrong.
     """
-    backend, fixed = comm.backend, 3 if comm.shows_sums else 5
+    backend, fixed = comm.backend, 3 if comm.sends_exact_sums else 5
     for owner, (vectors, words) in enumerate(parcels):
-        num_keys = 0 if comm.shows_sums or not vectors else vectors[1].nnz
+        num_keys = 0 if comm.sends_exact_sums or not vectors else vectors[1].nnz
         if not vectors or len(words) != fixed + num_keys:
             raise comm.broken(owner, f"{len(vectors)} vectors and {len(words)} numbers")
         check_keys(comm, owner, [low + key for key in words[fixed:]], vectors[-1])
     others = any(words[2] for _, words in parcels)
     near = backend.concatenate_entries([vectors[-1] for vectors, _ in parcels])
-    if comm.shows_sums:
+    if comm.sends_exact_sums:
         if near.nnz < kept and others:
             return None
         sums = backend.merge_topk(near, near.part(0, 0), kept)[0]
@@ -289,7 +287,7 @@ def predicted_time(problem: Problem, costs: Costs, ratio: int = 1) -> float:
     kept = min(ratio, P) * k
     if P == 1:
         return costs.select * problem.n
-    keys = _KEY_BYTES if problem.hidden else 0.0
+    keys = _KEY_BYTES if not problem.exact_sums else 0.0
     sent = (kept + _margin(kept)) * problem.entry_bytes + kept * keys + 24 * num_owners(P, k)
     gathered = problem.link(costs).trip(P - 1, (P - 1) / num_owners(P, k) * sent)
     work = k * (log2_ceil(P) * costs.merge + problem.codec(costs)) + kept * (4 * costs.merge + problem.codec(costs))
@@ -304,13 +302,13 @@ ALGORITHM = Algorithm(
     source="the pattern of Li and Hoefler (Ok-Topk), PPoPP 2022",
     run=split,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     automatic=True,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )
 
 
-def with_larger_result(ratio: int) -> Algorithm:
+def split_with_ratio(ratio: int) -> Algorithm:
     """Return "split:ratio", whose result holds ``ratio`` times as many entries as a rank selects."""
     return replace(
         ALGORITHM,

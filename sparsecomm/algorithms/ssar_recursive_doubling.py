@@ -49,5 +49,5 @@ ALGORITHM = Algorithm(
     run=ssar_recursive_doubling,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="merges partial sums without counting their contributors",
+    cannot_count_contributors="merges partial sums without counting their contributors",
 )

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from sparsecomm.algorithms.base import Algorithm
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, gather, gather_time, num_owners
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
-from sparsecomm.primitives.gather import ROUNDS, gather, gather_time
-from sparsecomm.primitives.ranges import num_owners, ranges_of, rebalance, scatter, scatter_time
+from sparsecomm.primitives.ranges import owned_ranges, rebalance, scatter, scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["ALGORITHM"]
@@ -27,7 +26,7 @@ def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> 
     if comm.size == 1:
         return own
     pieces, _ = scatter(comm, gradient, own, k)
-    gathered = gather(comm, comm.averaged(*comm.sums(pieces), gradient), ROUNDS, ranges_of(comm, k))
+    gathered = gather(comm, comm.averaged(*comm.sums(pieces), gradient), ROUNDS, owned_ranges(comm, k))
     rebalance(comm, [each.nnz for each in gathered])
     return comm.backend.concatenate_entries(gathered)
 
@@ -50,5 +49,5 @@ ALGORITHM = Algorithm(
     run=ssar_split_allgather,
     predicted_time=predicted_time,
     rejects=False,
-    contributors_unknown="",
+    cannot_count_contributors="",
 )

@@ -96,7 +96,7 @@ ALGORITHM = Algorithm(
     source="Shi et al., ICDCS 2019, Algorithm 3",
     run=tree,
     predicted_time=predicted_time,
-    reselects=True,
+    bounded_result=True,
     automatic=True,
-    contributors_unknown="merges partial sums without counting their contributors",
+    cannot_count_contributors="merges partial sums without counting their contributors",
 )

@@ -31,14 +31,14 @@ class Backends:
         return self._cuda[device.index]
 
 
-class _OfThread(threading.local):
+class _ThreadBackends(threading.local):
     def __init__(self) -> None:
         self.backends = Backends()
 
 
-_of_thread = _OfThread()
+_thread_backends = _ThreadBackends()
 
 
 def of(device: Device) -> Backend:
     """Return the calling thread's backend of ``device``, for work outside of calls. See `Backends.of`."""
-    return _of_thread.backends.of(device)
+    return _thread_backends.backends.of(device)

@@ -50,7 +50,7 @@ def adamw_step(
 ) -> tuple[Array, Array, Array, Array]:
     """Return AdamW's updates, element by element, with the array library ``xp``.
 
-    With the coefficients c0 to c5 of `sparsecomm.optimizers.rule.coefficients`:
+    With the coefficients c0 to c5 of `sparsecomm.optimizers.adamw.coefficients`:
 
         g       = quotient * unit(squares)
         mean    = c0 * mean + c1 * g

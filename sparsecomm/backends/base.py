@@ -9,8 +9,8 @@ next statement; no signal handler runs in between (`sparsecomm.signals`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -19,13 +19,12 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
 from sparsecomm.backends.adamw import Moments, adamw_step, unit
-from sparsecomm.tensors.arrays import library_of
-from sparsecomm.tensors.interop import Tensor
+from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["Backend", "Timeline"]
+__all__ = ["Backend", "Timeline", "on_streams", "value_bytes"]
 
 
 class Timeline(Protocol):
@@ -36,6 +35,22 @@ class Timeline(Protocol):
 
     def wait(self) -> None:
         """Wait until all work is complete, so that the memory may be freed."""
+
+
+@contextmanager
+def on_streams(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter several contexts of `Timeline.on_stream`, for work with memory of several timelines."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def value_bytes(kind: ValueKind, count: int, accumulator_itemsize: int) -> int:
+    """Return the bytes of ``count`` values of a kind in a message, without padding."""
+    blocks = -(-count // kind.block) if kind.block else 0
+    values = 8 * kind.planes * blocks if kind.planes else count * (kind.itemsize or accumulator_itemsize)
+    return values + kind.shared * blocks
 
 
 class Backend:

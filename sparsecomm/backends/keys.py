@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsecomm.tensors.arrays import Array, library_of
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import library_of
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]

@@ -7,10 +7,8 @@ others (one trip) or forwards them in log2 P trips. On one node, the costs are u
 
 from __future__ import annotations
 
-from sparsecomm.calls.agreement import NO_ENTRIES
-from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.queue import Call, State, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, State, queue_of
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
@@ -129,7 +127,7 @@ class LinkMeasurement(Call):
         self.links: Links | None = None
         self.costs: KnownCosts | None = None
         self.must_roll_back = False
-        self._probe, self._seconds, self._counted = Probe(transport), seconds, transport.counted
+        self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
 
     @property
     def failed(self) -> bool:
@@ -154,4 +152,4 @@ class LinkMeasurement(Call):
     def _finish(self, result: SparseVector) -> None:
         if not self._seconds:  # a measurement by a tool does not change the costs of calls
             queue_of(self.transport).measured = self.costs
-        self.transport.counted = self._counted  # `last_call` must not report a measurement as a successful sum
+        self.transport.last_success = self._last_success  # `last_call` reports sums only

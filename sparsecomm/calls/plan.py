@@ -77,9 +77,9 @@ class Options:
                 f"chunk is not supported with algorithm={self.algorithm!r}: {unsupported[0]} selects from its own "
                 "ranges; leave chunk out, or choose another algorithm"
             )
-        reasons = ["" if each is None else each.contributors_unknown for each in algorithms]
+        reasons = ["" if each is None else each.cannot_count_contributors for each in algorithms]
         if self.op == MEAN_OF_CONTRIBUTORS and all(reasons):
-            supported = ", ".join(each.name for each in ALGORITHMS.values() if not each.contributors_unknown)
+            supported = ", ".join(each.name for each in ALGORITHMS.values() if not each.cannot_count_contributors)
             raise InvalidInputError(
                 f"op={self.op!r} with algorithm={self.algorithm!r}, which {reasons[0]}; expected auto or one of "
                 f"{supported}"

@@ -1,4 +1,4 @@
-"""`Call`: one collective call. `CallQueue`: makes the calls on a communicator one after another.
+"""`CallQueue` makes the `Call`s on a communicator one after another. `Handle`: a call in flight.
 
 Calls are made in the order in which the program submits them, from any thread. A thread of the queue makes the
 non-blocking calls. If the transport allows no other thread, `Handle.wait` makes them.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -17,14 +19,22 @@ from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from queue import SimpleQueue
 from threading import Lock, get_ident
+from typing import Any, Protocol
 from weakref import ref
+
+import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
-from sparsecomm.calls.handle import Handle, Task
-from sparsecomm.calls.plan import Plan
-from sparsecomm.checks import FAULTS
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, RankFailedError, TransportError, text_of
+from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_float
+from sparsecomm.errors import (
+    CollectiveMismatchError,
+    InvalidInputError,
+    RankFailedError,
+    TimeoutError,
+    TransportError,
+    text_of,
+)
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import acquire, deferred
 from sparsecomm.tensors.sparse import SparseVector
@@ -34,9 +44,22 @@ from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
 
-__all__ = ["Call", "CallQueue", "Plans", "State", "queue_of"]
+__all__ = ["NO_ENTRIES", "Call", "CallQueue", "Handle", "Plans", "State", "Task", "queue_of"]
 
+_log = logging.getLogger("sparsecomm")
+
+NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # the result of other calls
 _MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
+
+
+class Task(Protocol):
+    """A collective call that is ready to be made or left, once."""
+
+    def run(self) -> SparseVector:
+        """Make the call, and return its result. The call has ended even if this raises."""
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the call without making it, and send the reason to the other ranks."""
 
 
 class State(Enum):
@@ -164,31 +187,142 @@ class Call:
         """Return this rank's contribution to its residual."""
 
 
+@deferred
+class Handle:
+    """A call in flight, returned by `sparsecomm.isparse_allreduce`.
+
+    Do not change x, residual and out, or rely on their contents, before the call is done.
+    """
+
+    def __init__(self, queue: CallQueue, task: Task) -> None:
+        self._queue = queue
+        self._task: Task | None = task
+        self._refusal: BaseException | None = None  # if set, the call is left instead of made
+        self._outcome: tuple[SparseVector | None, BaseException | None] | None = None
+        self._pending = Lock()  # held until there is an outcome
+        self._pending.acquire()
+        self._error_seen = False
+
+    def wait(self, timeout: float | None = None) -> SparseVector:
+        """Wait until the call is done, and return its result. A second wait returns or raises the same again.
+
+        An interrupt (Ctrl-C) ends only the wait, and the call continues. If no thread makes calls, this wait makes the
+        call, and an interrupt also ends the call, as in `sparse_allreduce`.
+
+        Args:
+            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, at the latest by
+                ``SPARSECOMM_TIMEOUT``.
+
+        Raises:
+            TimeoutError: the call is not done yet. It continues; wait again.
+            SparseCommError: the error that the call raised, as in `sparse_allreduce`.
+        """
+        if timeout is not None and math.isnan(to_float(timeout)):
+            raise InvalidInputError(f"timeout={quote(timeout)}: expected a number of seconds, or None")
+        try:
+            done = self._queue.run_or_wait(self, timeout)
+        except KeyboardInterrupt as interrupt:
+            describe = getattr(self._task, "describe", None)
+            if not interrupt.args and describe is not None:
+                interrupt.args = (f"rank {self._queue.rank} was interrupted while it waited for a call, {describe()}",)
+            raise
+        if not done:
+            raise TimeoutError(
+                f"rank {self._queue.rank}: the call was not done within {timeout:g} s; it continues: wait again"
+            )
+        assert self._outcome is not None
+        result, error = self._outcome
+        if isinstance(error, CollectiveMismatchError) and not self._error_seen:
+            self._queue.use_measured(None)
+        self._error_seen = True
+        if error is not None:
+            raise error
+        assert result is not None
+        return result
+
+    def test(self) -> bool:
+        """Return whether the call is done, with a result or an error. If no thread makes calls, this makes it."""
+        return self._outcome is not None or self._queue.run_or_wait(self, 0.0)
+
+    @property
+    def result(self) -> SparseVector:
+        """The result of the call.
+
+        Raises:
+            InvalidInputError: the call is not done yet.
+            SparseCommError: the error that the call raised.
+        """
+        if self._outcome is None:
+            raise InvalidInputError(f"rank {self._queue.rank}: the call is not done yet; call wait() first")
+        return self.wait()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the call raised; ``None`` if it raised none, or is not done yet."""
+        return None if self._outcome is None else self._outcome[1]
+
+    def __repr__(self) -> str:
+        if self._outcome is None:
+            return "Handle(in flight)"
+        return "Handle(done)" if self.error is None else f"Handle(failed: {text_of(self.error)})"
+
+    def __del__(self) -> None:
+        outcome = getattr(self, "_outcome", None)
+        if outcome is not None and outcome[1] is not None and not self._error_seen:
+            said = text_of(outcome[1])
+            _log.error("rank %s: a call failed, and no wait() raised its error: %s", self._queue.rank, said)
+
+    def _run(self) -> None:
+        """Make or leave the call, and wake the threads that wait for it."""
+        task, refusal = self._task, self._refusal
+        assert task is not None
+        try:
+            if refusal is None:
+                self._outcome = task.run(), None
+            else:
+                task.leave(refusal)
+                self._outcome = None, refusal
+        except BaseException as error:
+            self._outcome = None, refusal or error
+        self._task = None
+        self._pending.release()
+        del self  # the traceback of its error would keep it alive
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait for at most ``timeout`` seconds, and return whether the call is done."""
+        if self._outcome is None:
+            bound = -1.0 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
+            if acquire(self._pending, bound):
+                self._pending.release()
+        return self._outcome is not None
+
+
 class Plans:
     """The latest plans of a communicator, until a setting or the registry of algorithms changes.
 
-    Keys that cannot be hashed or compared are not stored: their arguments are checked again in every call.
+    A plan is a `Plan`, or for calls that gather words a `Communicator`. Keys that cannot be hashed or compared are not
+    stored: their arguments are checked again in every call.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, Any] = {}
         self._settings, self._algorithms = Transport.settings(), len(ALGORITHMS)  # for which the plans are valid
 
-    def find(self, key: Hashable) -> Plan | None:
+    def find(self, key: Hashable) -> Any:
         settings, algorithms = Transport.settings(), len(ALGORITHMS)
         if self._settings is not settings or self._algorithms != algorithms:
             self._plans.clear()
             self._settings, self._algorithms = settings, algorithms
         try:
             return self._plans.get(key)
-        except FAULTS:
+        except ARGUMENT_ERRORS:
             return None
 
-    def keep(self, key: Hashable, plan: Plan) -> None:
+    def keep(self, key: Hashable, plan: object) -> None:
         """Store a plan. If there are too many, drop the oldest one."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.pop(next(iter(list(self._plans)), None), None)
-        with suppress(*FAULTS):
+        with suppress(*ARGUMENT_ERRORS):
             self._plans[key] = plan
 
     def clear(self) -> None:
@@ -215,7 +349,7 @@ class CallQueue:
         self._started = self._ending = False
         self._thread = 0  # identifier of the queue's thread
         self._running = Lock()  # held by the queue's thread
-        self._after_current: list[Callable[[], object]] = []  # arguments of `finish` within the current call
+        self._postponed: list[Callable[[], object]] = []  # arguments of `finish` within the current call
         for observer in observers_of(transport):
             self.observe(transport, observer)
         _queues[:] = [known for known in _queues if known() is not None] + [ref(self)]
@@ -307,7 +441,7 @@ class CallQueue:
             return
         if self._caller == get_ident():
             if then is not None:
-                self._after_current.append(then)
+                self._postponed.append(then)
             return
         self._ending = True
         while self._run_next() is not None:
@@ -380,9 +514,9 @@ class CallQueue:
             self._handles[i]._refusal = refusal
 
     def _run_postponed(self) -> None:
-        while self._after_current:
+        while self._postponed:
             try:
-                then = self._after_current.pop()
+                then = self._postponed.pop()
             except IndexError:  # another thread took it
                 return
             self.finish(then)

@@ -122,7 +122,7 @@ def _hierarchical(inner: str, gradients: Sequence[Vector], k: int, node_of_rank:
         [v for v, its in zip(gradients, node_of_rank, strict=True) if its == node]
         for node in dict.fromkeys(node_of_rank)
     ]
-    if ALGORITHMS[inner].reselects:
+    if ALGORITHMS[inner].bounded_result:
         sums = [tree(its, k, node_of_rank) for its in every_node]
     else:
         sums = [allgather(its, k, node_of_rank) for its in every_node]

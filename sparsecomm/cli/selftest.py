@@ -120,7 +120,7 @@ class Checks:
         expected: dict[Op, Vector] = {"sum": total}
         if case.residual and case.content not in EXACT:
             expected["mean"] = total / self.size
-            if not self.algorithm.contributors_unknown:
+            if not self.algorithm.cannot_count_contributors:
                 expected["mean_of_contributors"] = (total / contributors(list(accumulated), case.k)).astype(total.dtype)
         for op, dense in expected.items():
             memory, what = self.memory, f"{case} op={op}"

@@ -49,12 +49,6 @@ from sparsecomm.jax.transform import SparsifyState, sparsify
 from sparsecomm.jax.trees import allreduce_tree, init_residuals, sparse_allreduce
 
 __all__ = [
-    "LocalSteps",
-    "SparseAdamWState",
-    "SparsifyState",
-    "allreduce_tree",
-    "init_residuals",
-    "sparse_adamw",
-    "sparse_allreduce",
-    "sparsify",
-]
+    "LocalSteps", "SparseAdamWState", "SparsifyState", "allreduce_tree", "init_residuals", "sparse_adamw",
+    "sparse_allreduce", "sparsify",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
-from sparsecomm.optimizers.rule import DENSITY, START, AdamWRule, coefficients, step_eps
+from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.reducer.options import with_dense_steps
 from sparsecomm.states.weights import check_every
 from sparsecomm.wire import WireName

@@ -1,4 +1,4 @@
-"""`Exchange`, which makes the calls for a tree at once or under jit, and `call_from_xla`, a callback for XLA."""
+"""`TreeExchange`, which makes the calls for a tree at once or under jit, and `call_from_xla`, a callback for XLA."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from sparsecomm.backends import default_float_mode
+from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import Options
-from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.reducer.options import density_at, training_options
 from sparsecomm.tensors.sparse import Array, SparseVector
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["ONE_DEVICE", "Comm", "Density", "Exchange", "LeafBucket", "accumulator_dtype", "call_from_xla"]
+__all__ = ["ONE_DEVICE", "Comm", "Density", "LeafBucket", "TreeExchange", "accumulator_dtype", "call_from_xla"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
@@ -51,7 +51,7 @@ class LeafBucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class TreeExchange:
     """All calls for a tree, with arguments as in `sparsecomm.sparse_allreduce`."""
 
     buckets: tuple[LeafBucket, ...]  # one per call
@@ -207,7 +207,7 @@ def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.cor
     return list(avals), {_ORDERED}
 
 
-def _at_once(*operands: jax.Array, host: Host, avals: Avals) -> list[jax.Array]:
+def _call_now(*operands: jax.Array, host: Host, avals: Avals) -> list[jax.Array]:
     """Call ``host`` outside of jit, for example within `jax.checkpoint`."""
     return [jax.device_put(result) for result in host(*operands)]
 
@@ -234,7 +234,7 @@ def _no_derivative(*_: object, **__: object) -> NoReturn:
 
 
 _exchange_p.def_effectful_abstract_eval(_abstract)
-_exchange_p.def_impl(_at_once)
+_exchange_p.def_impl(_call_now)
 mlir.register_lowering(_exchange_p, _lower)
 batching.primitive_batchers[_exchange_p] = _no_vmap
 ad.primitive_jvps[_exchange_p] = _no_derivative

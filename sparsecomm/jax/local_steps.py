@@ -16,10 +16,10 @@ from sparsecomm.jax.exchange import Comm, Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
-from sparsecomm.local_steps.global_parameters import ImmutableParameters
+from sparsecomm.local_steps.exchange import ImmutableParameters
 from sparsecomm.reducer import Rebuilt
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import TensorSpec
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.calls.sparse import sparse_allreduce
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, call_from_xla

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsecomm.calls import arguments, sparse
+from sparsecomm.calls import arguments, collectives
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, Exchange, LeafBucket, accumulator_dtype
-from sparsecomm.reducer.bucket import TensorSpec, layout
+from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
+from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import check_layout, density_at
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
-from sparsecomm.tensors.interop import CPU
+from sparsecomm.tensors.interop import CPU, TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +27,7 @@ TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves
 
 
-@with_options(CallOptions, sparse.sparse_allreduce)
+@with_options(CallOptions, collectives.sparse_allreduce)
 def sparse_allreduce(
     x: jax.Array,
     k: int | float,
@@ -58,7 +58,7 @@ def sparse_allreduce(
     return results[0] if residual is None else (results[0], kept[0])
 
 
-@with_options(CallOptions, sparse.sparse_allreduce, op="mean")
+@with_options(CallOptions, collectives.sparse_allreduce, op="mean")
 def allreduce_tree(
     grads: PyTree,
     density: float,
@@ -199,7 +199,7 @@ def _plan(
     *,
     comm: Comm,
     training: bool = False,
-) -> Exchange:
+) -> TreeExchange:
     """Check the options, and distribute the leaves over calls, the same on all ranks."""
     dense_below = check_layout(scope, dense_below, get_args(TreeScope))
     chunk = arguments.chunk_of(chunk)
@@ -220,4 +220,4 @@ def _plan(
                 arguments.count_of(k, sum(specs[i].size for i in members))
         buckets.append(LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}"))
     options.check(leaves[0].dtype.name)  # also if all leaves are small
-    return Exchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)
+    return TreeExchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)

@@ -10,10 +10,9 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 from weakref import finalize, ref
 
-from sparsecomm.calls.agreement import NO_ENTRIES
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.errors import TransportError
-from sparsecomm.local_steps.exchange import gather_of
+from sparsecomm.local_steps.exchange import words_gather
 from sparsecomm.signals import PollingLock
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -139,7 +138,7 @@ class _Probe:
     def run(self) -> SparseVector:
         self.time = self._transport.clock()
         with suppress(TransportError):  # the next call raises it again
-            self.awaited = self._transport.awaited(gather_of(self._transport).description)
+            self.awaited = self._transport.awaited(words_gather(self._transport).description)
         return NO_ENTRIES
 
     def leave(self, error: BaseException) -> None:

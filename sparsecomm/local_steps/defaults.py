@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, cast
 
 from sparsecomm.algorithms import AlgorithmName, find, name_of
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import ReducerOptions
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DEFAULTS", "LocalStepsOptions", "auto", "with_defaults"]
+__all__ = ["DEFAULTS", "LocalStepsOptions", "auto_algorithm", "with_defaults"]
 
 _FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"
 DEFAULTS: Final[ReducerOptions] = {
@@ -37,7 +37,7 @@ class LocalStepsOptions(ReducerOptions, total=False):
     skip_nonfinite: bool
 
 
-def auto(sync_every: int) -> AlgorithmName:
+def auto_algorithm(sync_every: int) -> AlgorithmName:
     """Return the choice that "auto" stands for: of two algorithms, the one that reaches the same loss in less time.
 
     `_FEWEST_BYTES` needs more rounds than `_BEST_LOSS`, so its predicted time is multiplied by the ratio of rounds
@@ -55,10 +55,10 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
     Not every algorithm counts contributors, a dense sum leaves no residual to decay, and float64 sums are sent exactly.
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
-    name = auto(sync_every) if isinstance(name, str) and name == "auto" else name
+    name = auto_algorithm(sync_every) if isinstance(name, str) and name == "auto" else name
     algorithm = find(name)  # None if the name is a choice of several, of which one that counts contributors is chosen
     fitting: ReducerOptions = {}
-    if algorithm is not None and algorithm.contributors_unknown:
+    if algorithm is not None and algorithm.cannot_count_contributors:
         fitting["op"] = "mean"
     if name == "dense":
         fitting["decay"] = 1.0

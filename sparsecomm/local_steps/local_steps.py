@@ -7,23 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsecomm import config, transport
 from sparsecomm.checks import quote, to_bool, to_float, with_options
-from sparsecomm.errors import InvalidInputError, SparseCommError, did_you_mean, listed
+from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
 from sparsecomm.local_steps.defaults import DEFAULTS, with_defaults
-from sparsecomm.local_steps.exchange import FragmentExchange, Outcome, Rules
-from sparsecomm.local_steps.global_parameters import GlobalParameters
+from sparsecomm.local_steps.exchange import FragmentExchange, GlobalParameters, Outcome, Rules
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
-from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members
-from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, split_names
+from sparsecomm.local_steps.rebuild import broadcast_outer, compared_members, compared_settings
+from sparsecomm.local_steps.schedule import Event, Pace, StepTimer, SyncSchedule, known_names, split_names
 from sparsecomm.local_steps.state import LOCAL_STEPS, fit
 from sparsecomm.reducer import Rebuilt, Reducer
-from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import ReducerOptions, Schedule, density_at
 from sparsecomm.reducer.state import REDUCER
@@ -31,6 +28,7 @@ from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import NamedTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -154,18 +152,8 @@ class LocalSteps:
             for names in self.fragments
         )
         self._rules = Rules(self._schedule, outer, alpha, float(options["decay"]))
-        compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
-        self._settings: dict[str, object] = {  # `rebuild` compares them
-            "model (names, shapes or types of parameters)": [
-                (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
-            ],
-            "division into fragments": self.fragments,
-            **asdict(self._schedule),
-            "fragment_update_alpha": alpha,
-            "density": density_at(density, 0),
-            "type of outer optimizer": type(outer).__name__,
-            "option of the Reducer": (to_bool("skip_nonfinite", skip_nonfinite), sorted(compared.items())),
-        }
+        compared = {**options, "skip_nonfinite": to_bool("skip_nonfinite", skip_nonfinite)}
+        self._settings = compared_settings(specs, self.fragments, self._rules, density_at(density, 0), compared)
         self._phase = Phase.RESTING
         # The round; in this round, the local steps of this rank and the steps of the schedule that have passed.
         self._position = 0, 0, 0
@@ -225,7 +213,7 @@ class LocalSteps:
             self._globals.check(parameters, self._names(self._due_events))
             errors = self._perform(parameters)  # left by an interrupted call, or by the deadline's thread
             if not late:  # otherwise this local step falls in a part of the round that has ended
-                position, due = self._after_local_step()
+                position, due = self._next_position()
                 self._globals.check(parameters, self._names(due))
                 self._position, self._due_events, self._phase = position, deque(due), Phase.EXCHANGING
                 errors += self._perform(parameters)
@@ -263,7 +251,7 @@ class LocalSteps:
             if self._phase is Phase.TRAINING:
                 self._phase = Phase.RESTING
 
-    def _after_local_step(self) -> tuple[tuple[int, int, int], list[Event]]:
+    def _next_position(self) -> tuple[tuple[int, int, int], list[Event]]:
         """Return the position after one more local step, and the events that are due there."""
         (round_no, local_step, passed), sync_every = self._position, self._schedule.sync_every
         now = max(passed, self._schedule.passed(local_step + 1, self._local_steps(round_no)))
@@ -399,16 +387,7 @@ class LocalSteps:
             InvalidInputError: a name is unknown, an exchange is in flight, or a step was interrupted.
         """
         with self._deadline.lock:
-            known = self._globals.specs
-            listing: Any = known if names is None else [names] if isinstance(names, str) else names
-            if not isinstance(listing, Iterable):
-                raise InvalidInputError(f"names={quote(names)}: expected names of parameters, or None for all of them")
-            wanted = list(listing)
-            if unknown := [name for name in wanted if not isinstance(name, str) or name not in known]:
-                raise InvalidInputError(
-                    f"names: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
-                    f"{did_you_mean(unknown[0], known)}"
-                )
+            wanted = known_names(names, self._globals.specs)
             self._check_idle("discard", exchanges_ended=True)
             for fragment, reducer in zip(self.fragments, self.reducers, strict=True):
                 reducer.discard(set(fragment).intersection(wanted))

@@ -11,9 +11,9 @@ import numpy as np
 
 from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.states.loading import Undo, as_float, reading
-from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import TensorSpec, from_host, to_host
 
 __all__ = ["NesterovSGD", "OuterOptimizer", "load_outer"]
 

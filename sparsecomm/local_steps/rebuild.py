@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
 from sparsecomm.checks import quote
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, text_of
+from sparsecomm.local_steps.exchange import Rules
 from sparsecomm.local_steps.outer import OuterOptimizer, load_outer
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.connection import Members
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.values import from_bytes, to_bytes
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["broadcast_outer", "compared_members"]
+__all__ = ["broadcast_outer", "compared_members", "compared_settings"]
 
 _LABEL = zlib.crc32(b"members of local steps") or 1
+
+
+def compared_settings(
+    specs: Mapping[str, TensorSpec],
+    fragments: Sequence[Sequence[str]],
+    rules: Rules,
+    density: float,
+    options: Mapping[str, object],
+) -> dict[str, object]:
+    """Return the settings that must be equal on all ranks, by name for an error."""
+    compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
+    return {
+        "model (names, shapes or types of parameters)": [
+            (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
+        ],
+        "division into fragments": fragments,
+        **asdict(rules.schedule),
+        "fragment_update_alpha": rules.alpha,
+        "density": density,
+        "type of outer optimizer": type(rules.outer).__name__,
+        "option of the Reducer": sorted(compared.items()),
+    }
 
 
 def compared_members(

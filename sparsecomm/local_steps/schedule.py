@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sparsecomm.checks import is_real, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
-__all__ = ["Event", "Pace", "StepTimer", "SyncSchedule", "split_by_size", "split_names"]
+__all__ = ["Event", "Pace", "StepTimer", "SyncSchedule", "known_names", "split_by_size", "split_names"]
 
 _GAIN = 1.03  # the pace changes only if it makes ranks busier by this factor, because measured speeds fluctuate
 _ROUNDING = 1 + 1e-9
@@ -27,12 +27,7 @@ def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ..
     is_lists = isinstance(fragments, Sequence) and not isinstance(fragments, str)
     if not is_lists or not all(isinstance(part, Sequence) and part and not isinstance(part, str) for part in fragments):
         raise InvalidInputError(f"fragments={quote(fragments)}: expected a number, or lists of at least one name")
-    names = [name for part in fragments for name in part]
-    if unknown := [name for name in names if not isinstance(name, str) or name not in sizes]:
-        raise InvalidInputError(
-            f"fragments: {quote(unknown[0])} is not one of the {len(sizes)} tensors, {listed(sizes)}"
-            f"{did_you_mean(unknown[0], sizes)}"
-        )
+    names = known_names([name for part in fragments for name in part], sizes, "fragments")
     count = Counter(names)
     missing, twice = [name for name in sizes if name not in count], [name for name in names if count[name] > 1]
     if missing or twice:
@@ -40,6 +35,20 @@ def split_names(sizes: Mapping[str, int], fragments: Any) -> tuple[tuple[str, ..
             f"fragments: {listed(missing)} missing, {listed(twice)} repeated; list each tensor exactly once"
         )
     return tuple(map(tuple, fragments))
+
+
+def known_names(names: Any, known: Collection[str], argument: str = "names") -> list[str]:
+    """Return ``names`` (one name, or several; ``None``: all) after checking that they are ``known`` parameters."""
+    listing = known if names is None else [names] if isinstance(names, str) else names
+    if not isinstance(listing, Iterable):
+        raise InvalidInputError(f"{argument}={quote(names)}: expected names of parameters, or None for all of them")
+    found = list(listing)
+    if unknown := [name for name in found if not isinstance(name, str) or name not in known]:
+        raise InvalidInputError(
+            f"{argument}: {quote(unknown[0])} is not one of the {len(known)} parameters, {listed(known)}"
+            f"{did_you_mean(unknown[0], known)}"
+        )
+    return found
 
 
 def split_by_size(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:

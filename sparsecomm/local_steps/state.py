@@ -9,10 +9,10 @@ from typing import Any
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.local_steps.schedule import SyncSchedule
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.state import REDUCER, read_arrays
 from sparsecomm.states.loading import reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, per_rank
+from sparsecomm.tensors.interop import TensorSpec
 
 __all__ = ["LOCAL_STEPS", "fit"]
 

@@ -8,10 +8,8 @@ from typing import Any
 from sparsecomm import transport
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.errors import InvalidInputError, listed
-from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
-from sparsecomm.optimizers.rule import DENSITY, AdamWRule
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import NamedTensors
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
@@ -19,7 +17,7 @@ from sparsecomm.states.loading import Prepared
 from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import from_host, to_host
+from sparsecomm.tensors.interop import NamedTensors, from_host, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 

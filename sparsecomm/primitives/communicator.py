@@ -1,24 +1,30 @@
-"""`Communicator`: the ranks of one collective call, as an algorithm sees them. It checks every received message."""
+"""`Communicator`: the ranks of one collective call, as an algorithm sees them; gathers and broadcasts on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import CollectiveMismatchError
-from sparsecomm.primitives.costs import Costs, Link
+from sparsecomm.primitives.costs import Costs, Link, Problem, log2_ceil
 from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
-__all__ = ["Communicator", "Drops", "Parcel", "Range"]
+__all__ = [
+    "ROUNDS", "Communicator", "Drops", "Parcel", "Range", "broadcast_words", "exchange_with_all", "gather",
+    "gather_time", "gather_words", "num_owners",
+]  # fmt: skip
 
 Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers ("words") from 0 to 2^64 - 1
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
 _LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
+ROUNDS = 64  # numbers of rounds that a gather or a broadcast may use, from its ``round_no`` on
+_MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
 _ROUND_BITS = 20  # low bits of the round field of a header; the stage is in the bits above
 
 
@@ -129,7 +135,7 @@ class Communicator:
         return OPS[self._messages.call.op] == MEAN_OF_CONTRIBUTORS
 
     @property
-    def shows_sums(self) -> bool:
+    def sends_exact_sums(self) -> bool:
         """Whether messages contain exact sums: neither rounded nor divided."""
         return self._wire.kind is EXACT and not self._averages
 
@@ -138,14 +144,18 @@ class Communicator:
         """Whether a rank's contribution lacks a part. Equal on all ranks when the algorithm has returned."""
         return self._messages.incomplete
 
-    @property
-    def reaches_all_at_once(self) -> bool:
-        """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.at_once`."""
-        return self._costs.at_once(self.size, len(set(self.node_of_rank)))
+    @cached_property
+    def sends_directly(self) -> bool:
+        """Whether small messages go to all ranks at once instead of being forwarded: see `Costs.direct_is_faster`."""
+        return self._costs.direct_is_faster(self.size, len(set(self.node_of_rank)))
+
+    @cached_property
+    def _latency_entries(self) -> float:
+        return self._costs.latency_entries
 
     def is_latency_bound(self, entries: int) -> bool:
         """Return whether the bytes of ``entries`` entries take less time than the latency of a trip."""
-        return self._costs.is_latency_bound(entries)
+        return entries < self._latency_entries
 
     # -- entries ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +227,7 @@ class Communicator:
         count: int = 0,
         *,
         or_none: bool = False,
-        ranges_of: Callable[[int, Sequence[int]], Sequence[Range] | None] | None = None,
+        expected: Callable[[int, Sequence[int]], Sequence[Range] | None] | None = None,
     ) -> dict[int, Parcel]:
         """Send parcels to some ranks while receiving from others; return the received parcels by rank.
 
@@ -228,7 +238,7 @@ class Communicator:
             round_no: see the class.
             count: approximate number of entries in a parcel; a larger parcel is copied once more.
             or_none: a parcel may also have no vectors.
-            ranges_of: ``ranges_of(source, words)`` returns, for each vector of a parcel, the range of its indices;
+            expected: ``expected(source, words)`` returns, for each vector of a parcel, the range of its indices;
                 ``None``: all indices are allowed.
         """
         step, wire = self._stage + round_no, self._wire
@@ -242,7 +252,7 @@ class Communicator:
         for source, message in received:
             sender = self._ranks[source]
             vectors, words = self._messages.read_parcel(message, wire, sender, step, num_vectors, or_none=or_none)
-            ranges = None if ranges_of is None else ranges_of(source, words)
+            ranges = None if expected is None else expected(source, words)
             for i, vector in enumerate(vectors):
                 self._check(vector, sender, None if ranges is None else ranges[i])
             found[source] = vectors, words
@@ -315,3 +325,148 @@ class Communicator:
         if not self.backend.well_formed(entries, begin, end):
             seen = f"entries whose indices do not increase, or are not in [{begin}, {end}), or whose values are zero"
             raise self._messages.broken(sender, seen)
+
+
+def num_owners(P: int, k: int) -> int:
+    """Return the number of ranks that own a range of indices."""
+    return min(P, max(1, k // _MIN_ENTRIES))
+
+
+# -- gathers and broadcasts -------------------------------------------------------------------------------------------
+
+# If delays are long, each rank sends to all others at once, in one trip. Otherwise ranks forward received messages in
+# log2 P steps. `Costs.direct_is_faster` decides between the two, and decides the same on all ranks.
+
+
+def gather(
+    comm: Communicator, own: SparseVector, round_no: int, ranges: Sequence[Range] | None = None
+) -> list[SparseVector]:
+    """Return the vectors of all ranks, ordered by rank.
+
+    ``ranges``: gather only the vectors of the first ``len(ranges)`` ranks, whose indices must be in these ranges.
+    """
+    num_senders = None if ranges is None else len(ranges)
+    parcels = _gather_parcels(comm)(comm, ((own,), ()), 1, round_no, own.nnz, num_senders, ranges=ranges)
+    return [vector for vectors, _ in parcels for vector in vectors]
+
+
+def gather_words(comm: Communicator, words: list[int], round_no: int) -> list[list[int]]:
+    """Return the words of all ranks, ordered by rank. All ranks must pass the same number of words."""
+    parcels = _gather_parcels(comm)(comm, ((), words), 0, round_no)
+    return [list(comm.checked_words(rank, theirs, len(words))) for rank, (_, theirs) in enumerate(parcels)]
+
+
+def broadcast_words(comm: Communicator, words: list[int], round_no: int) -> list[int]:
+    """Return the words of rank 0, which sends them to all ranks at once or along a binomial tree.
+
+    In step j of the tree, each rank below 2^j sends to the rank 2^j above it.
+    """
+    rank, size = comm.rank, comm.size
+    if comm.sends_directly:
+        (_, found), *_ = exchange_with_all(comm, ((), words), 0, round_no, num_senders=1)
+        return list(comm.checked_words(0, found, len(words)))
+    for step in range(log2_ceil(size)):
+        distance = 1 << step
+        if rank < distance and rank + distance < size:
+            comm.send_words(words, rank + distance, round_no + step)
+        elif distance <= rank < 2 * distance:
+            words = list(comm.receive_words(rank - distance, len(words), round_no + step))
+    return words
+
+
+def _gather_parcels(comm: Communicator) -> Callable[..., list[Parcel]]:
+    return exchange_with_all if comm.sends_directly else _bruck
+
+
+def exchange_with_all(
+    comm: Communicator,
+    own: Parcel,
+    num_vectors: int,
+    round_no: int,
+    count: int = 0,
+    num_senders: int | None = None,
+    *,
+    or_none: bool = False,
+    ranges: Sequence[Range] | None = None,
+) -> list[Parcel]:
+    """Return the parcels of all ranks, or of the first ``num_senders``, ordered by rank, in one trip.
+
+    Arguments are as in `Communicator.exchange_parcels`. ``ranges``: for each sender, the range of its vectors' indices.
+    """
+    senders = range(comm.size if num_senders is None else num_senders)
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = dict.fromkeys(others, own) if comm.rank in senders else {}
+    sources = [sender for sender in senders if sender != comm.rank]
+    expected = None if ranges is None else lambda sender, words: [ranges[sender]] * num_vectors
+    found = comm.exchange_parcels(sends, sources, num_vectors, round_no, count, or_none=or_none, expected=expected)
+    found[comm.rank] = own
+    return [found[sender] for sender in senders]
+
+
+def _bruck(
+    comm: Communicator,
+    own: Parcel,
+    num_vectors: int,
+    round_no: int,
+    count: int = 0,
+    num_senders: int | None = None,
+    *,
+    ranges: Sequence[Range] | None = None,
+) -> list[Parcel]:
+    """Return the same as `exchange_with_all`, in log2 P steps (Bruck et al., IEEE TPDS 1997, Section 3).
+
+    All parcels must have the same numbers of vectors and words.
+
+        rank       0      1      2      3      4      5      6
+        at first   0      1      2      3      4      5      6
+        step 0     01     12     23     34     45     56     60      from rank + 1
+        step 1     0123   1234   2345   3456   4560   5601   6012    from rank + 2
+        step 2     all: the three parcels missing, from rank + 4
+    """
+    rank, size, num_words = comm.rank, comm.size, len(own[1])
+    num_senders = size if num_senders is None else num_senders
+
+    def senders_among(first: int, length: int) -> list[int]:
+        return [sender % size for sender in range(first, first + length) if sender % size < num_senders]
+
+    held, senders = dict.fromkeys(senders_among(rank, 1), own), list[int]()
+
+    def expected(source: int, words: Sequence[int]) -> list[Range] | None:
+        return None if ranges is None else [ranges[sender] for sender in senders for _ in range(num_vectors)]
+
+    for step in range(log2_ceil(size)):
+        distance = 1 << step
+        length = min(distance, size - distance)
+        sent, senders = [held[each] for each in senders_among(rank, length)], senders_among(rank + distance, length)
+        parcel = [v for vectors, _ in sent for v in vectors], [word for _, words in sent for word in words]
+        dst, src = (rank - distance) % size, (rank + distance) % size
+        vectors, words = comm.exchange_parcels(
+            {dst: parcel}, (src,), num_vectors * len(senders), round_no + step, count * len(senders), expected=expected
+        )[src]
+        comm.checked_words(src, words, num_words * len(senders))
+        for i, sender in enumerate(senders):
+            held[sender] = (
+                vectors[i * num_vectors : (i + 1) * num_vectors],
+                words[i * num_words : (i + 1) * num_words],
+            )
+    return [held[sender] for sender in range(num_senders)]
+
+
+def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int | None = None) -> float:
+    """Return the predicted seconds of `gather`. ``entries`` is the total over all senders, which send equal shares.
+
+    If only some ranks are senders, some ranks have all entries before the last step and send them more than once.
+    """
+    P = problem.P
+    num_senders = P if num_senders is None else num_senders
+    if costs.direct_is_faster(P, problem.P if problem.num_nodes is None else problem.num_nodes):
+        sent = (P - 1) / num_senders  # entries that one sender sends / ``entries``
+        nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
+        return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
+    repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)
+    nbytes = repeats * entries * problem.entry_bytes + 16 * num_senders
+    seconds = 0.0
+    for step in range(log2_ceil(P)):  # up to 2^step ranks of a node share its link in a step
+        link = problem.link(costs, sharing=min(1 << step, problem.per_node))
+        seconds += link.alpha + min(1 << step, P - (1 << step)) / P * nbytes * link.beta
+    return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from sparsecomm.wire import HEADER_BYTES
 
@@ -53,11 +54,12 @@ class Costs:
     add: float = 0.0
     call: float = 0.0
 
-    def is_latency_bound(self, entries: int) -> bool:
-        """Return whether the bytes of ``entries`` entries, 12 each with their keys, take less time than the latency."""
-        return 12 * entries * self.link.beta < self.link.alpha
+    @property
+    def latency_entries(self) -> float:
+        """The number of entries whose bytes, 12 each with their keys, take as long as the latency."""
+        return self.link.alpha / (12 * self.link.beta) if self.link.beta else inf if self.link.alpha else 0.0
 
-    def at_once(self, P: int, num_nodes: int) -> bool:
+    def direct_is_faster(self, P: int, num_nodes: int) -> bool:
         """Return whether P ranks should send to all others at once rather than forward messages in log2 P steps.
 
         Sending at once costs P - 2 gaps; forwarding costs log2(P) - 1 more latencies. The bytes differ only in headers.
@@ -78,7 +80,8 @@ class Problem:
         element_bytes: bytes of a dense element.
         num_nodes: number of nodes, which have equally many ranks; ``None``: one per rank.
         packed: whether the time of packing and unpacking counts.
-        hidden: whether messages contain rounded values or means, which do not show which sums are the largest.
+        exact_sums: whether messages contain exact sums, and not rounded values or means, which hide which sums are the
+            largest.
     """
 
     P: int
@@ -88,7 +91,7 @@ class Problem:
     element_bytes: int = 4
     num_nodes: int | None = None
     packed: bool = False
-    hidden: bool = False
+    exact_sums: bool = True
 
     @property
     def per_node(self) -> int:

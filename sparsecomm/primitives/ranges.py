@@ -22,25 +22,15 @@ from typing import NamedTuple
 
 from sparsecomm.backends.keys import max_key
 from sparsecomm.contribution import Contribution
-from sparsecomm.primitives.communicator import Communicator, Parcel, Range
+from sparsecomm.primitives.communicator import Communicator, Parcel, Range, num_owners
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = [
-    "AGE_SHIFT",
-    "Dropped",
-    "check_keys",
-    "checksum_of",
-    "mark",
-    "mark_of",
-    "num_owners",
-    "ranges_of",
-    "rebalance",
-    "scatter",
+    "AGE_SHIFT", "Dropped", "check_keys", "checksum_of", "mark", "mark_of", "owned_ranges", "rebalance", "scatter",
     "scatter_time",
-]
+]  # fmt: skip
 
-_MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
 _MAX_SAMPLES = 32  # per rank
 _MAX_FIRST = 2**15  # maximum entries of all ranks, about 256 KB, for which the first call uses ranges of equal length
 _CROWDED = 1.5  # make new ranges when the crowding has grown by this factor
@@ -71,11 +61,6 @@ class Dropped(list[SparseVector]):
     drop = list[SparseVector].append
 
 
-def num_owners(P: int, k: int) -> int:
-    """Return the number of ranks that own a range."""
-    return min(P, max(1, k // _MIN_ENTRIES))
-
-
 def scatter(
     comm: Communicator, gradient: Contribution, own: SparseVector, k: int, number: int = 0
 ) -> tuple[list[SparseVector], list[int]]:
@@ -91,7 +76,7 @@ def scatter(
     if ranges is not None and ranges.following is not None:
         ranges = Ranges(ranges.following, ranges.made, checksum_of(ranges.following))
     for round_no in count():
-        dropped, samples, expected_ranges = Dropped(), list[int](), None
+        dropped, samples, expected = Dropped(), list[int](), None
         if ranges is None:
             samples = _samples(comm, own, k)
             if comm.size * k <= _MAX_FIRST:
@@ -102,15 +87,13 @@ def scatter(
             (level,) = comm.backend.nth_keys(own, [min(number, own.nnz)]) if number and own.nnz else (0,)
             words = mark(comm.number - ranges.made, ranges.checksum), level, *samples
             own_range = ranges.boundaries[comm.rank], ranges.boundaries[comm.rank + 1]
-            expected_ranges = partial(_ranges_if_equal, own_range, words[0])
+            expected = partial(_ranges_if_equal, own_range, words[0])
             pieces = [own.part(*ends) for ends in pairwise(comm.backend.searchsorted(own, ranges.boundaries))]
             parcels = {
                 rank: ((piece if rank == comm.rank else comm.quantized(piece, dropped),), words)
                 for rank, piece in enumerate(pieces)
             }
-        found = comm.exchange_parcels(
-            parcels, others, 1, round_no, 2 * k // owners, or_none=True, ranges_of=expected_ranges
-        )
+        found = comm.exchange_parcels(parcels, others, 1, round_no, 2 * k // owners, or_none=True, expected=expected)
         found[comm.rank] = parcels[comm.rank]
         received = [found[rank] for rank in range(comm.size)]
         marks = {mark_of(comm, rank, words) for rank, (_, words) in enumerate(received)}
@@ -134,7 +117,7 @@ def scatter(
     raise AssertionError("count has no end")
 
 
-def ranges_of(comm: Communicator, k: int) -> list[Range]:
+def owned_ranges(comm: Communicator, k: int) -> list[Range]:
     """Return the owners' ranges after a `scatter`."""
     ranges: Ranges = comm.cache["ranges"]
     return list(pairwise(ranges.boundaries[: num_owners(comm.size, k) + 1]))

@@ -10,19 +10,51 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparsecomm.backends import Backends
-from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.backends.base import on_streams
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.bucket import Bucket, TensorSpec, layout, on_streams
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, final_density
-from sparsecomm.tensors.arrays import Array, from_host, to_host
+from sparsecomm.reducer.step import Bucket
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.dtypes import DType
+from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
 
-__all__ = ["Buckets", "Connection", "Members", "Rebuilt"]
+__all__ = ["Buckets", "Connection", "Members", "Rebuilt", "layout"]
+
+
+def layout(
+    tensors: Sequence[TensorSpec], scope: str, dense_below: int, bucket_bytes: int = sys.maxsize
+) -> list[tuple[list[int], bool]]:
+    """Assign tensors to buckets.
+
+    Tensors of fewer than ``dense_below`` elements share dense buckets. The other tensors get a bucket each with scope
+    "tensor", and share one with "model"; with "bucket" and "chunk" a bucket is complete when it holds
+    ``bucket_bytes``. Tensors of different devices or accumulator dtypes never share a bucket.
+
+    Returns:
+        For each bucket, positions in ``tensors`` and whether it is dense, in the order in which buckets become
+        complete if gradients become ready in the order of ``tensors``. Dense buckets come last.
+    """
+    buckets: list[tuple[list[int], bool]] = []
+    open_buckets: dict[tuple[Device, DType, bool], list[int]] = {}
+    nbytes: dict[tuple[Device, DType, bool], int] = {}
+    for i, spec in enumerate(tensors):
+        dense = spec.size < dense_below
+        key = spec.device, spec.accumulator, dense
+        open_buckets.setdefault(key, []).append(i)
+        nbytes[key] = nbytes.get(key, 0) + spec.nbytes
+        full = scope == "tensor" or (scope in SIZED_SCOPES and nbytes[key] >= bucket_bytes)
+        if full and not dense:
+            buckets.append((open_buckets.pop(key), dense))
+            del nbytes[key]
+    buckets += [(positions, dense) for (_, _, dense), positions in open_buckets.items()]
+    return sorted(buckets, key=lambda bucket: (bucket[1], bucket[0][-1]))
 
 
 class Buckets:
@@ -32,7 +64,7 @@ class Buckets:
         bucket_bytes: the size at which a bucket is complete.
         all: the buckets in the order of their calls.
         by_name: the bucket of each tensor, also of tensors without elements, which are never sent.
-        label: a checksum of everything that must be equal on the ranks.
+        checksum: of everything that must be equal on the ranks.
     """
 
     def __init__(
@@ -49,7 +81,7 @@ class Buckets:
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
         common = number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.momentum, s.masking, s.clip, s.decay
         tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
-        self.label = zlib.crc32(repr((*common, tensors)).encode())
+        self.checksum = zlib.crc32(repr((*common, tensors)).encode())
 
     def on_current_stream(self) -> AbstractContextManager[None]:
         """Return a context for work with the memory of all buckets on the current stream."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.calls.arguments import chunk_of
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.checks import FAULTS, check_choice, quote, to_bool, to_float, to_int
+from sparsecomm.checks import ARGUMENT_ERRORS, check_choice, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
@@ -105,7 +105,7 @@ def density_at(schedule: Any, step: int | None = None, *, name: str = "density")
         value = schedule(step)
         got = f"{name}: the function returned {quote(value)} for step {step}"
         if not isinstance(value, (bool, str, bytes)):
-            with suppress(*FAULTS):
+            with suppress(*ARGUMENT_ERRORS):
                 density = float(value)
     elif not isinstance(schedule, numbers.Integral):
         density = to_float(schedule)
@@ -196,7 +196,7 @@ class Settings:
 
 
 def check_layout(scope: str, dense_below: int, scopes: Sequence[str] = SCOPES) -> int:
-    """Check the options of `sparsecomm.reducer.bucket.layout`, and return ``dense_below`` as an int."""
+    """Check the options of `sparsecomm.reducer.connection.layout`, and return ``dense_below`` as an int."""
     check_choice("scope", scope, scopes)
     elements = to_float(dense_below)
     if not (elements >= 0 and elements.is_integer()):

@@ -10,22 +10,22 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
-from sparsecomm.calls.handle import Task
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
+from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
-from sparsecomm.reducer.bucket import Add, NamedTensors, TensorSpec, specs_of
 from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
-from sparsecomm.reducer.step import Accept, OpenStep, Step
+from sparsecomm.reducer.step import Accept, Add, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
 from sparsecomm.states.weights import compare_weights
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
@@ -147,7 +147,15 @@ class Reducer:
         self._open = self._begin(0)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
+        step = OpenStep(self._specs, self._settings, self.counters, number, before, unsummed_before)
+        self._connect_step(step)
+        return step
+
+    def _connect_step(self, step: OpenStep) -> None:
+        connection = self._connection
+        if connection.transport is not None:
+            buckets = connection.buckets
+            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.checksum)
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
@@ -207,14 +215,14 @@ class Reducer:
         """
         with self._lock:
             spec = self._begin_push(name)
-            t = None if gradient is None else spec.tensor(gradient, f"{self._who}{name}")
+            t = None if gradient is None else spec.tensor(gradient, f"{self._prefix}{name}")
             into, title = out, f"out of {name}"
             if t is not None and (out is None or out is gradient):
                 into, title = gradient, "gradient, which is also out,"
             if t is not None:
                 into = interop.as_out(into, t, name=title)
             elif into is not None:
-                into = spec.tensor(into, f"{self._who}{title}", writable=True)
+                into = spec.tensor(into, f"{self._prefix}{title}", writable=True)
             self._open.take(spec, t, into)
             self._open.start_ready()
 
@@ -226,7 +234,7 @@ class Reducer:
         """
         with self._lock:
             spec, s = self._begin_push(name), self._settings
-            t = None if x is None else spec.tensor(x, f"{self._who}{name}")
+            t = None if x is None else spec.tensor(x, f"{self._prefix}{name}")
             if t is not None and (s.momentum or s.clip is not None):
                 bucket = self._connection.buckets.by_name[name]
                 with bucket.on_stream(t):
@@ -294,8 +302,8 @@ class Reducer:
         self._prepare()
         if name in self._open.pushed:
             raise InvalidInputError(
-                f"{self._who}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of a "
-                "step, and add up the parts of a gradient before you push it"
+                f"{self._prefix}{name!r} was pushed in step {self.step} already; call wait() after the last tensor of "
+                "a step, and add up the parts of a gradient before you push it"
             )
         return spec
 
@@ -316,26 +324,29 @@ class Reducer:
 
     def _connect(self) -> transport.Transport:
         """Return the transport, after making the buckets if needed."""
-        return self._connection.transport or self._connection.connect()
+        transport = self._connection.transport or self._connection.connect()
+        if not self._open.connected:
+            self._connect_step(self._open)
+        return transport
 
     def _connect_between_steps(self, method: str) -> transport.Transport:
         """Return the transport, after checking for ``method`` that no step has begun."""
         if self._open.pushed:
             raise InvalidInputError(
-                f"{self._who}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
+                f"{self._prefix}{method} in the middle of step {self.step}: gradients were pushed; call wait() first"
             )
         return self._connect()
 
     def _spec(self, name: str) -> TensorSpec:
         if not isinstance(name, str) or name not in self._specs:
             raise InvalidInputError(
-                f"{self._who}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
+                f"{self._prefix}{quote(name)} is not the name of one of this Reducer's {len(self._specs)} tensors, "
                 f"{listed(self._specs)}{did_you_mean(name, self._specs)}"
             )
         return self._specs[name]
 
     @property
-    def _who(self) -> str:
+    def _prefix(self) -> str:
         return "" if self._connection.transport is None else f"rank {self._connection.transport.rank}: "
 
     # -- other ranks --------------------------------------------------------------------------------------------------
@@ -474,7 +485,7 @@ class Reducer:
         with self._lock:
             spec = self._spec(name)
             self._connect()
-            t, bucket = spec.tensor(gradient, f"{self._who}{name}"), self._connection.buckets.by_name[name]
+            t, bucket = spec.tensor(gradient, f"{self._prefix}{name}"), self._connection.buckets.by_name[name]
             with bucket.on_stream(t):
                 return bucket.sum_of_squares(t)
 

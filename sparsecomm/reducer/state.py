@@ -9,11 +9,11 @@ from typing import Any
 from sparsecomm.checks import to_float
 from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.primitives.costs import Link
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.connection import Buckets, Connection
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, summed
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.profile import KnownCosts, measured
 
 __all__ = ["REDUCER", "buckets_of", "fields_of", "measured_costs", "read_arrays"]

@@ -1,25 +1,37 @@
-"""`OpenStep`: one step of a reducer. `Step`: its outcome. `BucketCall`: the call that sums a bucket."""
+"""`OpenStep`: one step of a reducer. `Step`: its outcome. `Bucket`: tensors that one call, a `BucketCall`, sums."""
 
 from __future__ import annotations
 
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from sparsecomm.algorithms import ALGORITHMS
-from sparsecomm.calls.handle import Handle, Task
-from sparsecomm.calls.sparse import SumCall
-from sparsecomm.primitives.gather import gather_words
-from sparsecomm.reducer.bucket import Add, Bucket, TensorSpec
-from sparsecomm.reducer.connection import Connection
-from sparsecomm.reducer.counters import Counters
-from sparsecomm.tensors.interop import CPU, Tensor
-from sparsecomm.tensors.sparse import DenseSum, SparseVector
+import numpy as np
 
-__all__ = ["Accept", "BucketCall", "OpenStep", "Step", "error_of"]
+from sparsecomm.algorithms import ALGORITHMS
+from sparsecomm.backends import Backend, Backends, default_float_mode
+from sparsecomm.calls.collectives import SumCall
+from sparsecomm.calls.measurement import plan_costs
+from sparsecomm.calls.plan import Plan
+from sparsecomm.calls.queue import CallQueue, Handle, Task
+from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
+from sparsecomm.primitives.communicator import gather_words
+from sparsecomm.reducer.counters import Counters
+from sparsecomm.reducer.options import Settings
+from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec
+from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
+from sparsecomm.transport import Transport
+
+__all__ = ["Accept", "Add", "Bucket", "BucketCall", "OpenStep", "Step", "error_of"]
+
+# ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
+# returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
+Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 
 # Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
@@ -50,141 +62,251 @@ class Step:
     nonfinite: bool = False
 
 
-class OpenStep:
-    """A step that has not ended, and the outcome of the previous step.
+class Bucket:
+    """Tensors of one device and accumulator dtype, with one flat residual, and one flat velocity under momentum.
 
-    A reducer begins the next step with a new object. All methods may be called again after an interrupt.
+    Methods with an argument ``backend`` or ``plan`` are part of a call and use its stream. Call all other methods
+    within `on_stream`.
 
     Attributes:
-        number: the number of the step.
-        before: the outcome of the previous step; ``None`` if it failed or there was none.
-        unsummed_before: names of tensors that the previous step did not sum.
-        opening: calls before the first gradient, by name: see `Reducer.opening_call`.
-        density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
-        pushed: gradients by name; ``None`` for an absent gradient.
-        unsummed: after `settle`, names of tensors that this step did not sum.
+        tensors: specs, in the order of the flat vectors.
+        dense: the tensors are summed without a selection.
+        backend: the reducer's backend of the device, for all work outside calls.
+        shape: shape of the call's input: the tensor's shape if there is one tensor, otherwise flat.
+        residuals, velocities: flat views by name. ``velocities`` is empty without momentum.
+        missing: names of tensors for which `take` was not called in this step.
+        outs: this step's outputs for sums by name.
+        last_gradient: the gradient that was taken last in this step.
+        last_plan: the plan of the latest call; ``None`` before the first call.
     """
 
-    density: float
-    label: str
+    def __init__(self, tensors: Sequence[TensorSpec], dense: bool, settings: Settings, backends: Backends) -> None:
+        self.tensors, self.dense, self.settings = tuple(tensors), dense, settings
+        self.device, self.accumulator = tensors[0].device, tensors[0].accumulator
+        self.backend = backends.of(self.device)
+        self._timeline = self.backend.timeline()
+        self._offsets = [0, *accumulate(spec.size for spec in tensors)]
+        self.size = self._offsets[-1]
+        self.nbytes = self.size * self.accumulator.itemsize
+        self.shape = tensors[0].shape if len(tensors) == 1 else (self.size,)
+        with self.on_stream(None):
+            self._state = [self._zeros() for _ in range(2 if settings.momentum else 1)]  # residual, velocity
+        self._residual = self._state[0]
+        self.residuals = self._views(self._residual)
+        self.velocities = self._views(self._state[1]) if settings.momentum else {}
+        self._hint = ThresholdHint()
+        # Whether a call may add gradients and select in one pass.
+        self._may_defer = not (settings.skip_nonfinite or settings.momentum) and (
+            len(tensors) == 1 or self.device.kind == "cpu"
+        )
+        self._plan_key, self._plan_density = object(), 0.0
+        self.last_plan: Plan | None = None
+        self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
+        self.begin()
 
-    def __init__(
-        self,
-        connection: Connection,
-        counters: Counters,
-        number: int,
-        before: Step | None,
-        unsummed_before: tuple[str, ...],
-    ) -> None:
-        """Begin a step. It adds its time and traffic to ``counters``."""
-        self.number, self.before, self.unsummed_before = number, before, unsummed_before
-        self._connection, self._settings, self._counters = connection, connection.settings, counters
-        self._clips = connection.settings.clip is not None
-        self.pushed: dict[str, Tensor | None] = {}
-        self.unsummed: tuple[str, ...] = ()
-        self.opening: dict[str, tuple[Handle, Task]] = {}
-        self._calls: list[tuple[Handle, BucketCall]] = []
-        for bucket in self._buckets:
-            bucket.begin()
+    @default_float_mode
+    def begin(self) -> None:
+        """Begin a step. The calls of the previous step have ended, with or without an error."""
+        if self._set_aside:
+            with self.on_stream(None):
+                while self._set_aside:  # the residual holds only what the call has added
+                    name, residual = next(iter(self._set_aside.items()))
+                    self.residuals[name] += residual
+                    del self._set_aside[name]
+        self.missing = set(self.residuals)
+        self.outs: dict[str, Tensor] = {}
+        self.last_gradient: Tensor | None = None
+        self._present: set[str] = set()  # names for which this rank has a gradient
+        self._nonfinite: set[str] = set()  # names whose gradient was dropped because it was not finite
+        self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
-    @property
-    def _buckets(self) -> list[Bucket]:
-        return [] if self._connection.transport is None else self._connection.buckets.all
+    def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
+        """Return a context for work with the bucket's memory, on the stream of ``x`` or else the current stream.
+
+        The work runs after all earlier work with this memory, on any stream.
+        """
+        return self._timeline.on_stream(x)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # there may be no timeline, or at the end of the process no device
+            self._timeline.wait()  # the allocator may reuse the memory on the stream that allocated it
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
-        """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
-        name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
-        with bucket.on_stream(t):
-            if not self._clips:
-                bucket.take(spec, t, add=add)
-            self.pushed[name] = t
-            if out is not None:
-                bucket.outs[name] = out
-        self._counters.accumulate += time.perf_counter() - start
+    @default_float_mode
+    def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
+        """Add ``scale`` times a gradient to the residual. Where possible, the call adds it instead.
 
-    def take_rest(self) -> None:
-        """Record that this rank has no gradient for tensors that were not pushed."""
-        for name, spec in self._connection.specs.items():
-            if name not in self.pushed:
-                self.take(spec, None)
-
-    def _add_clipped(self) -> None:
-        """Clip and add all gradients of this step. After an interrupt, add the rest."""
-        connection, s, start = self._connection, self._settings, time.perf_counter()
-        by_name, squares = connection.buckets.by_name, 0.0
-        for name, t in self.pushed.items():
-            if t is not None and t.size:
-                with by_name[name].on_stream(t):
-                    squares += by_name[name].sum_of_squares(t)
-        assert connection.transport is not None
-        assert s.clip is not None
-        P, norm, factor = connection.transport.size, math.sqrt(squares), 1.0
-        max_norm = s.clip * (1 / math.sqrt(P) if s.options.op == "sum" else math.sqrt(P))
-        if max_norm < norm < math.inf:
-            factor = max_norm / norm
-        for name, t in self.pushed.items():
-            if name in by_name[name].missing:
-                with by_name[name].on_stream(t):
-                    by_name[name].take(connection.specs[name], t, scale=factor)
-        self._counters.accumulate += time.perf_counter() - start
-
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    def start_ready(self) -> None:
-        """Start the calls of complete buckets, in the order of the buckets."""
-        connection, buckets = self._connection, self._buckets
-        if self._clips and len(self.pushed) == len(connection.specs) and len(self._calls) < len(buckets):
-            self._add_clipped()
-        while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
-            position = len(self._calls)
-            text = f"{position} {self.number} {self.label}"
-            label = zlib.crc32(text.encode(), connection.buckets.label) or 1
-            call = BucketCall(connection, buckets[position], self.density, label, self._counters)
-            self._calls.append((connection.queue.submit(call), call))
-
-    def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
-        """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
-
-        Returns:
-            The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
+        Args:
+            spec: the tensor's spec.
+            gradient: ``None``: this rank has no gradient. The residual and the velocity do not change.
+            add: adds a value computed from the gradient instead. Not with momentum or clipping.
         """
-        ended = [(error_of(handle), call) for handle, call in self._calls]
-        failed_first = sorted(ended, key=lambda item: item[1].succeeded)  # a call may succeed and raise, too
-        error = next((error for error, _ in failed_first if error is not None), None)
-        summed = {name for _, call in self._calls if call.succeeded for name in call.names}
-        names = tuple(name for name, spec in self._connection.specs.items() if spec.size)
-        self.unsummed = tuple(name for name in names if name not in summed)
-        finite, skips = all(call.finite for _, call in self._calls), self._settings.skip_nonfinite
-        usable = finite or not skips
-        if self.unsummed and skips:  # no call has committed yet, so the whole step fails
-            self.unsummed = names
-        left = {name: part for _, call in self._calls for name, part in call.left.items()}
-        if usable and skips and accept is not None and not self.unsummed:
-            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
-        for _, call in self._calls:
-            call.settle(usable=usable and not self.unsummed)
-        for bucket in self._buckets:
-            with bucket.on_stream(None):
-                if not usable and not self.unsummed:
-                    assert self._connection.transport is not None
-                    bucket.drop_overflows(self._connection.transport.size)
-                if not finite and not skips:
-                    bucket.drop_nonfinite()
-        without = frozenset(name for _, call in self._calls for name in call.without_gradient)
-        step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
-        return error, step
+        name = spec.name
+        if gradient is not None:
+            if add is not None:
+                if spec.size:
+                    residual = self.backend.as_tensor(self.residuals[name], spec.shape)
+                    if not add(self.backend, gradient, residual, self.settings.decay, self.settings.skip_nonfinite):
+                        self._nonfinite.add(name)
+            elif self.settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
+                self._nonfinite.add(name)
+            elif scale == 1.0 and self._may_defer:
+                self._deferred[name] = gradient
+            elif spec.size:
+                self._add(spec, gradient, scale)
+            self._present.add(name)
+            self.last_gradient = gradient
+        self.missing.discard(name)
 
-    def abandon(self) -> None:
-        """End the step, and add the gradients of calls that were not made to the residuals."""
-        self.take_rest()
-        if self._clips:
-            self._add_clipped()
-        self.settle()
-        for bucket in self._buckets[len(self._calls) :]:
-            with bucket.backend.on_stream(bucket.last_gradient):
-                bucket.add_deferred()
+    @default_float_mode
+    def sum_of_squares(self, gradient: Tensor) -> float:
+        """Return the sum of the squares of a gradient's elements."""
+        g = self.backend.accumulate(gradient, None).astype("f8")  # squares may exceed float32
+        return float((g * g).sum())
+
+    def _add(self, spec: TensorSpec, gradient: Tensor, scale: float = 1.0) -> None:
+        """Add a gradient to its residual, with momentum through its velocity."""
+        name, backend = spec.name, self.backend
+        residual, velocity = self.residuals[name], self.velocities.get(name)
+        g = None
+        if velocity is not None or scale != 1.0:
+            g = backend.accumulate(gradient, None)
+            if scale != 1.0:
+                g *= scale
+        if self.settings.decay < 1:
+            residual *= self.settings.decay
+        if g is None:
+            backend.add_into(gradient, backend.as_tensor(residual, spec.shape))
+        elif velocity is None:
+            residual += g
+        else:
+            velocity *= self.settings.momentum
+            velocity += g
+            residual += velocity
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    def planned(self, queue: CallQueue, density: float) -> Plan | None:
+        """Return the queue's plan for calls of this bucket at ``density``, or ``None``."""
+        return queue.plans.find(self._plan_key) if self._plan_density == density else None
+
+    def plan(self, transport: Transport, queue: CallQueue, density: float) -> Plan:
+        """Return the plan for calls of this bucket at ``density``. If there is none, make and store it."""
+        plan = self.planned(queue, density)
+        if plan is None:
+            k, chunks = min(self.size, max(1, round(density * self.size))), None
+            options, chunk = self.settings.call_options(self.accumulator.name), self.settings.chunk
+            if self.dense or density == 1.0:
+                options = options.for_dense_sum()
+            elif chunk is not None:
+                chunks = Chunks(max(1, round(density * chunk)), chunk, tuple(self._offsets))
+                k = chunks.total(self.size)
+            backend = queue.backends.of(self.device)
+            costs = plan_costs(transport, options)
+            plan = Plan(transport, backend, self.accumulator, self.shape, self.size, k, options, costs, chunks)
+            queue.plans.keep(self._plan_key, plan)
+            self._plan_density = density
+        self.last_plan = plan
+        return plan
+
+    @default_float_mode
+    def contribution(self, plan: Plan) -> Contribution:
+        """Return this rank's contribution to the step's call, with zeros for tensors without a gradient.
+
+        The residuals of these tensors are set aside until the next step begins, so the call does not send them.
+        """
+        backend, chunks = plan.backend, plan.chunks
+        residual = self.backend.as_tensor(self._residual, (self.size,))
+        if len(self._deferred) == len(self.tensors):
+            segments = []
+            for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True):
+                part = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
+                segments.append(Segment(self._deferred[spec.name], part, offset))
+            decay = self.settings.decay
+            return Contribution(backend, segments, residual, self.shape, self.size, chunks, decay, self._hint)
+        self.add_deferred()
+        for name in self.absent():
+            if name not in self._set_aside:
+                self._set_aside[name] = self.residuals[name].copy()
+                self.residuals[name][:] = 0
+        if self._nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
+            poison = self._zeros()
+            self._views(poison)[min(self._nonfinite)][:1] = float("nan")
+            residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
+        return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
+
+    def absent(self) -> list[str]:
+        """Return the names of tensors without a gradient on this rank."""
+        return [spec.name for spec in self.tensors if spec.name not in self._present]
+
+    def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
+        """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
+        if self.velocities and self.settings.masking and not self.dense:
+            velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
+            if (taken := contribution.taken) is not None:
+                backend.clear(velocity, taken)
+            backend.clear(velocity, result)
+
+    def write(
+        self, backend: Backend, result: SparseVector, without_gradient: Collection[str]
+    ) -> dict[str, SparseVector]:
+        """Write the result to `outs`, and return the results of tensors without an output by name.
+
+        Tensors ``without_gradient`` have no gradient on any rank, and are skipped.
+        """
+        left = {}
+        parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
+        for spec, part in zip(self.tensors, parts, strict=True):
+            if spec.name in without_gradient:
+                continue
+            if spec.name in self.outs:
+                backend.densify(self.outs[spec.name], part)
+            else:
+                part.shape = spec.shape
+                left[spec.name] = part
+        return left
+
+    @default_float_mode
+    def add_deferred(self) -> None:
+        """Add the gradients that the call would have added."""
+        for spec in self.tensors:
+            if spec.name in self._deferred:
+                self._add(spec, self._deferred[spec.name])
+                del self._deferred[spec.name]
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    @default_float_mode
+    def discard(self, name: str) -> None:
+        for views in (self.residuals, self.velocities):
+            if name in views:
+                views[name][:] = 0
+
+    @default_float_mode
+    def scale(self, factor: float) -> None:
+        for array in self._state:
+            array *= factor
+
+    @default_float_mode
+    def drop_nonfinite(self) -> None:
+        """Set NaN and infinities in the residual and the velocity to zero."""
+        for array in self._state:
+            array[~np.isfinite(array)] = 0  # calls CuPy for CuPy's arrays
+
+    @default_float_mode
+    def drop_overflows(self, world_size: int) -> None:
+        """Set entries to zero that have overflowed, or are so large that the next sum could overflow."""
+        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # rounding may double values
+        for array in self._state:
+            array[~(abs(array) <= max_)] = 0
+
+    def _zeros(self) -> Array:
+        return self.backend.zeros(self.size, self.accumulator.accumulator)
+
+    def _views(self, flat: Array) -> dict[str, Array]:
+        bounds = zip(self.tensors, pairwise(self._offsets), strict=True)
+        return {spec.name: flat[begin:end] for spec, (begin, end) in bounds}
 
 
 class BucketCall(SumCall):
@@ -202,14 +324,15 @@ class BucketCall(SumCall):
         without_gradient: names for which no rank has a gradient.
     """
 
-    def __init__(self, connection: Connection, bucket: Bucket, density: float, label: int, counters: Counters) -> None:
-        assert connection.transport is not None
-        plan, within = bucket.plan(connection.transport, connection.queue, density), None
+    def __init__(
+        self, bucket: Bucket, transport: Transport, queue: CallQueue, density: float, label: int, counters: Counters
+    ) -> None:
+        plan, within = bucket.plan(transport, queue, density), None
         with bucket.on_stream(bucket.last_gradient):
             contribution = bucket.contribution(plan)
             if bucket.device is not CPU:
                 within = plan.backend.side_stream()  # after all work that the call must wait for
-        skip = connection.settings.skip_nonfinite
+        skip = bucket.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
         self.finite, self.largest = True, 0.0
         self.left: dict[str, SparseVector] = {}
@@ -287,6 +410,153 @@ class BucketCall(SumCall):
     def _mask(self, result: SparseVector) -> None:
         if self.plan.algorithm is not ALGORITHMS["dense"]:  # after a dense sum momentum continues
             self._bucket.mask_velocity(self.contribution, result)
+
+
+class OpenStep:
+    """A step that has not ended, and the outcome of the previous step.
+
+    A reducer begins the next step with a new object. All methods may be called again after an interrupt.
+
+    Attributes:
+        number: the number of the step.
+        before: the outcome of the previous step; ``None`` if it failed or there was none.
+        unsummed_before: names of tensors that the previous step did not sum.
+        connected: whether `connect` was called; it must be before the first push.
+        opening: calls before the first gradient, by name: see `Reducer.opening_call`.
+        density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
+        pushed: gradients by name; ``None`` for an absent gradient.
+        unsummed: after `settle`, names of tensors that this step did not sum.
+    """
+
+    density: float
+    label: str
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        settings: Settings,
+        counters: Counters,
+        number: int,
+        before: Step | None,
+        unsummed_before: tuple[str, ...],
+    ) -> None:
+        """Begin a step. It adds its time and traffic to ``counters``."""
+        self.number, self.before, self.unsummed_before = number, before, unsummed_before
+        self._specs, self._settings, self._counters = specs, settings, counters
+        self._clips = settings.clip is not None
+        self.pushed: dict[str, Tensor | None] = {}
+        self.unsummed: tuple[str, ...] = ()
+        self.opening: dict[str, tuple[Handle, Task]] = {}
+        self.connected = False
+        self._buckets: Sequence[Bucket] = ()
+        self._calls: list[tuple[Handle, BucketCall]] = []
+
+    def connect(
+        self,
+        transport: Transport,
+        queue: CallQueue,
+        buckets: Sequence[Bucket],
+        by_name: Mapping[str, Bucket],
+        checksum: int,
+    ) -> None:
+        """Use these buckets. ``checksum`` is in the label of each call; see `sparsecomm.reducer.connection.Buckets`."""
+        self._transport, self._queue, self._checksum = transport, queue, checksum
+        self._buckets, self._by_name, self.connected = buckets, by_name, True
+        for bucket in buckets:
+            bucket.begin()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
+        """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
+        name, bucket, start = spec.name, self._by_name[spec.name], time.perf_counter()
+        with bucket.on_stream(t):
+            if not self._clips:
+                bucket.take(spec, t, add=add)
+            self.pushed[name] = t
+            if out is not None:
+                bucket.outs[name] = out
+        self._counters.accumulate += time.perf_counter() - start
+
+    def take_rest(self) -> None:
+        """Record that this rank has no gradient for tensors that were not pushed."""
+        for name, spec in self._specs.items():
+            if name not in self.pushed:
+                self.take(spec, None)
+
+    def _add_clipped(self) -> None:
+        """Clip and add all gradients of this step. After an interrupt, add the rest."""
+        s, by_name, squares, start = self._settings, self._by_name, 0.0, time.perf_counter()
+        for name, t in self.pushed.items():
+            if t is not None and t.size:
+                with by_name[name].on_stream(t):
+                    squares += by_name[name].sum_of_squares(t)
+        assert s.clip is not None
+        P, norm, factor = self._transport.size, math.sqrt(squares), 1.0
+        max_norm = s.clip * (1 / math.sqrt(P) if s.options.op == "sum" else math.sqrt(P))
+        if max_norm < norm < math.inf:
+            factor = max_norm / norm
+        for name, t in self.pushed.items():
+            if name in by_name[name].missing:
+                with by_name[name].on_stream(t):
+                    by_name[name].take(self._specs[name], t, scale=factor)
+        self._counters.accumulate += time.perf_counter() - start
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def start_ready(self) -> None:
+        """Start the calls of complete buckets, in the order of the buckets."""
+        buckets = self._buckets
+        if self._clips and len(self.pushed) == len(self._specs) and len(self._calls) < len(buckets):
+            self._add_clipped()
+        while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
+            position = len(self._calls)
+            text = f"{position} {self.number} {self.label}"
+            label = zlib.crc32(text.encode(), self._checksum) or 1
+            bucket = buckets[position]
+            call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
+            self._calls.append((self._queue.submit(call), call))
+
+    def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
+        """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
+
+        Returns:
+            The exception to raise or ``None``, and the outcome, which is valid if `unsummed` is empty.
+        """
+        ended = [(error_of(handle), call) for handle, call in self._calls]
+        failed_first = sorted(ended, key=lambda item: item[1].succeeded)  # a call may succeed and raise, too
+        error = next((error for error, _ in failed_first if error is not None), None)
+        summed = {name for _, call in self._calls if call.succeeded for name in call.names}
+        names = tuple(name for name, spec in self._specs.items() if spec.size)
+        self.unsummed = tuple(name for name in names if name not in summed)
+        finite, skips = all(call.finite for _, call in self._calls), self._settings.skip_nonfinite
+        usable = finite or not skips
+        if self.unsummed and skips:  # no call has committed yet, so the whole step fails
+            self.unsummed = names
+        left = {name: part for _, call in self._calls for name, part in call.left.items()}
+        if usable and skips and accept is not None and not self.unsummed:
+            usable = accept(left, max((call.largest for _, call in self._calls), default=0.0))
+        for _, call in self._calls:
+            call.settle(usable=usable and not self.unsummed)
+        for bucket in self._buckets:
+            with bucket.on_stream(None):
+                if not usable and not self.unsummed:
+                    bucket.drop_overflows(self._transport.size)
+                if not finite and not skips:
+                    bucket.drop_nonfinite()
+        without = frozenset(name for _, call in self._calls for name in call.without_gradient)
+        step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
+        return error, step
+
+    def abandon(self) -> None:
+        """End the step, and add the gradients of calls that were not made to the residuals."""
+        self.take_rest()
+        if self._clips:
+            self._add_clipped()
+        self.settle()
+        for bucket in self._buckets[len(self._calls) :]:
+            with bucket.backend.on_stream(bucket.last_gradient):
+                bucket.add_deferred()
 
 
 def error_of(handle: Handle) -> BaseException | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsecomm.calls.agreement import WordsGather
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred
@@ -93,7 +93,7 @@ def load(
             prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as raised:  # other ranks wait for this one
-        own_error = _with_rank(raised, rank, action)
+        own_error = _name_rank(raised, rank, action)
         text = text_of(own_error) if isinstance(own_error, Exception) else type(own_error).__name__
         lines = [text[:_MAX_ERROR] or "no message"]
     try:
@@ -131,14 +131,14 @@ def _gather_lines(
     """
     printable = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     data = "\n".join(printable).encode()
-    lengths, failed = _gather(transport, label, [len(data)], interrupts)
+    lengths, first_error = _gather(transport, label, [len(data)], interrupts)
     if not lengths:
-        return [], failed
+        return [], first_error
     size = -(-max(lengths) // 8) * 8
     words, error = _gather(transport, "lines", np.frombuffer(data.ljust(size), "<u8").tolist(), interrupts)
     texts = np.array(words, "<u8").tobytes()
     found = [texts[size * i : size * i + length].decode() for i, length in enumerate(lengths)] if words else []
-    return [text.split("\n") for text in found], error or failed
+    return [text.split("\n") for text in found], error or first_error
 
 
 def _gather(
@@ -146,7 +146,7 @@ def _gather(
 ) -> tuple[list[int], BaseException | None]:
     """Return the words of all ranks, and an error or ``None``: see `_gather_lines`."""
     call = WordsGather(transport, words, zlib.crc32(label.encode()) or 1)
-    handle, failed = queue_of(transport).submit(call), None
+    handle, failure = queue_of(transport).submit(call), None
     while True:
         try:
             handle.wait()
@@ -154,8 +154,8 @@ def _gather(
             if handle.error is not error:  # a signal handler raised it
                 interrupts.append(error)
                 continue
-            failed = error
-        return (call.words if call.succeeded else []), failed
+            failure = error
+        return (call.words if call.succeeded else []), failure
 
 
 def _compare(lines_by_rank: list[list[str]], keys: Sequence[str], rank: int, action: str) -> InvalidInputError | None:
@@ -223,7 +223,7 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: b
             return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 
-def _with_rank(error: BaseException, rank: int, action: str) -> BaseException:
+def _name_rank(error: BaseException, rank: int, action: str) -> BaseException:
     """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
     if not isinstance(error, Exception):
         return error

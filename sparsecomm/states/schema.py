@@ -143,7 +143,7 @@ class Schema:
 
     def reshard(self, states: Iterable[object], rank: int, size: int) -> StateDict:
         """Return the state dict of rank ``rank`` of ``size`` ranks: see the function `reshard`."""
-        old = self._in_order_of_rank(states)
+        old = self._sort_by_rank(states)
         if not (is_count(rank) and is_count(size) and rank < size):
             raise InvalidInputError(f"rank={quote(rank)}, size={quote(size)}: expected a rank from 0 to size - 1")
         made: StateDict = {"format": self.format, "world_size": int(size), "rank": int(rank)}
@@ -157,7 +157,7 @@ class Schema:
                 made[key] = values[0] if field.reshard is None else field.reshard(old, rank, size)
         return made
 
-    def _in_order_of_rank(self, states: Iterable[object]) -> list[StateDict]:
+    def _sort_by_rank(self, states: Iterable[object]) -> list[StateDict]:
         by_rank: dict[int, StateDict] = {}
         for state in states:
             found = self.read(state)

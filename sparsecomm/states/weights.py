@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sparsecomm.calls.agreement import WordsComparison
 from sparsecomm.calls.arguments import naming_rank
+from sparsecomm.calls.collectives import WordsComparison
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError

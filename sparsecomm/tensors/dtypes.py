@@ -21,23 +21,15 @@ class DType:
     code: int  # in C++ kernels and in messages
     itemsize: int
     view: str  # NumPy dtype in which its memory is viewed
-
-    @property
-    def accumulator(self) -> np.dtype:
-        """The dtype in which values are added: float32 for 16-bit dtypes and float32, else float64."""
-        return np.dtype(np.float64 if self.itemsize == 8 else np.float32)
-
-    @property
-    def rounds_to_infinity(self) -> float:
-        """The smallest magnitude of the accumulator dtype that rounds to infinity in this dtype."""
-        return {"float16": 65520.0, "bfloat16": (2 - 2**-8) * 2.0**127}.get(self.name, math.inf)
+    accumulator: np.dtype = np.dtype(np.float32)  # noqa: RUF009 # in which values are added
+    rounds_to_infinity: float = math.inf  # smallest magnitude of the accumulator dtype that rounds to infinity
 
     def __str__(self) -> str:
         return self.name
 
 
-FLOAT16 = DType("float16", 0, 2, "<f2")
-BFLOAT16 = DType("bfloat16", 1, 2, "<u2")  # NumPy has no bfloat16
+FLOAT16 = DType("float16", 0, 2, "<f2", rounds_to_infinity=65520.0)
+BFLOAT16 = DType("bfloat16", 1, 2, "<u2", rounds_to_infinity=(2 - 2**-8) * 2.0**127)  # NumPy has no bfloat16
 FLOAT32 = DType("float32", 2, 4, "<f4")
-FLOAT64 = DType("float64", 3, 8, "<f8")
+FLOAT64 = DType("float64", 3, 8, "<f8", np.dtype(np.float64))
 DTYPES = {d.name: d for d in (FLOAT16, BFLOAT16, FLOAT32, FLOAT64)}

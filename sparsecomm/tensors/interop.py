@@ -1,18 +1,20 @@
 """Import of other libraries' tensors without a copy. All functions raise `InvalidInputError` for unusable arguments.
 
-`tensor` reads NumPy arrays directly and all others through DLPack.
+`tensor` reads NumPy arrays directly and all others through DLPack. A `TensorSpec` describes a tensor.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from sparsecomm.checks import FAULTS, quote
+from sparsecomm.checks import ARGUMENT_ERRORS, quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import _dlpack
 from sparsecomm.tensors.arrays import Array
@@ -30,6 +32,7 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu")
+NamedTensors: TypeAlias = "Mapping[str, object] | Iterable[tuple[str, object]]"
 Tensor = _dlpack.Tensor
 overlap = _dlpack.overlap
 
@@ -68,7 +71,7 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
         _refuse(name, f"got a JAX tracer, which has no values yet; expected an array; {advice}")
     immutable = _is_jax(obj)
     if writable and immutable:
-        _refuse(name, f"got a JAX array, which is immutable; {_WRITABLE}; {_own_memory(name)}")
+        _refuse(name, f"got a JAX array, which is immutable; {_WRITABLE}; {_memory_advice(name)}")
     if stream is None:
         stream = _current_stream(obj)
     if (is_negated := getattr(obj, "is_neg", None)) is not None and is_negated():  # in PyTorch
@@ -76,6 +79,51 @@ def tensor(obj: Any, name: str, *, writable: bool = False, stream: int | None = 
             _refuse(name, f"got a tensor whose negation is pending; {_WRITABLE}; pass x.resolve_neg()")
         obj = obj.resolve_neg()
     return _checked(obj, _export(obj, name, stream), name, writable, immutable, stream)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The name, shape and device of a tensor, and the dtype in which its gradients are summed."""
+
+    name: str
+    shape: tuple[int, ...]
+    accumulator: DType
+    device: Device
+    size: int = field(init=False)  # number of elements
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the sum in bytes."""
+        return self.size * self.accumulator.itemsize
+
+    def tensor(self, obj: object, name: str, *, writable: bool = False) -> Tensor:
+        """Import an array that must match this spec; ``name`` is its name in error messages."""
+        t = tensor(obj, name, writable=writable)
+        if (t.shape, t.device, t.dtype.accumulator) != (self.shape, self.device, self.accumulator.accumulator):
+            raise InvalidInputError(
+                f"{name}: got shape {t.shape}, {t.dtype} on {t.device}; expected shape {self.shape} with sums in "
+                f"{self.accumulator} on {self.device}, as at the beginning. If the model has changed, make a new object"
+            )
+        return t
+
+
+def specs_of(tensors: NamedTensors) -> dict[str, TensorSpec]:
+    """Return the specs of named tensors by name, in their order. A `TensorSpec` may take a tensor's place."""
+    specs: dict[str, TensorSpec] = {}
+    for name, obj in named(tensors):
+        if name in specs:
+            raise InvalidInputError(f"tensors: the name {name!r} appears twice; names must be unique")
+        if isinstance(obj, TensorSpec):
+            specs[name] = obj
+            continue
+        t = tensor(obj, name)
+        specs[name] = TensorSpec(name, t.shape, FLOAT64 if t.dtype.itemsize == 8 else FLOAT32, t.device)
+    if not specs:
+        raise InvalidInputError("tensors: must contain at least one tensor")
+    return specs
 
 
 def refuse_masked(array: object, name: str) -> None:
@@ -140,7 +188,7 @@ def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
         seen, advice = f"got an array of shape {t.shape}", "pass x.contiguous() or np.ascontiguousarray(x)"
         _refuse(name, f"{seen} that is not contiguous; expected C order without gaps; {advice}")
     if unwritable:
-        _refuse(name, f"got a read-only array; {_WRITABLE}; {_own_memory(name)}")
+        _refuse(name, f"got a read-only array; {_WRITABLE}; {_memory_advice(name)}")
     size = t.dtype.itemsize
     if t.pointer % size and t.size:
         advice = "pass an aligned copy, for example x.copy() or x.clone()"
@@ -215,7 +263,7 @@ def named(tensors: Any, argument: str = "tensors") -> list[tuple[str, Any]]:
                 seen = f"got the name {quote(name)}"
                 raise TypeError(seen)
             found.append((name, tensor))
-    except FAULTS as error:
+    except ARGUMENT_ERRORS as error:
         raise InvalidInputError(
             f"{argument}: {seen}; expected names and tensors: a dict, {{'weight': x}}, or pairs, as from "
             "model.named_parameters()"
@@ -244,6 +292,26 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
         _refuse(name, f"{seen}; expected contiguous host memory; copy it there first")
     nbytes = (t.size * t.bits * t.lanes + 7) // 8
     return f"{_dtype_name(obj, t)} {t.shape}", _dlpack.view(t.pointer, nbytes, np.dtype(np.uint8), True, t)
+
+
+def library_of(array: Array) -> Any:
+    """Return the library of an array: NumPy or CuPy."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def to_host(array: Array) -> Array:
+    """Return a NumPy copy of an array."""
+    copied: Array = getattr(array, "get", array.copy)()  # CuPy's arrays have `get`
+    return copied
+
+
+def from_host(array: Array, like: Array) -> Array:
+    """Return a NumPy array as an array of the library of ``like``, on its current device."""
+    if isinstance(like, np.ndarray):
+        return array
+    import cupy  # type: ignore[unreachable]
+
+    return cupy.asarray(array)
 
 
 def _current_stream(obj: Any) -> int | None:
@@ -282,7 +350,7 @@ def _refuse_dtype(name: str, seen: str) -> NoReturn:
     _refuse(name, f"got elements of type {seen}; expected {_ANY_FLOAT}; {advice}")
 
 
-def _own_memory(name: str) -> str:
+def _memory_advice(name: str) -> str:
     if name == "residual":  # a copy of the gradient would count it twice
         return "start with separate zeros, np.zeros_like(x), and pass the same array in every step"
     if name == "out":

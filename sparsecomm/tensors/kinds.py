@@ -19,12 +19,6 @@ class ValueKind:
     block: int = 0  # values per block; 0: no blocks
     shared: int = 0  # bytes per block that its values share
 
-    def nbytes(self, count: int, accumulator_itemsize: int) -> int:
-        """Return the bytes of ``count`` values, without padding."""
-        blocks = -(-count // self.block) if self.block else 0
-        values = 8 * self.planes * blocks if self.planes else count * (self.itemsize or accumulator_itemsize)
-        return values + self.shared * blocks
-
 
 EXACT = ValueKind("exact", 0, "Exact")
 BFLOAT16 = ValueKind("bfloat16", 1, "Rounded<BF16>", itemsize=2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsecomm.checks import FAULTS, quote, to_int
+from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, ArrayDType
@@ -60,15 +60,15 @@ class SparseVector:
         try:
             index, value = np.asarray(indices), np.asarray(values)
             lengths = (size,) if shape is None else tuple(shape)
-        except FAULTS as error:
+        except ARGUMENT_ERRORS as error:
             kinds = f"indices of type {type(indices).__name__}, values of type {type(values).__name__}"
             raise InvalidInputError(
                 f"SparseVector: got {kinds} and shape={quote(shape)}; expected arrays, and a tuple of ints as shape "
                 f"({type(error).__name__})"
             ) from error
         elements = to_int(size)
-        of_shape = tuple(found for length in lengths if (found := to_int(length)) is not None)
-        if elements is None or len(of_shape) < len(lengths) or math.prod(of_shape) != elements:
+        lengths_found = tuple(found for length in lengths if (found := to_int(length)) is not None)
+        if elements is None or len(lengths_found) < len(lengths) or math.prod(lengths_found) != elements:
             raise InvalidInputError(
                 f"SparseVector: got size={quote(size)} and shape={quote(shape)}; expected a size from 0 to 2^63 - 1, "
                 "and a shape with that number of elements"
@@ -87,7 +87,7 @@ class SparseVector:
             )
         self.indices = np.ascontiguousarray(index, index_dtype(elements))
         self.values = np.ascontiguousarray(value, np.float64 if value.dtype == np.float64 else np.float32)
-        self.size, self.shape = elements, of_shape
+        self.size, self.shape = elements, lengths_found
 
     @classmethod
     def trusted(cls, indices: Array, values: Array, size: int, shape: tuple[int, ...]) -> SparseVector:

@@ -41,26 +41,14 @@ except ImportError as error:
 from sparsecomm.torch.adamw import SparseAdamW
 from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
-from sparsecomm.torch.hook import ShardedState, SparseState, keep_local, register, register_fsdp, sparse_hook
+from sparsecomm.torch.exchange import SparseState, sparse_hook
+from sparsecomm.torch.hook import ShardedState, keep_local, register, register_fsdp
 from sparsecomm.torch.optimizer import DistributedOptimizer, SparseOptimizer
 from sparsecomm.torch.parameters import broadcast_parameters
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
-    "Checkpoint",
-    "DiLoCo",
-    "DistributedOptimizer",
-    "ProcessGroupTransport",
-    "ShardedState",
-    "SparseAdamW",
-    "SparseOptimizer",
-    "SparseState",
-    "Stateful",
-    "broadcast_parameters",
-    "keep_local",
-    "load",
-    "register",
-    "register_fsdp",
-    "save",
-    "sparse_hook",
-]
+    "Checkpoint", "DiLoCo", "DistributedOptimizer", "ProcessGroupTransport", "ShardedState", "SparseAdamW",
+    "SparseOptimizer", "SparseState", "Stateful", "broadcast_parameters", "keep_local", "load", "register",
+    "register_fsdp", "save", "sparse_hook",
+]  # fmt: skip

@@ -13,16 +13,16 @@ import torch
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import to_bool, with_options
 from sparsecomm.errors import InvalidInputError, did_you_mean
-from sparsecomm.optimizers.adamw import OPTIONS, LazyAdamW, read_moments
-from sparsecomm.optimizers.rule import DENSITY, AdamWRule
+from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, read_moments
 from sparsecomm.reducer import Rebuilt, Step
-from sparsecomm.reducer.bucket import TensorSpec
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.signals import deferred
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array, from_host
-from sparsecomm.torch.exchange import Exchange, changes_nothing
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.interop import TensorSpec, from_host
+from sparsecomm.torch.autograd import AutogradExchange
+from sparsecomm.torch.exchange import GradientExchange, changes_nothing
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
 from sparsecomm.transport import Comm, transport_of
@@ -89,7 +89,7 @@ class SparseAdamW(SparseOptimizer):
 
     _exchange: AdamWExchange
 
-    @with_options(AdamWOptions, Exchange.__init__)
+    @with_options(AdamWOptions, GradientExchange.__init__)
     def __init__(
         self,
         named_parameters: NamedGroups,
@@ -112,7 +112,7 @@ class SparseAdamW(SparseOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
-        rule_of(defaults)
+        AdamWRule.of(*settings_of(defaults))
         groups, named = _groups_of(named_parameters)
         self.overlap = to_bool("overlap", overlap)
         if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
@@ -126,7 +126,7 @@ class SparseAdamW(SparseOptimizer):
         self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         for group in self.param_groups:
-            rule_of(group)
+            AdamWRule.of(*settings_of(group))
         self._exchange.begin(by_hooks=overlap)
 
     # `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale.
@@ -191,19 +191,20 @@ def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[
     return groups, named
 
 
-def rule_of(group: Mapping[str, Any]) -> AdamWRule:
-    """Return the checked settings of a group."""
+def settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of `AdamWRule.of` for a group."""
     for name in UNSUPPORTED:
         if group.get(name):
             raise InvalidInputError(f"{name}={group[name]!r} is not supported by SparseAdamW; leave it out")
     rate = group["lr"]
     if isinstance(rate, torch.Tensor) and rate.numel() == 1:
         rate = rate.item()
-    return AdamWRule.of(rate, group["betas"], group["eps"], group["weight_decay"], group.get("maximize", False))
+    betas = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
+    return rate, betas, group["eps"], group["weight_decay"], group.get("maximize", False)
 
 
 @deferred
-class AdamWExchange(Exchange):
+class AdamWExchange(AutogradExchange):
     """The exchange of a `SparseAdamW`. Its moments are tensors in the optimizer's state."""
 
     always_skips_nonfinite = True
@@ -214,6 +215,8 @@ class AdamWExchange(Exchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
+        self._settings: list[tuple[Any, ...]] = []  # of the groups, from which `_rules_by_name` was made
+        self._rules_by_name: dict[str, AdamWRule] = {}
 
     @property
     def adamw(self) -> LazyAdamW:
@@ -292,11 +295,16 @@ class AdamWExchange(Exchange):
         super()._gradient_ready(parameter)
 
     def _rules(self) -> dict[str, AdamWRule]:
-        rules: dict[str, AdamWRule] = {}
-        for group in self.optimizer.param_groups:
-            rule = rule_of(group)
-            rules |= {name: rule for p in group["params"] if self.named.get(name := self.names[id(p)]) is p}
-        return rules
+        """Return the rule of each parameter, which changes only if a program or a scheduler changes a setting."""
+        groups = self.optimizer.param_groups
+        settings = list(map(settings_of, groups))
+        if settings != self._settings:
+            rules: dict[str, AdamWRule] = {}
+            for group, arguments in zip(groups, settings, strict=True):
+                rule = AdamWRule.of(*arguments)
+                rules |= {name: rule for p in group["params"] if self.named.get(name := self.names[id(p)]) is p}
+            self._settings, self._rules_by_name = settings, rules
+        return self._rules_by_name
 
     # -- moments ------------------------------------------------------------------------------------------------------
 

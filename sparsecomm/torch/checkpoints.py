@@ -72,7 +72,7 @@ class TorchFormat(Format):
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
         try:  # whether it can be loaded again, without the elements of tensors
-            torch.save(mapped(value, torch.Tensor, _without_elements), trial)
+            torch.save(mapped(value, torch.Tensor, _drop_elements), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:
             unknown = re.search(r"GLOBAL (\S+)", str(error))
@@ -91,14 +91,14 @@ class TorchFormat(Format):
         return mapped(state, np.ndarray, torch.from_numpy) if is_state(state) else state
 
     def for_world(self, states: list[Any], rank: int, size: int) -> Any:
-        return super().for_world([mapped(state, torch.Tensor, _not_sharded) for state in states], rank, size)
+        return super().for_world([mapped(state, torch.Tensor, _refuse_sharded) for state in states], rank, size)
 
 
-def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
+def _drop_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0) if type(tensor) is torch.Tensor else tensor
 
 
-def _not_sharded(tensor: torch.Tensor) -> torch.Tensor:
+def _refuse_sharded(tensor: torch.Tensor) -> torch.Tensor:
     if is_sharded(tensor):
         raise InvalidInputError("tensors are sharded over a mesh of other ranks; start with the saved world size")
     return tensor
@@ -151,7 +151,7 @@ class Stateful:
         reader: Any = FileSystemReader(self._checkpoint) if is_path else self._checkpoint
         saved = reader.read_metadata().state_dict_metadata
         sizes = {key.rpartition(".")[2]: size.size for key, size in saved.items() if hasattr(size, "size")}
-        found = {key: size for key, size in sizes.items() if self._rank_in(key)}
+        found = {key: size for key, size in sizes.items() if self._parse_key(key)}
         if not found:
             raise InvalidInputError(f"{self._checkpoint} has no {self._name!r} of a Stateful; it has {quote([*saved])}")
         own = self._key(transport.rank, transport.size)
@@ -161,7 +161,7 @@ class Stateful:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the object from the tensors that `state_dict` returned and PyTorch has filled. Collective."""
         transport = transport_of(self._comm)
-        keys = {source: key for key in state if (source := self._rank_in(key)) is not None}
+        keys = {source: key for key in state if (source := self._parse_key(key)) is not None}
         own = (transport.rank, transport.size)
         size = transport.size if own in keys else max(size for _, size in keys)
         sources = [own] if own in keys else [(rank, size) for rank in range(size)]
@@ -175,7 +175,7 @@ class Stateful:
         # A name must not contain dots, with which PyTorch joins keys.
         return f"{parse.quote(self._name, safe='').replace('.', '%2E')}-rank{rank}-of{size}"
 
-    def _rank_in(self, key: str) -> tuple[int, int] | None:
+    def _parse_key(self, key: str) -> tuple[int, int] | None:
         """Return the rank and the world size in a key of this object, or ``None`` for the key of another object."""
         found = re.fullmatch(r"(.*)-rank(\d+)-of(\d+)", key, re.DOTALL)
         if found is None or key != self._key(int(found[2]), int(found[3])):

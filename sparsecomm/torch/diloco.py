@@ -108,7 +108,8 @@ class DiLoCo(Adapter):
 
     def _views(self) -> dict[str, torch.Tensor]:
         """Return contiguous views of the local parameters, to be written in place. Autograd does not record it."""
-        return {name: local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
+        to_local = local if self._parameters.sharded else torch.Tensor.detach
+        return {name: to_local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
     # -- local steps ---------------------------------------------------------------------------------------------------
 

@@ -1,23 +1,21 @@
-"""`Exchange`, which averages the gradients of named parameters by a `Reducer`, during or after backward passes."""
+"""`GradientExchange`: averages gradients of named parameters by a `Reducer`. `SparseState` is the one of DDP's hook."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: DDP reads the annotations of `sparse_hook`, and requires types.
 
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
-from sparsecomm.reducer.bucket import TensorSpec
-from sparsecomm.reducer.options import ReducerOptions, Schedule
+from sparsecomm.reducer.options import DENSITY, ReducerOptions, Schedule
 from sparsecomm.reducer.state import REDUCER
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo
@@ -25,15 +23,20 @@ from sparsecomm.states.schema import State, StateDict, common
 from sparsecomm.states.weights import check_every
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
+from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local
 from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["Exchange", "ExchangeOptions", "Scaler", "changes_nothing", "in_backward_pass", "is_zero", "queue_callback"]
+__all__ = [
+    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "changes_nothing", "in_backward_pass", "is_zero",
+    "new_future", "queue_callback", "sparse_hook",
+]  # fmt: skip
+
+Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
 def _is_scale(value: object, _: object) -> bool:
@@ -41,9 +44,6 @@ def _is_scale(value: object, _: object) -> bool:
 
 
 SCHEMA = REDUCER.extended("SparseState", {"loss_scale": common("a number above 0, or None", _is_scale)})
-
-# The latest exchange of each parameter, which may have ended.
-_exchanges: MutableMapping[torch.Tensor, weakref.ref[Exchange]] = WeakIdKeyDictionary()
 
 
 class Scaler(Protocol):
@@ -53,7 +53,7 @@ class Scaler(Protocol):
 
 
 class ExchangeOptions(ReducerOptions, total=False):
-    """Keyword arguments that functions pass on to `Exchange`; `SparseState` documents them."""
+    """Keyword arguments that functions pass on to `GradientExchange`; `SparseState` documents them."""
 
     comm: Comm
     scaler: Scaler | None
@@ -61,16 +61,13 @@ class ExchangeOptions(ReducerOptions, total=False):
 
 
 @deferred
-class Exchange(TrainedParameters):
+class GradientExchange(TrainedParameters):
     """Exchanges the gradients of named parameters by a `Reducer`, and replaces them by means.
 
     The reducer lays out its buckets at the first use, because frameworks may move parameters to another device before.
-    From `begin` to `remove`, or until this object is deleted, hooks push gradients as backward passes make them.
 
     Attributes:
         names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
-        attached: True from `begin` to `remove`.
-        exchanging: False within `no_sync`.
         exchanged: True while gradients are means that no optimizer step has used yet.
         step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
@@ -86,14 +83,12 @@ class Exchange(TrainedParameters):
         comm: Comm = None,
         scaler: Scaler | None = None,
         check_weights_every: int | None = 0,
-        passes: int = 1,
-        **options: Unpack[ReducerOptions],
+        **options: "Unpack[ReducerOptions]",
     ) -> None:
         """Check the arguments, and note them.
 
         Args:
             named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            passes: number of backward passes per exchange.
             options: those of `sparsecomm.Reducer`.
         """
         for name in ("tensors", "skip_nonfinite"):
@@ -111,15 +106,8 @@ class Exchange(TrainedParameters):
         }
         self._reducer = Reducer(specs, density, skip_nonfinite=skips, **options)
         self.used, self._warned = False, False
-        self._outs: dict[
-            str, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # each gradient, and the contiguous memory for its mean
+        self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
-        self._passes = passes
-        self._hooks: list[RemovableHandle] = []
-        self._passes_done = 0  # backward passes since the last exchange
-        self._pass_id: int | None = None  # autograd's id of the current backward pass
-        self.attached, self.exchanging = False, True
         self.exchanged = self.step_failed = False
 
     @property
@@ -140,10 +128,10 @@ class Exchange(TrainedParameters):
         return repr(self._reducer)
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return local(tensor) if self._sharded else tensor.detach()
+        return local(tensor) if self.sharded else tensor.detach()
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return gradient_of(parameter) if self._sharded else parameter.grad
+        return gradient_of(parameter) if self.sharded else parameter.grad
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, or raise an error if it is unknown."""
@@ -154,72 +142,6 @@ class Exchange(TrainedParameters):
                 f"{len(self.names)} that were named; pass named_parameters() of this model"
             )
         return found
-
-    # -- hooks --------------------------------------------------------------------------------------------------------
-
-    def begin(self, *, by_hooks: bool = True) -> None:
-        """Begin the exchange. With ``by_hooks``, backward passes push gradients; otherwise only `synchronize` does."""
-        for name, parameter in self.named.items():
-            other = _exchanges.get(parameter, lambda: None)()
-            if other is not None and other.attached:
-                raise InvalidInputError(
-                    f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                    "register_fsdp; call its remove() first"
-                )
-        ready = weakref.WeakMethod(self._gradient_ready)
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (method := ready()) is not None:
-                method(parameter)
-
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        for parameter in self.named.values():
-            if by_hooks:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            _exchanges[parameter] = weakref.ref(self)
-        self.attached = True
-
-    def remove(self) -> None:
-        """End the exchange."""
-        self.attached = False
-        _remove(self._hooks)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes only add to this rank's gradients. Use it on all ranks for the same passes."""
-        before, self.exchanging = self.exchanging, False
-        try:
-            yield
-        finally:
-            self.exchanging = before
-
-    @deferred
-    def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Push a gradient of the last backward pass before an exchange."""
-        if not self.exchanging:
-            return
-        self.check_consistent()
-        this = torch._C._current_graph_task_id()
-        if self._pass_id is None:
-            queue_callback(self._end_pass)
-            self._pass_id, self.exchanged = this, False
-        elif self._pass_id != this:
-            raise InvalidInputError(
-                "a backward pass began before the previous one ended. If the previous one failed, call synchronize() "
-                "first, which exchanges the gradients it has made. If they are nested, as in reentrant activation "
-                "checkpointing, use use_reentrant=False"
-            )
-        if self._passes_done + 1 == self._passes:
-            gradient = self._gradient_of(parameter)
-            assert gradient is not None
-            self.push(self.name_of(parameter), gradient)
-
-    @deferred
-    def _end_pass(self) -> None:
-        if self._passes_done + 1 == self._passes:
-            self.synchronize()
-        else:
-            self._pass_id, self._passes_done = None, self._passes_done + 1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +201,7 @@ class Exchange(TrainedParameters):
         seen: set[int] = set()
         for name, parameter in self.named.items():
             if not self.reducer.pushed(name):
-                gradient = self._own_memory(parameter, seen) if parameter.requires_grad else None
+                gradient = self._unshare_gradient(parameter, seen) if parameter.requires_grad else None
                 if gradient is None:
                     self._new[name] = new = torch.empty_like(parameter)
                     self.push(name, new, absent=True)
@@ -288,7 +210,7 @@ class Exchange(TrainedParameters):
                     self.push(name, gradient, absent=absent)
         return self.wait()
 
-    def _own_memory(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
+    def _unshare_gradient(self, parameter: torch.Tensor, seen: set[int]) -> torch.Tensor | None:
         """Return a parameter's gradient, after replacing it by a copy if it shares memory.
 
         The elements of a gradient of `torch.autograd.grad` may share memory, and programs may assign one tensor to two
@@ -345,8 +267,7 @@ class Exchange(TrainedParameters):
         self._reset(exchanged=last is not None)
 
     def _reset(self, *, exchanged: bool) -> None:
-        self._outs, self._new = {}, {}
-        self._pass_id, self._passes_done, self.exchanged = None, 0, exchanged
+        self._outs, self._new, self.exchanged = {}, {}, exchanged
 
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
@@ -402,9 +323,160 @@ class Exchange(TrainedParameters):
         self._reducer.weights_checked = None
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+@deferred
+class SparseState(GradientExchange):
+    """The state of `sparse_hook`: residuals by parameter, options, counters.
+
+        state = SparseState(model.named_parameters())
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, sparse_hook)
+
+    A gradient of zeros counts as absent, because DDP passes zeros for parameters that the rank did not use.
+
+    DDP's ``join()`` is supported: a rank that has no more batches contributes nothing, and means divide by the number
+    of all ranks. Its weights are out of date until ``join()`` ends, so leave ``check_weights_every`` at 0.
+
+    A pickled state contains its options and what ``state_dict`` returns; `bind` the parameters afterwards.
+
+    Args:
+        named_parameters: of the model, before or after DDP wraps it, without parameters that DDP ignores.
+        density: as in `sparsecomm.Reducer`.
+        comm: as in `sparsecomm.sparse_allreduce`.
+        scaler: the `torch.amp.GradScaler` in use. Residuals then follow the loss scale, and all ranks skip a step in
+            which one rank's gradient overflows.
+        check_weights_every: call `sparsecomm.check_weights` for the parameters, also frozen ones, before each step
+            whose number is a multiple of this; 0: only before the first step and the first step after
+            `load_state_dict`; ``None``: never. It must be the same on all ranks.
+        options: those of `sparsecomm.Reducer` except ``op="sum"``: DDP averages.
+
+    Raises:
+        InvalidInputError: an argument is not supported.
+    """
+
+    @with_options(ExchangeOptions, GradientExchange.__init__)
+    def __init__(
+        self, named_parameters: NamedParameters, density: Schedule = DENSITY, **options: "Unpack[ExchangeOptions]"
+    ) -> None:
+        if options.get("op") == "sum":
+            raise InvalidInputError("op='sum': DistributedDataParallel averages; expected mean or mean_of_contributors")
+        comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled
+        self._settings: dict[str, Any] = {**options, "density": density}
+        self._saved: State | None = None
+        self.bind(named_parameters, comm=comm, scaler=scaler)
+        self._reset_pass()
+
+    def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
+        """Set the parameters of an unpickled state. Collective if the state has made a step."""
+        super().__init__(named_parameters, comm=comm, scaler=scaler, **self._settings)
+        if self._saved is not None:
+            super().load_state_dict(self._saved)
+        self._saved = None
+
+    def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
+        """Continue with other ranks: see `SparseOptimizer.rebuild`. Collective over them.
+
+        A DDP model cannot be used after one of its ranks has died. Wrap the module in a new one, on a process group of
+        the remaining ranks, and register this state with it. DDP then broadcasts the weights.
+        """
+        means = dict(self._means)
+        rebuilt = super().rebuild(comm, joining=joining)
+        if unsummed := self.reducer.unsummed:
+            for name, parameter in self.named.items():
+                if name not in unsummed:
+                    parameter.grad = means[parameter].clone() if parameter in means else torch.zeros_like(parameter)
+        self._reset_pass()
+        return rebuilt
+
+    def load_state_dict(self, state: State) -> None:
+        """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
+        super().load_state_dict(state)
+        self._reset_pass()
+
+    def __repr__(self) -> str:
+        return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
+
+    def __getstate__(self) -> StateDict:
+        return {"options": self._settings, "saved": self.state_dict() if self.named and self.used else self._saved}
+
+    def __setstate__(self, state: StateDict) -> None:
+        self._settings, self._saved = state["options"], state["saved"]
+        self.named, self.used = {}, False
+        self._reset_pass()
+
+    # -- a backward pass ----------------------------------------------------------------------------------------------
+
+    def _reset_pass(self) -> None:
+        self._futures: list[tuple[Future, torch.Tensor]] = []
+        self._means: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, and the tensors for their means
+        self._in_pass = False  # a backward pass has begun, and DDP has not written all gradients yet
+
+    def run_hook(self, bucket: GradBucket) -> Future:
+        """Push the gradients of a bucket of DDP. With the last one, wait for the means."""
+        if bucket.index() == 0:
+            self._means = []
+            if self._in_pass:
+                raise InvalidInputError(
+                    "the backward pass before this one did not end, and its step cannot be repeated: wrap the model in "
+                    "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
+                )
+            self._in_pass = True
+        future = new_future(bucket.buffer())
+        self._futures.append((future, bucket.buffer()))
+        try:
+            gradients = bucket.gradients()
+            zeros = _zeros_among(gradients)
+            for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
+                gradient = _restore_strides(gradient, parameter)
+                self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
+                self._means.append((parameter, gradient))
+            if bucket.is_last():
+                self.wait()
+        except BaseException as error:
+            self._complete_futures(error)
+            raise
+        if not bucket.is_last():
+            return future
+        self._complete_futures(None)
+        if not in_backward_pass():  # DDP's join() calls the hook with zeros on a rank that has no more batches
+            self._means, self._in_pass = [], False
+            return future
+        # When this returns, DDP queues a callback that writes gradients. `_write_unused` must run after it.
+        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p, _ in self._means]
+        queue_callback(partial(queue_callback, partial(self._write_unused, before)))
+        return future
+
+    def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
+        """Write the means of parameters that no rank used in this pass, which DDP leaves out.
+
+        If they have gradients of an earlier pass, these were exchanged again, and residuals hold part of them.
+        ``before`` holds the gradients and their versions before DDP wrote some of them.
+        """
+        last = self.reducer.last
+        for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
+            if last is None or self.name_of(parameter) in last.without_gradient or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = mean.clone()
+            elif parameter.grad is gradient and gradient._version == version and gradient.data_ptr() != mean.data_ptr():
+                gradient.copy_(mean)
+        self._means, self._in_pass = [], False  # last, because an interrupted pass has not ended
+
+    def _complete_futures(self, error: BaseException | None) -> None:
+        futures, self._futures = self._futures, []
+        for future, buffer in futures:
+            if isinstance(error, Exception):
+                future.set_exception(error)  # type: ignore[arg-type] # torch declares only its own errors
+            else:
+                future.set_result(buffer)
+
+
+def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
+    """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
+
+    The exchange of a bucket of ``state`` begins when its gradients are complete, and overlaps with the backward pass.
+    The hook of DDP's last bucket waits for all exchanges.
+    """
+    return state.run_hook(bucket)
 
 
 def changes_nothing(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -437,3 +509,22 @@ def in_backward_pass() -> bool:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of this backward pass, after callbacks queued earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
+    """Return for each gradient whether it is zero. On a GPU, wait for all of them once."""
+    if all(gradient.is_cpu for gradient in gradients):
+        return [is_zero(gradient) for gradient in gradients]
+    return (torch.stack([gradient.any() for gradient in gradients]) == 0).tolist()
+
+
+def new_future(buffer: torch.Tensor) -> Future:
+    """Return a future for a bucket's values, which synchronizes with their stream."""
+    return torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
+
+
+def _restore_strides(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of a gradient with its parameter's strides, as DDP stores it; the hook gets contiguous views."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride())

@@ -16,8 +16,9 @@ from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
-from sparsecomm.torch.exchange import Exchange, ExchangeOptions, changes_nothing
-from sparsecomm.torch.optimizer_state import comparable, in_order_of, snapshot
+from sparsecomm.torch.autograd import AutogradExchange
+from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, changes_nothing
+from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
 
@@ -31,7 +32,7 @@ NAMES = "parameter_names"  # in state_dict, in the optimizer's order of paramete
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number
 
 
-@with_options(ExchangeOptions, Exchange.__init__)
+@with_options(ExchangeOptions, GradientExchange.__init__)
 def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
@@ -77,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer: got {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-    before: Exchange | None = vars(optimizer).get("_exchange")
+    before: AutogradExchange | None = vars(optimizer).get("_exchange")
     if before is not None and before.attached:
         raise InvalidInputError("optimizer: it is wrapped already; wrap each optimizer once")
     if "step" in vars(optimizer):
@@ -97,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
             "densities near 1",
             stacklevel=2,
         )
-    exchange = Exchange(named_parameters, density, passes=passes, **options)
+    exchange = AutogradExchange(named_parameters, density, passes=passes, **options)
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if unknown := [name for name, parameter in exchange.named.items() if parameter not in known]:
         raise InvalidInputError(
@@ -123,7 +124,7 @@ def _follows_gradient(optimizer: torch.optim.Optimizer) -> bool:
 class SparseOptimizer(torch.optim.Optimizer):
     """An optimizer that exchanges gradients: `SparseAdamW`, or the result of `DistributedOptimizer`."""
 
-    _exchange: Exchange
+    _exchange: AutogradExchange
     _residuals_apart = False  # whether `state_dict` leaves out residuals
 
     @property
@@ -187,7 +188,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined] # the wrapped step runs the hooks of steps
 
-    def residuals_apart(self) -> Exchange:
+    def residuals_apart(self) -> AutogradExchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.
 
         Use it with frameworks that save the state of rank 0 and load it on all ranks, and with ``get_state_dict`` of
@@ -216,7 +217,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         exchange = self._exchange
         if self._residuals_apart:
-            self._load_own(self._by_name(state_dict))
+            self._load_own(self._reorder_by_name(state_dict))
             exchange.on_state_loaded()
             return
 
@@ -231,7 +232,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             prepared = exchange.prepare_state(rest.pop(KEY))
             undo.append(snapshot(self, SparseOptimizer))
             with reading("the optimizer's own part", "the state of the same optimizer over the same parameters"):
-                self._load_own(self._by_name(rest))
+                self._load_own(self._reorder_by_name(rest))
                 own = comparable(self, exchange.named)
             return Prepared({**prepared.common, "optimizer": own}, prepared.commit)
 
@@ -241,10 +242,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Load the optimizer's own state. PyTorch's ``load_state_dict`` makes no copy of it."""
         super().load_state_dict(copy.deepcopy({key: value for key, value in state_dict.items() if key != KEY}))
 
-    def _by_name(self, state_dict: State) -> StateDict:
+    def _reorder_by_name(self, state_dict: State) -> StateDict:
         rest = dict(state_dict)
         saved = rest.pop(NAMES, None)
-        return rest if saved is None else in_order_of(self, self._exchange.names, rest, saved)
+        return rest if saved is None else reorder(self, self._exchange.names, rest, saved)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidInputError(

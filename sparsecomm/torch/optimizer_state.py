@@ -13,7 +13,7 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import StateDict
 
-__all__ = ["comparable", "in_order_of", "mapped", "snapshot", "try_step"]
+__all__ = ["comparable", "mapped", "reorder", "snapshot", "try_step"]
 
 
 def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
@@ -53,7 +53,7 @@ def snapshot(optimizer: torch.optim.Optimizer, *ours: type) -> Callable[[], None
     return restore
 
 
-def in_order_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: StateDict, saved: Any) -> StateDict:
+def reorder(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: StateDict, saved: Any) -> StateDict:
     """Reorder a ``state_dict`` for an optimizer, because PyTorch matches parameters by position.
 
     ``names`` are the optimizer's, by ``id(parameter)``; ``saved`` are the names in the state, in its order. A parameter

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecomm.calls.sparse import sparse_allreduce
+from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
@@ -53,10 +53,10 @@ class TrainedParameters:
                     f"{name} is {parameter.dtype}; parameters must be real. Train torch.view_as_real() of it, or leave "
                     "it out and freeze it"
                 )
-        self._sharded = any(map(is_sharded, self.named.values()))
+        self.sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
-        if clip is not None and self._sharded:
+        if clip is not None and self.sharded:
             raise InvalidInputError(
                 "clip: must be None with DTensors, because each rank knows only the norm of its own shards; clip the "
                 "mean with torch.nn.utils.clip_grad_norm_"

@@ -170,7 +170,7 @@ class Transport(ABC):
     Attributes:
         rank, size: as in MPI.
         number: number of the latest call; 0 before the first.
-        counted: number of the latest call that counts on this rank; 0 if none does.
+        last_success: number of the latest call that succeeded on this rank; 0 if none has.
         counters: traffic of this rank.
         node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
         num_nodes: number of nodes.
@@ -186,7 +186,7 @@ class Transport(ABC):
     rank: int
     size: int
     number: int
-    counted = 0
+    last_success = 0
     counters: TrafficCounters
     node_of_rank: Sequence[int]
     num_nodes: int

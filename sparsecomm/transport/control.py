@@ -171,7 +171,7 @@ class FailureDetector(Transport):
             self.timeout, self._settings = config.timeout(), settings
 
     def end(self) -> None:
-        self._in_call, self.skipped, self.counted = False, "", self.number
+        self._in_call, self.skipped, self.last_success = False, "", self.number
 
     def abort(self, error: BaseException) -> None:
         if self._in_call:

@@ -35,8 +35,8 @@ class CostQuery:
         """Return the parameters for predicting the time of this call with a wire format."""
         vector = VectorType(self.n, index_dtype(self.n), np.dtype(f"f{self.value_bytes}"))
         entry_bytes = wire.bytes_per_entry(self.k, vector)
-        hidden = self.contributors or wire.kind is not EXACT
-        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, hidden)
+        exact_sums = wire.kind is EXACT and not self.contributors
+        return Problem(self.P, self.n, self.k, entry_bytes, self.value_bytes, self.num_nodes, wire.packed, exact_sums)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def candidates(query: CostQuery, costs: Costs) -> tuple[Candidate, ...]:
 def _candidates(query: CostQuery, costs: Costs, num_registered: int) -> tuple[Candidate, ...]:
     algorithms = alternatives(query.algorithm, query.num_nodes, query.P)
     if query.contributors:
-        algorithms = [(a, weight) for a, weight in algorithms if not a.contributors_unknown]
+        algorithms = [(a, weight) for a, weight in algorithms if not a.cannot_count_contributors]
     exact = [wire for wire in WIRES.values() if wire.kind is EXACT]
     wires = exact if query.wire == "auto" else [WIRES[query.wire]]
     supported, reasons = [], []

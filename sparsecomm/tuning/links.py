@@ -18,9 +18,8 @@ from typing import TypeAlias
 import numpy as np
 
 from sparsecomm.backends import CpuBackend
-from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, gather_words
 from sparsecomm.primitives.costs import Link
-from sparsecomm.primitives.gather import ROUNDS, gather_words
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.transport import Transport

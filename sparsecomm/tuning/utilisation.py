@@ -209,7 +209,7 @@ def _sparse(P: int, n: int, network: Network, exchange: Exchange, idle: float, c
     lost = _recovery(nbytes * sites / trips, trips, connections * sites, network)
     agreement = 0.0  # before the sums of a round, ranks compare their arguments
     if rounds:
-        agreement = link.alpha * (1 if costs.at_once(P, sites) else log2_ceil(P))
+        agreement = link.alpha * (1 if costs.direct_is_faster(P, sites) else log2_ceil(P))
     return _Call(name, best.wire.name, without + stalled + lost + agreement, nbytes, work)
 
 

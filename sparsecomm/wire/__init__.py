@@ -14,18 +14,6 @@ from sparsecomm.wire.header import (
 from sparsecomm.wire.messages import PLAIN, Messages, VectorType, Wire
 
 __all__ = [
-    "EXACT",
-    "HEADER_BYTES",
-    "MEAN_OF_CONTRIBUTORS",
-    "MEASUREMENT",
-    "OPS",
-    "PLAIN",
-    "WIRES",
-    "CallSignature",
-    "Messages",
-    "Op",
-    "VectorType",
-    "Wire",
-    "WireName",
-    "shape_checksum",
-]
+    "EXACT", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "MEASUREMENT", "OPS", "PLAIN", "WIRES", "CallSignature",
+    "Messages", "Op", "VectorType", "Wire", "WireName", "shape_checksum",
+]  # fmt: skip

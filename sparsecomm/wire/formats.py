@@ -37,16 +37,10 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-import numpy as np
-
-from sparsecomm.backends.base import Backend
-from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
-from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport.base import MessageMemory
-from sparsecomm.wire.messages import PLAIN, VectorType, Wire
+from sparsecomm.wire.messages import PLAIN, Packed, Wire
 
-__all__ = ["WIRES", "Packed", "WireName"]
+__all__ = ["WIRES", "WireName"]
 
 WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "auto",
@@ -59,38 +53,6 @@ WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "packed_int2",
     "packed_sign",
 ]
-
-_HEAD = 16  # bytes of first and span
-
-
-class Packed(Wire):
-    """A packed format: Elias-Fano coded indices and values of one kind.
-
-    `max_bytes` covers values of a few bits that are sent as float32; `bytes_per_entry` does not.
-    """
-
-    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
-        return [backend.pack(entries, self.kind)]
-
-    def max_bytes(self, count: int, vector: VectorType) -> int:
-        if not count:
-            return 0
-        low = max(vector.n // count, 1).bit_length() - 1  # indices spread over all of n take the most bits
-        words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
-        kinds = (self.kind, EXACT) if self.kind.planes else (self.kind,)
-        return _HEAD + 8 * words + max(kind.nbytes(count, vector.values.itemsize) for kind in kinds) + 16
-
-    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
-        k = max(k, 1)
-        low = max(vector.n // k, 1).bit_length() - 1
-        return (low + 1 + (vector.n >> low) / k) / 8 + self.kind.nbytes(k, vector.values.itemsize) / k
-
-    def decode(
-        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
-    ) -> tuple[Array, Array]:
-        head, packed = memory.header(data, _HEAD), memory.get(data, np.uint8)
-        return backend.unpack(packed, head, count, vector.n, self.kind, vector.values.itemsize == 8)
-
 
 _FORMATS: tuple[Wire, ...] = (
     PLAIN,

@@ -1,4 +1,5 @@
-"""`Messages`, which builds, checks and reads messages; and `Wire`, the interface of wire formats, with `Plain`."""
+"""`Messages`, which builds, checks and reads messages; and `Wire`, the interface of wire formats, with
+`Plain` and `Packed`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends.base import Backend
+from sparsecomm.backends.base import Backend, value_bytes
 from sparsecomm.errors import CollectiveMismatchError
 from sparsecomm.tensors.arrays import Array, ArrayDType, Bytes
 from sparsecomm.tensors.kinds import EXACT, ValueKind
@@ -18,8 +19,9 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.base import HOST, MessageMemory
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, WIRE_NAMES, CallSignature
 
-__all__ = ["PLAIN", "Messages", "Plain", "VectorType", "Wire"]
+__all__ = ["PLAIN", "Messages", "Packed", "Plain", "VectorType", "Wire"]
 
+_HEAD = 16  # bytes of first and span in the packed format
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer
 _MANY = 1 << 10  # bytes of words from which compressing them is tried
@@ -110,6 +112,35 @@ class Plain(Wire):
             return memory.get(data[:middle], index), memory.get(data[middle:], value)
         middle = count * value.itemsize
         return memory.get(data[middle:], index), memory.get(data[:middle], value)
+
+
+class Packed(Wire):
+    """A packed format, which `sparsecomm.wire.formats` describes: Elias-Fano coded indices, and values of one kind.
+
+    `max_bytes` covers values of a few bits that are sent as float32; `bytes_per_entry` does not.
+    """
+
+    def parts(self, entries: SparseVector, backend: Backend) -> list[Array]:
+        return [backend.pack(entries, self.kind)]
+
+    def max_bytes(self, count: int, vector: VectorType) -> int:
+        if not count:
+            return 0
+        low = max(vector.n // count, 1).bit_length() - 1  # indices spread over all of n take the most bits
+        words = -(-count * low // 64) + -(-(count + (vector.n >> low) + 1) // 64) + 2
+        kinds = (self.kind, EXACT) if self.kind.planes else (self.kind,)
+        return _HEAD + 8 * words + max(value_bytes(kind, count, vector.values.itemsize) for kind in kinds) + 16
+
+    def bytes_per_entry(self, k: int, vector: VectorType) -> float:
+        k = max(k, 1)
+        low = max(vector.n // k, 1).bit_length() - 1
+        return (low + 1 + (vector.n >> low) / k) / 8 + value_bytes(self.kind, k, vector.values.itemsize) / k
+
+    def decode(
+        self, data: Bytes, count: int, vector: VectorType, backend: Backend, memory: MessageMemory
+    ) -> tuple[Array, Array]:
+        head, packed = memory.header(data, _HEAD), memory.get(data, np.uint8)
+        return backend.unpack(packed, head, count, vector.n, self.kind, vector.values.itemsize == 8)
 
 
 PLAIN = Plain("plain", 0, EXACT)
@@ -299,18 +330,18 @@ class Messages:
                 raise self.broken(source, f"a message of {len(data)} bytes")
             raise self.mismatch(bytes(data), source)
         call, number, sender, flagged, items, nbytes = HEADER.unpack_from(data)
-        of_round = flagged & ~INCOMPLETE
+        round_seen = flagged & ~INCOMPLETE
         if call != self.packed:
             raise self.mismatch(bytes(data[:HEADER_BYTES]), source)
         if number != self._number:
             raise self.broken(source, f"a message of call {number} in call {self._number}")
         if len(message) != HEADER_BYTES + nbytes:
-            said = HEADER_BYTES + nbytes
-            raise self.broken(source, f"a message of {len(message)} bytes whose header says {said} bytes")
-        if sender != source or of_round != round_no:
-            seen = f"a message of rank {sender}, round {of_round}"
+            expected = HEADER_BYTES + nbytes
+            raise self.broken(source, f"a message of {len(message)} bytes whose header says {expected} bytes")
+        if sender != source or round_seen != round_no:
+            seen = f"a message of rank {sender}, round {round_seen}"
             raise self.broken(source, f"{seen}, instead of rank {source}, round {round_no}")
-        if flagged != of_round:
+        if flagged != round_seen:
             self.incomplete = True
         return int(items)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.calls.agreement import WordsComparison
+from sparsecomm.calls.collectives import WordsComparison
 from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
@@ -58,7 +58,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
     """
     rule = sc.algorithms()[algorithm] if algorithm != "split:3" else sc.algorithms()["split"]
     wires = [wire for wire in WIRES if dtype != "float64" or wire not in NARROW]
-    ops = ["sum", "mean"] + ["mean_of_contributors"] * (dtype == "float32" and not rule.contributors_unknown)
+    ops = ["sum", "mean"] + ["mean_of_contributors"] * (dtype == "float32" and not rule.cannot_count_contributors)
     sizes = st.one_of(st.integers(1, 300), st.sampled_from([1, 97, 3000]))
 
     @settings(max_examples=8)
@@ -84,7 +84,7 @@ def test_promise_5_no_gradient_mass_is_lost(algorithm: str, P: int, dtype: str) 
             if wire not in NARROW:
                 wanted = expected_sum(algorithm, before, k, chunk, nodes)
                 np.testing.assert_array_equal(results[0], (wanted / divisor).astype(wanted.dtype))
-            if rule.reselects and rule.rejects:
+            if rule.bounded_result and rule.rejects:
                 outside = results[0] == 0
                 assert all(data.same_bits(r[outside], v[outside]) for r, v in zip(residuals, before, strict=True))
             applied = results[0].astype(np.float64) * divisor
@@ -240,7 +240,7 @@ def test_promise_5_a_call_that_fails_before_it_begins_loses_nothing(
         if stage == "begin":
             monkeypatch.setattr(transport, "begin", fails)
         else:
-            monkeypatch.setattr("sparsecomm.calls.sparse.transport_of", fails)
+            monkeypatch.setattr("sparsecomm.calls.collectives.transport_of", fails)
         x, residual = np.arange(9, dtype=np.float16), np.ones(9, np.float32)
         with pytest.raises(sc.TransportError, match="left already"):
             sc.sparse_allreduce(x, 2, comm=transport, residual=residual)

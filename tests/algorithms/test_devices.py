@@ -40,7 +40,7 @@ WHERE: dict[str, Callable[[int], bool]] = {
 def test_promise_4_the_same_bits_on_every_device(
     cuda: DeferredRuntime, algorithm: str, P: int, where: str, dtype: str, op: str, wire: str, chunk: int | None
 ) -> None:
-    if sc.algorithms()[algorithm].contributors_unknown:
+    if sc.algorithms()[algorithm].cannot_count_contributors:
         op = op.removesuffix("_of_contributors")
     options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}
     if chunk and sc.algorithms()[algorithm].by_chunk:

@@ -13,7 +13,7 @@ from tests import data, reference
 from tests.ranks import allreduce, run
 
 CONTRIBUTORS = "mean_of_contributors"
-COUNTING = [name for name, algorithm in sc.algorithms().items() if not algorithm.contributors_unknown]
+COUNTING = [name for name, algorithm in sc.algorithms().items() if not algorithm.cannot_count_contributors]
 OTHERS = [name for name in sc.algorithms() if name not in COUNTING]
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls.agreement import WordsComparison, WordsGather
+from sparsecomm.calls.collectives import WordsComparison, WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.communicator import Communicator

@@ -135,7 +135,7 @@ def same_in_every_mode(mode: str, program: Callable[[simulated.SimulatedTranspor
 @pytest.mark.parametrize("op", ["sum", "mean", "mean_of_contributors"])
 @pytest.mark.parametrize("algorithm", [*sc.algorithms()])
 def test_a_call(mode: str, dtype: str, wire: str, op: str, algorithm: str) -> None:
-    uncounted = op == "mean_of_contributors" and sc.algorithms()[algorithm].contributors_unknown
+    uncounted = op == "mean_of_contributors" and sc.algorithms()[algorithm].cannot_count_contributors
     if uncounted or (dtype == "float64" and WIRES[wire].kind is not EXACT):
         pytest.skip("the library refuses it")
     options: dict[str, Any] = {"algorithm": algorithm, "op": op, "wire": wire}

@@ -11,9 +11,14 @@ from tests.thinning import exhaustive
 
 ARCHITECTURE = ROOT / "docs" / "internals" / "architecture.md"
 THROUGH = {
-    "call": ["calls/sparse.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
+    "call": ["calls/collectives.py", "transport/mpi.py", "wire/messages.py", "backends/_cpu (compiled)"],
     "adamw": ["torch/adamw.py", "optimizers/adamw.py", "reducer/reducer.py", "transport/mpi.py"],
-    "step": ["torch/hook.py", "reducer/reducer.py", "transport/process_group/transport.py", "backends/_cpu (compiled)"],
+    "step": [
+        "torch/exchange.py",
+        "reducer/reducer.py",
+        "transport/process_group/transport.py",
+        "backends/_cpu (compiled)",
+    ],
 }
 
 

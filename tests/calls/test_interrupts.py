@@ -61,7 +61,7 @@ class Rank:
         last = sc.last_call(self.transport)
         self.begun = last.number > before
         state = self.state()
-        told = "not begun" if not self.begun else "committed" if last.counts else "rolled back"
+        told = "not begun" if not self.begun else "committed" if last.succeeded else "rolled back"
         assert told == state, "the last call does not say what became of the residual"
         return state
 

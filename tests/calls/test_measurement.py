@@ -13,9 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls import sparse
-from sparsecomm.calls.handle import Handle
+from sparsecomm.calls import collectives
 from sparsecomm.calls.measurement import costs_for_steps, costs_of, measured_links
+from sparsecomm.calls.queue import Handle
 from sparsecomm.transport import simulated
 from sparsecomm.tuning import clocks, profile
 from sparsecomm.tuning.profile import KnownCosts
@@ -238,7 +238,7 @@ def test_a_rank_that_fails_during_a_measurement(nodes: list[int], kind: type[Bas
                     came.append(type(error))  # noqa: B023
                     last = sc.last_call(transport)
                     assert last.number > before
-                    assert not last.counts
+                    assert not last.succeeded
                     np.testing.assert_array_equal(residual, kept)
                 failed += 1
                 assert failed < 4
@@ -261,7 +261,7 @@ def test_a_rank_that_fails_beside_a_measurement(
     kind: type[BaseException], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks learn of it. The call counts as begun and failed, so the gradient is in the residual."""
-    plan_costs = sparse.plan_costs
+    plan_costs = collectives.plan_costs
 
     def fails_afterwards(transport: simulated.SimulatedTransport, *others: Any) -> KnownCosts:
         found = plan_costs(transport, *others)
@@ -285,11 +285,11 @@ def test_a_rank_that_fails_beside_a_measurement(
         with pytest.raises(kind if transport.rank == 1 else sc.TransportError):
             sc.sparse_allreduce(x, K, comm=transport, residual=residual)
         assert sc.last_call(transport).number > 0
-        assert not sc.last_call(transport).counts
+        assert not sc.last_call(transport).succeeded
         np.testing.assert_array_equal(residual, x + 1)
 
     if stage == "measured":
-        monkeypatch.setattr(sparse, "plan_costs", fails_afterwards)
+        monkeypatch.setattr(collectives, "plan_costs", fails_afterwards)
     run(3, program)
 
 

@@ -19,7 +19,7 @@ import sparsecomm as sc
 from sparsecomm.cli import main, plan
 from sparsecomm.cli.plan import methods
 from sparsecomm.cli.plan import network as measurement
-from sparsecomm.optimizers import rule
+from sparsecomm.optimizers import adamw
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.reducer.options import DENSITY
 from sparsecomm.tuning.links import _all_pairs
@@ -96,7 +96,7 @@ def test_rows_are_the_settings_of_the_lines_to_paste(method: str) -> None:
     for arguments, exchange in methods.SETTINGS[method]:
         options = eval(f"dict({arguments})")
         _reducer(**options)
-        default = DENSITY.density if method == methods.SGD else rule.DENSITY
+        default = DENSITY.density if method == methods.SGD else adamw.DENSITY
         assert exchange.density == options.get("density", default)
         if "algorithm" not in options:
             assert (exchange.algorithm, exchange.wire) == ("double", options.get("wire", "packed_int2"))

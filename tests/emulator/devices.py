@@ -20,5 +20,5 @@ def use(runtime: DeferredRuntime, monkeypatch: pytest.MonkeyPatch, **sizes: int)
     The library takes the runtime's arrays for CuPy's.
     """
     monkeypatch.setattr(cuda, "of", lambda index: CudaBackend(runtime, **sizes))
-    monkeypatch.setattr(backends, "_of_thread", backends._OfThread())
+    monkeypatch.setattr(backends, "_thread_backends", backends._ThreadBackends())
     monkeypatch.setitem(sys.modules, "cupy", runtime.library)

@@ -18,7 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import sparsecomm as sc  # noqa: E402
 import sparsecomm.jax as sj  # noqa: E402
-from sparsecomm.jax.exchange import Exchange  # noqa: E402
+from sparsecomm.jax.exchange import TreeExchange  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests import data  # noqa: E402
 from tests.processes import run_python  # noqa: E402
@@ -111,8 +111,8 @@ def test_the_way_of_a_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     """With NumPy instead of CuPy."""
     grads, residuals = mixed(), sj.init_residuals(mixed(1))
     expected = sj.allreduce_tree(grads, 0.1, residuals=residuals)
-    on_device = Exchange.on_device
-    monkeypatch.setattr(Exchange, "on_host", lambda plan, s, x, r: on_device(plan, s, x, r, arrays="numpy"))
+    on_device = TreeExchange.on_device
+    monkeypatch.setattr(TreeExchange, "on_host", lambda plan, s, x, r: on_device(plan, s, x, r, arrays="numpy"))
     assert same(sj.allreduce_tree(grads, 0.1, residuals=residuals), expected)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.local_steps import global_parameters, rebuild
+from sparsecomm.local_steps import exchange, rebuild
 from sparsecomm.transport import simulated
 from tests.local_steps.programs import SHAPES, Arrays, initial, made, train
 from tests.ranks import run
@@ -200,9 +200,9 @@ def test_global_parameters_are_broadcast_one_by_one(monkeypatch: pytest.MonkeyPa
             events.append(f"send {data.size}")
             data.view(np.float32)[:] = root
 
-    copy = global_parameters.to_host
-    monkeypatch.setattr(global_parameters, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
-    shared = global_parameters.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
+    copy = exchange.to_host
+    monkeypatch.setattr(exchange, "to_host", lambda array: events.append(f"copy {array.size}") or copy(array))
+    shared = exchange.GlobalParameters({name: np.zeros(n, np.float32) for name, n in (("a", 2), ("b", 3))})
     shared.broadcast(Ranks(), 7)
     assert events == ["copy 2", "send 8", "copy 3", "send 12"]
     assert [array.tolist() for array in shared.shaped().values()] == [[7, 7], [7, 7, 7]]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.calls.plan import CallOptions, Options
-from sparsecomm.reducer.bucket import TensorSpec, layout
+from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import ReducerOptions, density_at
 from sparsecomm.tensors.dtypes import FLOAT32
-from sparsecomm.tensors.interop import CPU
+from sparsecomm.tensors.interop import CPU, TensorSpec
 
 X = np.ones(100, np.float32)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
-from sparsecomm.calls.sparse import SumCall
+from sparsecomm.calls.collectives import SumCall
 from sparsecomm.transport import simulated
 from tests.ranks import errors, run
 from tests.reducer.programs import SHAPES, Arrays, bits, copies, gradients, reducer_of, residuals, same, total

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import sparsecomm as sc
+from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.calls.sparse import SumCall
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Link

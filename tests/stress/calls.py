@@ -58,7 +58,7 @@ class Case:
         nodes = rng.permutation(P) // per_node if rng.random() < 0.3 else np.arange(P) // per_node
         first = {int(node): i for i, node in enumerate(dict.fromkeys(nodes.tolist()))}  # numbered in order of rank
         self.nodes = tuple(first[int(node)] for node in nodes)
-        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.contributors_unknown)}
+        knowing = {"auto", *(name for name, a in sc.algorithms().items() if not a.cannot_count_contributors)}
         counts = self.algorithm in knowing and (self.wire == "auto" or WIRES[self.wire].kind is EXACT)
         self.op = pick(["sum", "sum", "mean", MEAN_OF_CONTRIBUTORS if counts else "mean"])
         self.content, self.amplitude = pick(_CONTENTS), int(pick([1, 3, 8, 60]))
@@ -247,7 +247,7 @@ def check_equal(outcomes: list[Outcome]) -> Vector:
 def check_nans(case: Case, name: str, result: Vector) -> None:
     """Check that NaNs reach all ranks: they rank first, so that k of them are in every global top-k."""
     algorithm = find(name)
-    if case.finite or algorithm is None or not (algorithm.reselects and algorithm.rejects):
+    if case.finite or algorithm is None or not (algorithm.bounded_result and algorithm.rejects):
         return
     stored = np.array([v.astype(np.float64) for v in case.stored])
     with np.errstate(all="ignore"):
@@ -260,7 +260,7 @@ def check_nans(case: Case, name: str, result: Vector) -> None:
 def check_residuals(case: Case, name: str, outcomes: list[Outcome], result: Vector) -> None:
     kept = [outcome.residual for outcome in outcomes]
     algorithm, total = find(name), outcomes[0].result
-    if algorithm is not None and algorithm.reselects and algorithm.rejects and total is not None:
+    if algorithm is not None and algorithm.bounded_result and algorithm.rejects and total is not None:
         outside = np.ones(case.n, np.bool_)
         outside[total.indices] = False  # the mean of a sum that is not 0 may be 0
         for rank, (mine, its) in enumerate(zip(kept, case.stored, strict=True)):

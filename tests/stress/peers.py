@@ -44,7 +44,8 @@ class Case:
         self.k = max(1, int(self.n * rng.choice([0.02, 0.1, 0.3])))
         found = find(self.algorithm)
         exact = WIRES[self.wire].kind is EXACT
-        ops = ["sum", "mean", *([MEAN_OF_CONTRIBUTORS] if exact and found and not found.contributors_unknown else [])]
+        counts = exact and found and not found.cannot_count_contributors
+        ops = ["sum", "mean", *([MEAN_OF_CONTRIBUTORS] if counts else [])]
         self.op = str(rng.choice(ops))
         self.dtype = str(rng.choice(["float32", "float64"])) if exact else "float32"
         self.nodes = tuple(rank // 2 for rank in range(self.P)) if "hierarchical" in self.algorithm else range(self.P)
@@ -66,7 +67,7 @@ class Case:
         if name == "split:2":
             return 2 * self.k
         found = find(name)
-        return self.k if name != "dense" and found and found.reselects else self.n
+        return self.k if name != "dense" and found and found.bounded_result else self.n
 
 
 class Damage:

@@ -97,7 +97,7 @@ def _first_call(ranks: Ranks, within: Within) -> Any:
         elif last.number == 0:
             assert np.array_equal(residual, before), "an interrupt before the call has changed the residual"
         else:
-            assert kept or last.counts, "after the call began the residual is not residual + x"
+            assert kept or last.succeeded, "after the call began the residual is not residual + x"
         if last.number == 0 if isinstance(error, InterruptError) else "sparsecomm.realign()" in str(error):
             sc.realign(comm)
     if any(ranks.gather(failed)):

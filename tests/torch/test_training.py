@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
 
-from sparsecomm.torch import hook  # noqa: E402
+from sparsecomm.torch import exchange  # noqa: E402
 from tests.examples.conftest import Run, forks  # noqa: E402, F401
 from tests.processes import ENVIRONMENT, LIMIT  # noqa: E402
 from tests.thinning import exhaustive  # noqa: E402
@@ -70,7 +70,7 @@ def test_futures_know_the_devices_of_their_values(monkeypatch: pytest.MonkeyPatc
     devices = []
     monkeypatch.setattr(torch.futures, "Future", lambda *, devices=devices, to=devices: to.append(devices))
     for name in ("cpu", "cuda:1"):
-        hook._future_of(SimpleNamespace(device=torch.device(name)))  # type: ignore[arg-type]
+        exchange.new_future(SimpleNamespace(device=torch.device(name)))  # type: ignore[arg-type]
     assert devices == [None, [torch.device("cuda:1")]]
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparsecomm.backends.base import value_bytes
 from sparsecomm.backends.cuda.context import Arguments, ExecutionContext, Launch, ceil_div
 from sparsecomm.backends.cuda.modules import packed_definitions
 from sparsecomm.backends.cuda.runtime import fetch, read_word
@@ -33,7 +34,7 @@ class _Layout(NamedTuple):
     def of(cls, count: int, span: int, kind: ValueKind, float64_values: bool) -> _Layout:
         low_bits = max(1, (span + 1) // count).bit_length() - 1
         low_words, high_words = ceil_div(count * low_bits, 64), ceil_div((span >> low_bits) + count, 64)
-        value_words = ceil_div(kind.nbytes(count, 8 if float64_values else 4), 8)
+        value_words = ceil_div(value_bytes(kind, count, 8 if float64_values else 4), 8)
         return cls(low_bits, high_words, _HEAD + 8 * (low_words + high_words + value_words))
 
 

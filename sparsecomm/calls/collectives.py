@@ -1,4 +1,7 @@
-"""`sparse_allreduce`: checks its arguments, looks up the plan, and passes a `SumCall` to the queue."""
+"""The collective calls: sums of contributions (`sparse_allreduce`, `SumCall`), and gathers of integers (`WordsGather`).
+
+`sparse_allreduce` checks its arguments, looks up the plan, and passes a `SumCall` to the queue.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,22 @@ from sparsecomm import backends
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
-from sparsecomm.calls.handle import Handle
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
-from sparsecomm.calls.queue import Call, CallQueue, queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.primitives.communicator import Communicator
+from sparsecomm.primitives.communicator import ROUNDS, Communicator, broadcast_words, gather_words
 from sparsecomm.signals import deferred
+from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
-from sparsecomm.transport import Comm, existing_transport, transport_of
-from sparsecomm.wire import Op, WireName
+from sparsecomm.transport import Comm, Transport, existing_transport, transport_of
+from sparsecomm.wire import PLAIN, CallSignature, Messages, Op, WireName
 
-__all__ = ["SumCall", "isparse_allreduce", "prepare", "sparse_allreduce"]
+__all__ = [
+    "Realignment", "SumCall", "WordsComparison", "WordsGather", "isparse_allreduce", "prepare", "sparse_allreduce",
+]  # fmt: skip
 
 
 class SumCall(Call):
@@ -285,3 +290,82 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
     backend = backends.of(x.device)
     with backend.on_stream(x):
         Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()
+
+
+# -- gathers of integers, such as checksums ---------------------------------------------------------------------------
+
+
+class WordsGather(Call):
+    """Gives all ranks the words of all ranks, in order of rank.
+
+    Attributes:
+        words: ints from 0 to 2^64 - 1, the same number of them on all ranks. The call replaces them by the result.
+    """
+
+    name = "words of all ranks"  # in the call signature
+
+    def __init__(self, transport: Transport, words: list[int], label: int) -> None:
+        super().__init__(transport)
+        self.words, self._label = words, label
+        plans, key = queue_of(transport).plans, (self.name, len(words))
+        comm = plans.find(key)
+        if comm is None:
+            host = backends.CpuBackend()
+            messages = Messages(self._signature(), transport.rank, FLOAT32.accumulator, (len(words),), host)
+            comm = Communicator(transport, host, messages, PLAIN)
+            plans.keep(key, comm)
+        self._comm: Communicator = comm
+
+    def _signature(self, label: int = 0) -> CallSignature:
+        return CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(self.words), 0, label=label)
+
+    @property
+    def description(self) -> bytes:
+        """The call signature that `Transport.begin` receives."""
+        return self._signature(self._label).pack()
+
+    def _communicator(self) -> Communicator:
+        return self._comm
+
+    def _begin(self) -> None:
+        self._comm.begin(self._label)
+
+    def _exchange(self) -> SparseVector:
+        self._gathered = self._exchange_words()
+        return NO_ENTRIES
+
+    def _finish(self, result: SparseVector) -> None:
+        self.words = self._gathered
+
+    def _exchange_words(self) -> list[int]:
+        return [word for words in gather_words(self._comm, self.words, 0) for word in words]
+
+
+class WordsComparison(WordsGather):
+    """Compares each rank's words with those of rank 0.
+
+    Attributes:
+        words: the result has for each rank the position of its first word that differs, or the number of words.
+    """
+
+    name = "comparison of words"
+
+    def _exchange_words(self) -> list[int]:
+        expected = broadcast_words(self._comm, self.words, 0)
+        pairs = enumerate(zip(self.words, expected, strict=True))
+        first = next((i for i, (word, other) in pairs if word != other), len(expected))
+        return [position for (position,) in gather_words(self._comm, [first], ROUNDS)]
+
+
+class Realignment:
+    """Makes all ranks give the next call the same number: the task of `sparsecomm.realign`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def run(self) -> SparseVector:
+        self._transport.realign()
+        return NO_ENTRIES
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing: other ranks do not wait for a call without a number."""
