@@ -77,8 +77,9 @@ def test_a_topk_is_five_launches_a_merge_three_and_selection_by_chunk_one(
     _ = backend.threshold(on_device(x), 3.0, None).indices
     assert runtime.launches == ["threshold"]
     runtime.launches.clear()
-    backend.topk_by_chunk(on_device(x), 9, 500, on_device(np.zeros_like(x)), 0.95)
-    assert runtime.launches == ["chunks"]
+    for k in (9, 200):
+        backend.topk_by_chunk(on_device(x), k, 500, on_device(np.zeros_like(x)), 0.95)
+    assert runtime.launches == ["warp_chunks", "chunks"]
 
 
 def test_the_host_waits_only_when_it_asks(
@@ -232,7 +233,7 @@ def test_no_order_of_threads_and_no_room_for_candidates_changes_a_result(
 def test_chunks_of_which_a_tile_holds_many_one_or_a_part(
     chunk: int, n: int, k: int, kind: str, dtype: str, seed: int
 ) -> None:
-    """Tiles have 4,096 elements; up to 512 of these, a warp selects from a chunk. In any order of threads."""
+    """Tiles have 4,096 elements. A warp selects alone for small k, or from up to 512. In any order of threads."""
     x, r = data.gradient(kind, n, dtype, seed), data.gradient("normal", n, dtype, seed + 1)
     backend = CudaBackend(DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4))
     for residual, decay in ((None, 1.0), (r, 0.95)):
