@@ -23,8 +23,8 @@ constexpr u32 WARPS = BY_WARP_THREADS / WARP;
 constexpr u32 ROWS = sizeof(XBits) == 4 ? 4 : 2;  // loaded at once
 constexpr u32 ROUND = ROWS * ROW;
 constexpr u32 ROOM = BY_WARP_MAX_K + ROUND;     // candidates of a warp: a round fits beside the k best
-constexpr u32 SHARE = VECTOR < 4 ? VECTOR : 4;  // adjacent elements of a lane, of which the sample uses the largest
-constexpr u32 SHARES = ROWS * VECTOR / SHARE;   // of each lane
+constexpr u32 QUAD = VECTOR < 4 ? VECTOR : 4;  // adjacent elements (of 8 bytes: two), of which the sample uses the largest
+constexpr u32 QUADS = ROWS * VECTOR / QUAD;    // of each lane
 // Blocks per multiprocessor, limited by registers per thread. 16-bit floats with a float32 residual need the most.
 constexpr u32 FEWER = sizeof(AccBits) > sizeof(XBits) ? 2 : RESIDUAL || sizeof(XBits) == 2 ? 1 : 0;
 constexpr u32 BLOCKS = BY_WARP_BLOCKS - FEWER;
@@ -68,15 +68,15 @@ DEVICE Winners search(Key low, Key high, u32 wanted, u32 spare, CountOf count_of
 
 DEVICE Key warp_min(Key v) { return ~warp_max(Key(~v)); }
 
-// Returns a threshold that about `wanted` of a warp's SHARES * WARP shares of a round reach. All lanes call it.
+// Returns a threshold that about `wanted` of a warp's QUADS * WARP quads of a round reach. All lanes call it.
 DEVICE Key threshold_of(const Group<AccBits> (&group)[ROWS], u32 wanted) {
-    Key largest[SHARES], low = ~Key(0), high = 0;
+    Key largest[QUADS], low = ~Key(0), high = 0;
     UNROLL
-    for (u32 s = 0; s < SHARES; s++) {
+    for (u32 s = 0; s < QUADS; s++) {
         largest[s] = 0;
         UNROLL
-        for (u32 i = 0; i < SHARE; i++) {
-            const u32 e = s * SHARE + i;
+        for (u32 i = 0; i < QUAD; i++) {
+            const u32 e = s * QUAD + i;
             const Key v = magnitude(group[e / VECTOR].get(e % VECTOR));
             largest[s] = v > largest[s] ? v : largest[s];
         }
@@ -87,7 +87,7 @@ DEVICE Key threshold_of(const Group<AccBits> (&group)[ROWS], u32 wanted) {
     const Winners found = search(warp_min(low), warp_max(high) + 1, wanted, wanted / 8, [&](Key key) {
         u32 count = 0;
         UNROLL
-        for (u32 s = 0; s < SHARES; s++) count += u32(__popc(__ballot_sync(ALL_LANES, largest[s] >= key)));
+        for (u32 s = 0; s < QUADS; s++) count += u32(__popc(__ballot_sync(ALL_LANES, largest[s] >= key)));
         return count;
     });
     const Key threshold = found.ties ? found.kth : found.kth + 1;
@@ -144,7 +144,7 @@ DEVICE Key keep_best(AccBits* from, const u16* from_at, u32 count, u32 k, AccBit
 //   x, residual  [in,out]  elements of the chunk; as in `chunks`, but without 0 at the entries
 //   size         [in]      number of elements
 //   vectors      [in]      whether the addresses of x and residual are multiples of 16
-//   wanted       [in]      shares of the first round that should reach the threshold; 0: no sample
+//   wanted       [in]      quads of the first round that should reach the threshold; 0: no sample
 //   first        [in]      position of the first element
 //   found        [out]     scratch
 //   key, at      [out]     entries in order of index
@@ -207,7 +207,7 @@ DEVICE u32 select(const XBits* x, AccBits* residual, u32 size, u32 k, Acc::Accum
 //
 //   k                [in]  at most BY_WARP_MAX_K
 //   chunks_per_warp  [in]  chunks that a warp takes at a time; at most BY_WARP_MAX_K / k, and with at most 32,768 elements
-//   wanted           [in]  shares of the first round of a whole chunk that should reach the threshold; 0: no sample
+//   wanted           [in]  quads of the first round of a whole chunk that should reach the threshold; 0: no sample
 KERNEL void __launch_bounds__(BY_WARP_THREADS, BLOCKS)
 warp_chunks(const XBits* x, AccBits* residual, u64 n, u64 k, u64 chunk, u64 chunks_per_warp, u64 wanted,
             Acc::Accumulator decay, bool aligned, Index* indices, Acc::Accumulator* values, u64* count, LookBack* look_back) {

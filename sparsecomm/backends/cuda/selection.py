@@ -79,7 +79,7 @@ class Selection(ExecutionContext):
             per_warp = max(1, min(size.by_warp_part // chunk, size.by_warp_max_k // k))
             name, threads = "warp_chunks", size.by_warp_threads
             tiles, at_once = ceil_div(x.size, threads // 32 * per_warp * chunk), size.by_warp_blocks
-            given |= {"chunks_per_warp": per_warp, "wanted": _shares_wanted(k, chunk, x.dtype.itemsize)}
+            given |= {"chunks_per_warp": per_warp, "wanted": _quads_wanted(k, chunk, x.dtype.itemsize)}
         else:
             per_tile = max(1, tile // chunk)
             name, threads = "chunks", size.by_chunk_threads
@@ -234,15 +234,15 @@ class Selection(ExecutionContext):
         return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
 
 
-def _shares_wanted(k: int, chunk: int, itemsize: int) -> int:
-    """Return how many shares of a round of warp_chunks.cu should reach the threshold, or 0 if a sample is useless."""
+def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
+    """Return how many quads of a round of warp_chunks.cu should reach the threshold, or 0 if a sample is useless."""
     row = 32 * 16 // itemsize
     sampled = min(chunk, row * (4 if itemsize == 4 else 2))
-    shares = sampled // min(4, 16 // itemsize)
+    quads = sampled // min(4, 16 // itemsize)
     expected = sampled * k / chunk
     wanted = expected + 3.2 * math.sqrt(expected * (1 - sampled / chunk)) + 2  # too few in one of about 500 chunks
-    reach = round(shares * (1 - (1 - 1 / shares) ** wanted))  # some shares have several of these elements
-    return reach if reach < 0.8 * shares else 0
+    reach = round(quads * (1 - (1 - 1 / quads) ** wanted))  # some quads have several of these elements
+    return reach if reach < 0.8 * quads else 0
 
 
 def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
