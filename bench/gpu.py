@@ -5,14 +5,17 @@
 
 A floor is the bytes that must move over the bandwidth of a device-to-device copy in the same run. "Replayed" is the
 device's own time: the call captured into a CUDA graph and replayed over several inputs, larger together than the L2.
-"Called" is what a caller sees, Python and launches included. Peers are timed as called, by events on the device.
+A residual gets a new gradient in every call and replay, as in training: adding the same one again and again would
+pile up elements below the largest. "Called" is what a caller sees, Python and launches included. Peers are timed as
+called, by events on the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from bench import report
 from bench.report import interval, number, yes_or_no
 
 ROUNDS = 21
+SHIFT = 64  # elements between the beginnings of two gradients
 SETS_BYTES = 400 << 20  # inputs of one measurement together, at least: several times any L2
 Action = Callable[[], Any]
 Row = dict[str, Any]
@@ -91,10 +95,14 @@ class Run:
         if 8 * n * count + (8 << 30) > cupy.cuda.runtime.memGetInfo()[0]:
             print(f"# {n:,} elements left out: too little memory", file=sys.stderr)
             return
-        inputs = [rng.standard_normal(n, dtype=np.float32) for _ in range(count)]
+        gradients = 4 * ROUNDS  # one for each call and replay with a residual
+        numbers = [rng.standard_normal(n + gradients * SHIFT, dtype=np.float32) for _ in range(count)]
+        inputs = [x[:n] for x in numbers]
         residuals = [cupy.zeros_like(x) for x in inputs]
         tensors = [interop.tensor(x, "x") for x in inputs]
         into = [interop.tensor(r, "residual", writable=True) for r in residuals]
+        shifted = [interop.tensor(numbers[i % count][i * SHIFT :][:n], "x") for i in range(gradients)]
+        pairs = list(zip(shifted, itertools.cycle(into)))
         for density in self.options.densities:
             k, what = max(1, round(n * density)), f"n = {n / 1e6:g}M, density {density:g}"
             found, expected = sc.topk(inputs[0], k), sc.topk(inputs[0].get(), k)
@@ -103,7 +111,7 @@ class Run:
             for r in residuals:
                 r.fill(0)
             self.same(f"fused, {what}", sc.topk(inputs[0], k, residual=residuals[0]), expected)
-            fused = [lambda t=t, r=r, k=k: self.backend.topk(t, k, r) for t, r in zip(tensors, into, strict=True)]
+            fused = [lambda t=t, r=r, k=k: self.backend.topk(t, k, r) for t, r in pairs]
             self.ours(f"residual + x and top-k, {what}", 12 * n, 1.25, fused)
             self._peers(what, k, n, inputs, residuals)
         k, chunk = 64, 4096
@@ -115,10 +123,7 @@ class Run:
         for r in residuals:
             r.fill(0)
         self.same(f"fused, by chunk, {what}", sc.topk(inputs[0], k, residual=residuals[0], chunk=chunk), expected)
-        fused = [
-            lambda t=t, r=r: self.backend.topk_by_chunk(t, k, chunk, r, 0.95)
-            for t, r in zip(tensors, into, strict=True)
-        ]
+        fused = [lambda t=t, r=r: self.backend.topk_by_chunk(t, k, chunk, r, 0.95) for t, r in pairs]
         self.ours(f"0.95 residual + x and top-k by chunk, {what}", 12 * n + bytes_out, 1.25, fused)
         for dtype in (np.float16, np.float64):
             x = inputs[0][: n // 2].astype(dtype)
@@ -247,18 +252,18 @@ class Run:
     def _copy_bandwidth(self) -> float:
         source = self.cupy.ones(1 << 28, np.float32)
         target = self.cupy.empty_like(source)
-        times = self._times([lambda: self.cupy.copyto(target, source)])
+        times = self._times(itertools.repeat(lambda: self.cupy.copyto(target, source)))
         return float(2 * source.nbytes / np.median(times))
 
-    def _times(self, actions: list[Action]) -> np.ndarray[Any, Any]:
-        """Return seconds between events around each action, in turn over the inputs."""
+    def _times(self, actions: Iterator[Action]) -> np.ndarray[Any, Any]:
+        """Return seconds between events around each of ROUNDS actions, after as many for warming up."""
         events = [[self.cupy.cuda.Event() for _ in range(2)] for _ in range(ROUNDS)]
         with self.stream:
-            for action in actions:
+            for action in itertools.islice(actions, ROUNDS):
                 action()
-            for i, (begin, end) in enumerate(events):
+            for (begin, end), action in zip(events, actions):  # noqa: B905 (there may be more actions)
                 begin.record()
-                actions[i % len(actions)]()
+                action()
                 end.record()
             self.stream.synchronize()
         return np.array([self.cupy.cuda.get_elapsed_time(*pair) for pair in events]) / 1e3
@@ -267,14 +272,15 @@ class Run:
         self, what: str, nbytes: int, target: float | None, actions: list[Action], seconds: float | None = None
     ) -> None:
         """Add a row of ours, with a target for the time over its floor, or for the time in ``seconds``."""
-        called = self._times(actions)
+        turns = itertools.cycle(actions)
+        called = self._times(turns)
         graphs = []
         with self.stream:
-            for action in actions:
+            for action in itertools.islice(turns, 2 * ROUNDS):
                 self.stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeRelaxed)
                 kept = action()  # its memory is written at every replay
                 graphs.append((self.stream.end_capture(), kept))
-        replayed = self._times([lambda g=graph: g.launch(self.stream) for graph, _ in graphs])
+        replayed = self._times(iter([lambda g=graph: g.launch(self.stream) for graph, _ in graphs]))
         floor = nbytes / self.bandwidth
         q1, median, q3 = report.quartiles(replayed, 1e6)
         met = None if target is None and seconds is None else median * 1e-6 <= (seconds or target * floor)  # type: ignore[operator]
@@ -293,11 +299,11 @@ class Run:
 
     def called(self, what: str, nbytes: int, actions: list[Action]) -> None:
         """Add a row of ours in which the host waits, so that it cannot be replayed."""
-        seconds = float(np.median(self._times(actions)))
+        seconds = float(np.median(self._times(itertools.cycle(actions))))
         self.rows.append({"what": what, "called_us": seconds * 1e6, "floor_us": nbytes / self.bandwidth * 1e6})
 
     def peer(self, what: str, actions: list[Action]) -> None:
-        self.rows.append({"what": what, "called_us": float(np.median(self._times(actions))) * 1e6})
+        self.rows.append({"what": what, "called_us": float(np.median(self._times(itertools.cycle(actions)))) * 1e6})
 
     def same(self, what: str, found: Any, expected: Any) -> None:
         """Check that a result is the CPU's, bit for bit."""

@@ -1,4 +1,5 @@
-// The exact top-k by |v| of every chunk of a vector, in one pass.
+// The exact top-k by |v| of every chunk of a vector, in one pass, for any chunks and k. warp_chunks.cu is faster where it can
+// be used.
 //
 // Chunks begin at elements 0, chunk, 2 chunk, ...; the last one may be shorter. The order within a chunk is (|v| descending,
 // index ascending), with NaN above infinity. Zeros are never selected: a chunk with fewer than k nonzero elements contributes

@@ -1,6 +1,6 @@
 // Finds the k-th largest key among candidates, in several kernels that share a `Selection`.
 //
-// `count_key` counts each candidate in one of BINS equal ranges of keys, which begin at `threshold`. The last block to finish
+// `count_keys` counts candidates in one of BINS equal ranges of keys, which begin at `threshold`. The last block to finish
 // finds the bin of the k-th key (`pick_bin`). `refine` gathers the keys of this bin, usually few, and its last block finds
 // the k-th key (`find_kth`).
 #pragma once
@@ -44,8 +44,12 @@ DEVICE u32 bin_at(u32 slot) { return slot % 8 * (N / 8) + slot / 8; }
 
 DEVICE void add_keys(Selection* selection, u32 bin, u32 count) { atomicAdd(&selection->histogram[slot_of<BINS>(bin)], count); }
 
-DEVICE void count_key(Selection* selection, u64 key, u64 threshold, u32 shift) {
-    add_keys(selection, u32(bin_of(key, threshold, shift)), 1);
+// Counts the keys of the lanes that have one. Equal bins of a warp are one addition, because additions to one address wait for
+// each other. All lanes call it.
+DEVICE void count_keys(Selection* selection, bool has_one, u64 key, u64 threshold, u32 shift) {
+    const u32 bin = has_one ? u32(bin_of(key, threshold, shift)) : BINS;
+    const u32 equal = __match_any_sync(ALL_LANES, bin);
+    if (has_one && threadIdx.x % WARP == u32(__ffs(int(equal))) - 1) add_keys(selection, bin, u32(__popc(equal)));
 }
 
 // Finds the r-th key from the top in a histogram of N bins. All THREADS threads call it; all get the answer.

@@ -120,11 +120,14 @@ filter(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, u64 capaci
        LookBack* look_back, Selection* selection) {
     const u64 threshold = selection->threshold;
     const u32 shift = selection->shift;
-    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, look_back, [&](u64 to, u64 i, AccBits found) {
-        indices[to] = Index(i);
-        bits[to] = found;
-        count_key(selection, key_of(found), threshold, shift);
-    });
+    const auto take = [&](bool taken, u64 to, u64 i, AccBits found) {
+        if (taken) {
+            indices[to] = Index(i);
+            bits[to] = found;
+        }
+        count_keys(selection, taken, key_of(found), threshold, shift);
+    };
+    const u64 total = filter_tiles(x, residual, n, aligned, threshold, capacity, look_back, take);
     if (threadIdx.x == 0 && total != NOT_LAST_TILE) selection->count = total;
     if (!reset_after_last_block(look_back, filter_tile_count(n))) return;
     const u64 found = selection->count;

@@ -90,7 +90,7 @@ class ObservedBackends(Backends):
 
 
 class Forwarding:
-    """A proxy of an object, some attributes of which are replaced."""
+    """A proxy of an object that replaces some of its attributes."""
 
     def __init__(self, target: object, **replaced: object) -> None:
         self._target = target

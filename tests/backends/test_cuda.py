@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.backends.cuda import CudaBackend
@@ -66,7 +68,8 @@ def test_number_of_launches(backend: CudaBackend, runtime: DeferredRuntime) -> N
         (lambda: backend.topk(on_device(x[:300]), 9, None), "radix"),
         (lambda: backend.merge_topk(a, b, 400), "merge refine emit"),
         (lambda: backend.threshold(on_device(x), 3.0, None).indices, "threshold"),
-        (lambda: backend.topk_by_chunk(on_device(x), 9, 500, on_device(np.zeros_like(x)), 0.95), "chunks"),
+        (lambda: backend.topk_by_chunk(on_device(x), 9, 500, on_device(np.zeros_like(x)), 0.95), "warp_chunks"),
+        (lambda: backend.topk_by_chunk(on_device(x), 200, 500, on_device(np.zeros_like(x)), 0.95), "chunks"),
     ):
         runtime.launches.clear()
         _ = call()
@@ -126,6 +129,31 @@ def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dt
     bins = [max(0, min(4095, (int(key) - threshold) >> shift)) for key in keys]
     assert 0 < bins.count(wanted) < len(bins) / 100
     assert len(set(bins)) > 200
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from([1, 2, 97, 300, 511, 512, 513, 1365, 4096, 4097, 10_000]),
+    st.integers(0, 15_000),
+    st.integers(1, 300),
+    st.sampled_from(sorted(data.KINDS)),
+    st.sampled_from(["float32", "bfloat16", "float64"]),
+    data.seeds,
+)
+def test_chunks_of_any_length(chunk: int, n: int, k: int, kind: str, dtype: str, seed: int) -> None:
+    """Tiles have 4,096 elements. A warp selects alone for small k, or from up to 512. In any order of threads."""
+    x, r = data.gradient(kind, n, dtype, seed), data.gradient("normal", n, dtype, seed + 1)
+    backend = CudaBackend(DeferredRuntime(seed=seed, multiprocessors=1 + seed % 4))
+    for residual, decay in ((None, 1.0), (r, 0.95)):
+        acc = x if residual is None else reference.accumulated(x, r, decay)
+        indices, values = reference.topk_by_chunk(reference.widened(acc), min(k, chunk), chunk)
+        there = None if residual is None else on_device(residual)
+        found = backend.topk_by_chunk(on_device(x), min(k, chunk), chunk, there, decay)
+        np.testing.assert_array_equal(found.indices, indices)
+        assert data.same_bits(np.asarray(found.values), values)
+    backend.runtime.check()
+    acc[indices] = 0
+    np.testing.assert_array_equal(reference.widened(r), reference.widened(acc))
 
 
 @pytest.mark.parametrize("dtype", data.DTYPES)

@@ -462,6 +462,13 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T v, unsigned with) {
     return emulator::shuffled(mask, v, emulator::lane() ^ with);
 }
+template <class T>
+unsigned __match_any_sync(unsigned mask, T v) {
+    unsigned equal = 0;
+    for (unsigned lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1) equal |= unsigned(emulator::shuffled(mask, v, lane) == v) << lane;
+    return equal;
+}
 
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }

@@ -31,12 +31,21 @@ MAX_SECONDS = 20  # of the processor for a driver, which takes one
 N = 9001  # some tiles of `filter` and of `chunks`; 16 bytes do not divide it
 # Kinds of gradients, k and lengths, of which a tile has many for warps, or some, or one, or not a whole one.
 CHUNKS = (
-    ("ties", 9, 300),
-    ("mostly zero", 9, 300),
+    ("ties", 9, 200),
+    ("mostly zero", 9, 200),
     ("few values", 200, 1000),
-    ("ties", 40, 2500),
+    ("ties", 140, 2500),
     ("few values", 200, 4096),
     ("normal", 700, 5000),
+)
+# For warp_chunks.cu: a warp has many, or one; its sample misleads, or its room is full.
+WARP_CHUNKS = (
+    ("ties", 9, 300),
+    ("mostly zero", 9, 300),
+    ("few values", 120, 4096),
+    ("large first", 120, 4096),
+    ("ascending", 120, 4096),
+    ("normal", 100, 2500),
 )
 
 
@@ -55,6 +64,10 @@ def gradient(kind: str, n: int, dtype: str, seed: int) -> np.ndarray:
         v = 1 + np.random.default_rng(seed).integers(0, 30, n) / 1024
         v[::10] *= 4
         return v.astype(dtype)
+    if kind == "rising":  # the entries of a warp's first round find room, and later ones do not
+        return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 256 < 128, 0.45, 1).astype(dtype)
+    if kind == "large first":  # the sample of a chunk of 4,096 misleads
+        return data.gradient("normal", n, dtype, seed) * np.where(np.arange(n) % 4096 < 512, 1, 0.001).astype(dtype)
     return data.gradient(kind, n, dtype, seed)
 
 
@@ -105,7 +118,7 @@ def topk(sources: Path, seed: int, residual: bool = False, dtype: str = "float32
     def select(x: interop.Tensor, r: interop.Tensor | None) -> SparseVector:
         return it.backend.topk(x, 2100, r)
 
-    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero"):
+    for kind in ("normal", "ties", "few values", "close", "all equal", "mostly zero", "rising"):
         selections(select, lambda v: reference.topk(v, 2100), it, residual, seed, N, kind, dtype)
 
 
@@ -143,10 +156,14 @@ def threshold_with_residual(sources: Path, seed: int) -> None:
     threshold(sources, seed, True)
 
 
-def chunks(sources: Path, seed: int) -> None:
+def warp_chunks(sources: Path, seed: int) -> None:
+    chunks(sources, seed, WARP_CHUNKS)
+
+
+def chunks(sources: Path, seed: int, shapes: tuple[tuple[str, int, int], ...] = CHUNKS) -> None:
     """With decay."""
     it = crowded(sources, seed)
-    for kind, k, chunk in CHUNKS:
+    for kind, k, chunk in shapes:
         by_chunk = k, chunk
 
         def select(x: interop.Tensor, r: interop.Tensor | None, by_chunk: tuple[int, int] = by_chunk) -> SparseVector:
@@ -277,6 +294,7 @@ DRIVERS = (
     threshold,
     threshold_with_residual,
     chunks,
+    warp_chunks,
     merge,
     densify,
     adding_where,

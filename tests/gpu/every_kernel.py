@@ -32,7 +32,7 @@ def same_arrays(what: str, found: cupy.ndarray, expected: np.ndarray) -> None:
 
 
 def select(n: int, dtype: str, residual_dtype: str | None) -> None:
-    """Those of topk.cu or radix.cu, of threshold.cu, and of chunks.cu."""
+    """Those of topk.cu or radix.cu, of threshold.cu, of chunks.cu, and of warp_chunks.cu."""
     x = data.gradient("normal", n, dtype, 1)
     x[::7] = 0
     for what, (k, options) in {
@@ -40,6 +40,7 @@ def select(n: int, dtype: str, residual_dtype: str | None) -> None:
         "many": (n // 3, {}),
         "short chunks": (3, {"chunk": 200}),
         "chunks": (9, {"chunk": 1000}),
+        "chunks of a tile": (200, {"chunk": 4096}),
         "long chunks": (40, {"chunk": 9000}),
     }.items():
         ours = theirs = None

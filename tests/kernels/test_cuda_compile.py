@@ -22,7 +22,7 @@ COMMON += [f"-D{each}" for each in TUNING.definitions + structure_definitions(TU
 
 # Registers per thread, so that this many threads stay resident on a multiprocessor with 65,536: what hides latency.
 RESIDENT = {"sample": 768, "filter": 512, "threshold": 512, "refine": 1024, "emit": 768, "radix": 768, "merge": 768}
-RESIDENT |= {"chunks": 768, "unpack": 1280}
+RESIDENT |= {"chunks": 768, "warp_chunks": 512, "unpack": 1280}
 RESIDENT_OTHERS = 1536
 NVCC = shutil.which("nvcc") is not None
 

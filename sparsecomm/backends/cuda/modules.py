@@ -19,6 +19,7 @@ SOURCES = Path(sparsecomm._kernels.__path__[0])
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 _FORMATS = {FLOAT16: "F16", BFLOAT16: "BF16", FLOAT32: "F32", FLOAT64: "F64"}
 _LAUNCH_ONLY = {"sample_sectors", "radix_max_size", "spare_candidates", "filter_blocks", "tail_blocks"}
+_LAUNCH_ONLY |= {"by_warp_min_chunk", "by_warp_part"}
 _LINE = 128  # bytes: OWN_LINE of kernels/cuda/platform.cuh
 
 
@@ -44,6 +45,9 @@ class Tuning:
     by_chunk_threads: int = 256
     by_chunk_items: int = 16  # elements per thread, in registers or in shared memory
     by_chunk_blocks: int = 3  # as many as leave enough registers per thread
+    by_warp_threads: int = 256
+    by_warp_blocks: int = 4  # maximum; fewer are resident with some types
+    by_warp_max_k: int = 128  # maximum k of a chunk from which a warp selects alone
     dense_threads: int = 256
     densify_tile: int = 4096  # elements that a block writes
     packed_threads: int = 256  # in unpack also the words of a tile
@@ -52,7 +56,9 @@ class Tuning:
     sample_sectors: int = 32768  # maximum sectors of 32 bytes in a sample
     radix_max_size: int = 1 << 16  # maximum elements for which a single launch of `radix` selects
     filter_blocks: int = 4  # maximum; fewer are resident with some types
-    tail_blocks: int = 2  # maximum, for refine and emit
+    by_warp_min_chunk: int = 256  # minimum elements of a chunk from which a warp selects alone
+    by_warp_part: int = 4096  # elements that a warp takes at a time, if chunks are not longer
+    tail_blocks: int = 4  # maximum, for refine and emit
     spare_candidates: int = 1 << 20  # room beyond 2 k, for an unlucky sample
 
     @property
@@ -110,7 +116,7 @@ def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
 
 
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
-    """Return the type definitions of topk.cu, radix.cu, threshold.cu and chunks.cu."""
+    """Return the type definitions of topk.cu, radix.cu, threshold.cu, chunks.cu and warp_chunks.cu."""
     return (
         _format("FORMAT", x),
         _format("ACC", residual or x),
@@ -144,7 +150,7 @@ def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
         for x in DTYPES.values():
             residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
             for residual in residuals:
-                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu"):
+                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu", "warp_chunks.cu"):
                     yield file, selection_definitions(x, residual, int64_indices)
             for residual in residuals[1:]:
                 yield "dense.cu", dense_definitions(x, residual, int64_indices)

@@ -1,4 +1,4 @@
-"""Selection and merging: kernels/cuda/topk.cu, radix.cu, threshold.cu, chunks.cu and merge.cu."""
+"""Selection and merging: kernels/cuda/topk.cu, radix.cu, threshold.cu, chunks.cu, warp_chunks.cu and merge.cu."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Selection(ExecutionContext):
         return entries
 
     def topk_by_chunk(self, x: Tensor, k: int, chunk: int, residual: Tensor | None, decay: float = 1.0) -> SparseVector:
-        threads = self.tuning.by_chunk_threads
-        tile = threads * self.tuning.by_chunk_items
+        size, tile = self.tuning, self.tuning.by_chunk_threads * self.tuning.by_chunk_items
         if k >= chunk:  # all nonzero elements, whatever the chunks are
             k = chunk = tile
         chunk = min(chunk, max(x.size, 1))
@@ -72,14 +71,25 @@ class Selection(ExecutionContext):
         if not x.size:
             self.runtime.clear(entries.counter)
             return entries
-        chunks_per_tile = max(1, tile // chunk)
-        tiles = ceil_div(x.size, chunks_per_tile * chunk)
-        given = _dense(x, residual) | {"k": k, "chunk": chunk, "chunks_per_tile": chunks_per_tile}
+        given = _dense(x, residual) | {"k": k, "chunk": chunk}
+        # Warps select alone, unless chunks are so long and few that most warps would be idle.
+        many = whole >= 16 * self.runtime.multiprocessors
+        suits = size.by_warp_min_chunk <= chunk <= (1 << 15 if many else tile)
+        if suits and k <= size.by_warp_max_k:
+            per_warp = max(1, min(size.by_warp_part // chunk, size.by_warp_max_k // k))
+            name, threads = "warp_chunks", size.by_warp_threads
+            tiles, at_once = ceil_div(x.size, threads // 32 * per_warp * chunk), size.by_warp_blocks
+            given |= {"chunks_per_warp": per_warp, "wanted": _quads_wanted(k, chunk, x.dtype.itemsize)}
+        else:
+            per_tile = max(1, tile // chunk)
+            name, threads = "chunks", size.by_chunk_threads
+            tiles, at_once = ceil_div(x.size, per_tile * chunk), size.by_chunk_blocks
+            given |= {"chunks_per_tile": per_tile}
         given |= {"decay": x.dtype.accumulator.type(decay), "aligned": _aligned(x, residual)}
         given |= {"indices": entries.room[0], "values": entries.room[1], "count": entries.counter}
         given |= {"look_back": self.workspace().look_back(tiles)}
-        blocks = self._at_once(tiles, self.tuning.by_chunk_blocks)
-        self.start(self.prepare("chunks.cu", "chunks", _definitions_of(x, residual), blocks, threads, given))
+        blocks = self._at_once(tiles, at_once)
+        self.start(self.prepare(f"{name}.cu", name, _definitions_of(x, residual), blocks, threads, given))
         return entries
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
@@ -222,6 +232,17 @@ class Selection(ExecutionContext):
         """Return room for ``count`` entries of x; a kernel writes their number."""
         room = self.room(count, x.size, x.dtype.accumulator)
         return CountedVector(self.runtime, room, self.runtime.empty(1, np.uint64), x.size, x.shape)
+
+
+def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
+    """Return how many quads of a round of warp_chunks.cu should reach the threshold, or 0 if a sample is useless."""
+    row = 32 * 16 // itemsize
+    sampled = min(chunk, row * (4 if itemsize == 4 else 2))
+    quads = sampled // min(4, 16 // itemsize)
+    expected = sampled * k / chunk
+    wanted = expected + 3.2 * math.sqrt(expected * (1 - sampled / chunk)) + 2  # too few in one of about 500 chunks
+    reach = round(quads * (1 - (1 - 1 / quads) ** wanted))  # some quads have several of these elements
+    return reach if reach < 0.8 * quads else 0
 
 
 def _dense(x: Tensor, residual: Tensor | None) -> Arguments:
