@@ -129,7 +129,20 @@ def _stream(handle: int, device: int) -> Any:
         return cupy.cuda.Stream.null
     if handle == PER_THREAD:
         return cupy.cuda.Stream.ptds
+    if hasattr(cupy.cuda.Stream, "from_external"):  # where it exists, ExternalStream is deprecated
+        with cupy.cuda.Device(device):
+            return cupy.cuda.Stream.from_external(_ForeignStream(handle))
     return cupy.cuda.ExternalStream(handle, device)
+
+
+class _ForeignStream:
+    """A stream that CuPy did not create, as an object of the CUDA stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 def _binary(source: str, options: tuple[str, ...]) -> bytes:
