@@ -14,15 +14,12 @@ computation.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 from rich.table import Table
 
@@ -31,13 +28,11 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
+from bench.local_steps import CHUNK, ELEMENTS, RATES, cost_of_round
 from sparsecomm.cli.outputs import Label, label_points, log_axis, panels, save, style
 from sparsecomm.quantities import bytes_text, number_text
 from sparsecomm.transport import Transport, simulated
-from sparsecomm.transport.base import Bytes
-from sparsecomm.wire import HEADER_BYTES
 
-CHUNK = 4096
 WIRES = {32: "packed", 8: "packed_int8", 4: "packed_int4", 2: "packed_int2", 1: "packed_sign"}
 METHODS = ("dense", "allgather", "split")
 POINTS = 20  # of a curve, at most
@@ -45,11 +40,6 @@ STEPS = 600  # local steps of a worker
 RATE = 0.02  # of AdamW, chosen for dense pseudo-gradients at H = 30; it rises for `WARM` steps, then falls to a tenth
 WARM = 30
 SOME = 256  # held-out samples for a point of a curve; the end is evaluated on all
-
-LARGE = 25_600_000  # weights, as many as ResNet-50 has
-SCALE = 20  # one 20th of them is exchanged, and each byte counts 20 times
-ALPHA = 100e-6  # seconds per message
-RATES = {"100 Mb/s": 100e6, "1 Gb/s": 1e9}
 
 
 @dataclass(frozen=True)
@@ -165,20 +155,8 @@ def cost_of(setting: Setting) -> Cost:
 
 @cache
 def _cost(ranks: int, k: int | float, options: tuple[tuple[str, Any], ...]) -> Cost:
-    def program(comm: Transport) -> None:
-        x = np.random.default_rng(comm.rank).standard_normal(LARGE // SCALE, np.float32)
-        sc.sparse_allreduce(x, k, comm=comm, out=x, **dict(options))
-
-    def weigh(message: Bytes) -> int:
-        return HEADER_BYTES + SCALE * max(0, len(message) - HEADER_BYTES)
-
-    seconds = []
-    for rate in RATES.values():
-        with mock.patch.dict(os.environ, SPARSECOMM_PROFILE="none"):  # measure no links
-            results = simulated.run(ranks, program, alpha=ALPHA, beta=8 / rate, weigh=weigh)
-        seconds.append(max(result.seconds for result in results))
-    busiest = max(result.counters.bytes_sent + result.counters.bytes_received for result in results)
-    return Cost(busiest, tuple(seconds))
+    costs = [cost_of_round(ranks, ELEMENTS, k, rate, dict(options)) for rate in RATES.values()]
+    return Cost(costs[0][0] + costs[0][1], tuple(seconds for _, _, seconds in costs))
 
 
 # -- tables and plots -------------------------------------------------------------------------------------------------
