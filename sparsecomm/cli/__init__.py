@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; return its exit status."""
     if sys.stdout is None:  # the next file to be opened would become standard output
         return _fail("standard output is closed; send it to a file, or to /dev/null")
-    parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI.")
+    parser = _Parser(prog="sparsecomm", description="Sparse allreduce of gradients over MPI or PyTorch process groups.")
     parser.add_argument("--version", action="version", version=f"sparsecomm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

@@ -30,7 +30,7 @@ from sparsecomm.wire import Op
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "check every algorithm on this node, or under a launcher on all ranks"
+HELP = "check every algorithm: on this node, or on all ranks of a launcher such as mpirun"
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Measure the costs of messages and work on this system, and write the profile that "auto" uses.
 
 Run it under mpirun, srun or torchrun with the ranks that train, on the nodes where they train: the profile is valid for
-that number of ranks and nodes and for that MPI. Set the environment of training, SPARSECOMM_THREADS for example.
+that number of ranks and nodes and for that MPI. Set the same environment variables as in training, such as
+SPARSECOMM_THREADS.
 
 Messages use the library's own transport. Between nodes, one rank of each node takes part; inside nodes, all ranks do.
 Several pairs of ranks exchange messages at the same time. Work is measured on the CPU, on all ranks at the same time.
@@ -38,7 +39,7 @@ from sparsecomm.wire import EXACT
 
 __all__ = ["HELP", "add_arguments", "run", "works"]
 
-HELP = 'measure this system, under mpirun, so that "auto" chooses well here'
+HELP = 'measure the costs that "auto" uses to select an algorithm; run it on the ranks that train'
 
 _N = 4_000_000  # elements of a gradient
 _DENSITY = 0.001

@@ -55,7 +55,7 @@ _PROCESS = 64 << 20  # bytes of Python, NumPy and MPI, before any vector
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    what = parser.add_argument_group("what")
+    what = parser.add_argument_group("what to measure")
     size = "smallest dense gradient, in bytes: K, M and G are decimal, Ki, Mi and Gi binary (%(default)s)"
     what.add_argument("-b", "--min-bytes", type=options.nbytes, default="64Ki", metavar="SIZE", help=size)
     size = "largest dense gradient (%(default)s)"
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--wire", dest="wires", type=options.wires, default="auto", metavar="LIST", help=names)
     what.add_argument("--dtype", default="float32", choices=DTYPES, help="dtype of the gradient (%(default)s)")
     devices.add_argument(what)
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("how to measure")
     how.add_argument(
         "-n", "--iterations", type=options.count, default=20, metavar="N", help="timed calls per row (%(default)s)"
     )

@@ -11,7 +11,7 @@ Each line of the table is a way to train:
   sent         megabytes that the link of a site sends in a round
   step         seconds per step, including the part of exchanges that delays it
   computing    the percentage of the time in which ranks compute: the utilisation
-  loss         nats above dense sums in every step, measured in trainings; "not trained": unknown
+  loss         nats above dense sums in every step, in the trainings of the reports; "not trained" if no report has it
   equal loss   the time to the same loss, as a multiple of the smallest in the table
 
 The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps. The times
@@ -60,7 +60,7 @@ from sparsecomm.tuning.utilisation import GLOO, Network, Training
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "compare ways to train over a network, and recommend one: SparseAdamW, local steps, H, utilisation"
+HELP = "compare ways to train over a network, such as SparseAdamW and local steps, and recommend one"
 _CORES = options.number(0.01, 1024, "a number of cores, such as 0.5 or 2")
 SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=choice)
     cores = "CPU cores of a rank for the work of exchanges; below 1 if ranks share cores (%(default)s)"
     training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
-    costs = "costs of work, as written by `sparsecomm tune` (a core of 2024)"
+    costs = "costs of work, a file of `sparsecomm tune` (default: typical costs of a CPU core of 2024)"
     training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
     options.add_files(parser, "utilisation against rate and H")
 
