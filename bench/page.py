@@ -4,7 +4,7 @@
     python -m bench.page curves.json --out folder
 
 Each result file has a section with its command, the pictures and the tables that the command wrote beside it, or the
-rows of the file. Files of ``sparsecomm bench --json``, `bench.model` and `bench.compare` have plots.
+rows of the file. Files of ``sparsecomm bench --json``, `bench.model`, `bench.compare` and `bench.training` have plots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import matplotlib
 
 from bench import model, report
 from sparsecomm.cli import bench
-from sparsecomm.cli.outputs import log_axis, panels, pyplot, style
+from sparsecomm.cli.outputs import panels, pyplot, style
 from sparsecomm.quantities import bytes_text, number_text, time_text
 from sparsecomm.tracing.observers import PARTS
 
@@ -106,33 +106,41 @@ _PART_COLOURS = "#0072b2", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"
 _PART_HATCHES = "", "//", "", "\\\\", "..", "xx", ""
 
 
-def _bars(values: Mapping[str, float], text: Callable[[float], str], rows: Sequence[Row]) -> Any:
-    """Return horizontal bars on a logarithmic axis with their values; other methods than ours are hatched."""
-    ours = {row["name"]: row["ours"] for row in rows}
-    figure, (axes,) = panels(1, 5.5, 0.4 * len(values) + 0.8)
+def _bars(values: Mapping[str, float], text: Callable[[float], str], colours: Mapping[str, str], label: str) -> Any:
+    """Return horizontal bars from zero with their values, in order of size; those without a colour are hatched."""
+    from matplotlib.ticker import FuncFormatter
+
+    figure, (axes,) = panels(1, 5.5, 0.4 * len(values) + 1)
     names = sorted(values, key=lambda name: -values[name])
     for i, name in enumerate(names):
         other = {"color": "#d9d9d9", "hatch": "///", "edgecolor": "#555"}
-        axes.barh(i, values[name], height=0.68, **({"color": style(name)["color"]} if ours[name] else other))
+        axes.barh(i, values[name], height=0.68, **({"color": colours[name]} if name in colours else other))
         axes.annotate(f" {text(values[name])}", (values[name], i), va="center", fontsize="small")
     axes.set_yticks(range(len(names)), names)
-    low, high = min(values.values()), max(values.values())
-    axes.set_xscale("log")
-    axes.set_xlim(low / 2, high * (high / low) ** 0.28 * 1.6)
-    log_axis(axes.xaxis, text)
-    axes.minorticks_off()
+    axes.set_xlim(0, 1.2 * max(values.values()))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value) if value else "0"))
+    axes.set_xlabel(label)
     axes.grid(True, axis="x", alpha=0.35)
+    axes.set_axisbelow(True)
     return figure
 
 
-def compared(key: str, text: Callable[[float], str], unit: float = 1) -> Callable[[Result], Any]:
+def compared(key: str, text: Callable[[float], str], label: str, unit: float = 1) -> Callable[[Result], Any]:
     """Return a function that draws a column of the table of `bench.compare`."""
 
     def draw(result: Result) -> Any:
         rows = result.data["times"]
-        return _bars({row["name"]: row[key] * unit for row in rows if row[key]}, text, rows)
+        colours = {row["name"]: style(row["name"])["color"] for row in rows if row["ours"]}
+        return _bars({row["name"]: row[key] * unit for row in rows if row[key]}, text, colours, label)
 
     return draw
+
+
+def steps(result: Result) -> Any:
+    """Draw the times of `bench.training ddp`."""
+    medians = {name: median / 1e3 for name, (_, median, _) in result.data["ddp"]["ms"].items()}
+    colours = {name: style("split")["color"] for name in medians if name.startswith("sparse hook")}
+    return _bars(medians, time_text, colours, "time of a training step on the slowest rank, median")
 
 
 def breakdown(result: Result) -> Any:
@@ -156,9 +164,10 @@ def breakdown(result: Result) -> Any:
 # By a key of the file or of its first row: captions, and functions that return a figure, or None.
 PLOTS: dict[str, dict[str, Callable[[Result], Any]]] = {
     "times": {
-        "Time of a whole step": compared("step_ms", time_text, 1e-3),
-        "Bytes that the busiest rank sends": compared("sent", bytes_text),
+        "Time of a whole step": compared("step_ms", time_text, "time of a whole step, median", 1e-3),
+        "Bytes that the busiest rank sends": compared("sent", bytes_text, "bytes sent by the busiest rank"),
     },
+    "ddp": {"Time of a training step": steps},
     "time_median_us": {
         "Time against size": lambda result: bench.draw(result.data["header"], result.rows),
         "Parts of a call": breakdown,

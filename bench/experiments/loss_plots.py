@@ -21,7 +21,7 @@ from bench.experiments.tasks import TASKS, weights_of
 from sparsecomm.cli.outputs import Label, label_points, log_axis, pyplot, style
 from sparsecomm.quantities import number_text, time_text
 
-# By the way to exchange: label, method of the colour, marker. The label is beside the first point.
+# By the way to exchange: label, method of the colour, marker. The label is beside the first point, where it has room.
 SERIES = {
     "dense": ("dense", "dense", "o"),
     "sparse_adamw, transformer, 0.95": ("", "SparseAdamW", "o"),
@@ -38,6 +38,7 @@ SERIES = {
     "updates": ("local steps, rounds of one", "local steps", "D"),
     "gradients": ("Top-k means (DDP hook)", "allgather", "s"),
 }
+LABEL_AT_END = {"allgather", "double, few bits"}  # beside the last point
 PANELS = {"adamw": "AdamW: transformer of 167k weights, P = 8", "text": "SGD with momentum: LSTM, P = 8"}
 TIMES = [0.1, 1, 10]  # seconds: ticks of the upper axis
 WEIGHTS, RATE = 100e6, 1e9 / 8  # of the model and the network of that axis
@@ -117,7 +118,8 @@ def main() -> None:
                 if method == "SparseAdamW":
                     look |= {"fillstyle": "none", "markeredgewidth": 1.5}
                 axes.plot(x, y, **look)
-                labels += [Label(*points[0], label, look["color"])] if label else []
+                point = points[-1 if series in LABEL_AT_END else 0]
+                labels += [Label(*point, label, look["color"])] if label else []
         axes.axhline(0, color="#4d4d4d", linewidth=0.8)
         axes.set_ylim(*LIMITS[name])
         log_axis(axes.xaxis, number_text)

@@ -240,7 +240,7 @@ def heat_maps(cells: Found) -> Any:
             where = f"round trip {1e3 * rtt:g} ms, {percent_text(loss)} lost"
             axes.set_title(f"{TITLES[method]}\n{where}", fontsize=7.5)
         line[0].set_ylabel("H: local steps per round", fontsize=8)
-    figure.supxlabel("rate of a link", fontsize=8)
+    figure.supxlabel("rate of a link (grey: not measured)", fontsize=8)
     label = "utilisation: compute time / wall time, %"
     figure.colorbar(drawn, ax=grid, label=label, shrink=0.6)
     return figure

@@ -13,7 +13,7 @@ from bench.experiments.convergence.results import Outcome, Results, best, groupe
 from bench.experiments.convergence.tables import amount
 from bench.experiments.convergence.training import METHODS
 from bench.experiments.tasks import TASKS
-from sparsecomm.cli.outputs import log_axis, pyplot, save, style
+from sparsecomm.cli.outputs import Label, label_points, log_axis, pyplot, save, style
 from sparsecomm.quantities import bytes_text, time_text
 
 FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot
@@ -34,32 +34,40 @@ def plot_costs(results: Results, ranks: int, path: Path) -> None:
         del panels[-1]
     options = {"sharey": "row", "squeeze": False, "layout": "constrained"}
     figure, grid = pyplot().subplots(len(rows), len(panels), figsize=(6.5 * len(panels), 4 * len(rows) + 1), **options)
-    lines: dict[str, Any] = {}
+    labelled: list[tuple[Any, list[Label]]] = []
     for ((model, steps), part), row in zip(rows.items(), grid, strict=True):
         for (x_of, label, text), axes in zip(panels, row, strict=True):
+            labels = []
             for method, tried in grouped(part, lambda s: s.method).items():
                 points = [best(same) for same in grouped(tried, amount).values()]
                 points = sorted((o for o in points if x_of(o) > 0 and math.isfinite(o.score)), key=x_of)
                 if points:
-                    lines.setdefault(METHODS[method][0], _scores(axes, [x_of(o) for o in points], points))
+                    x = [x_of(o) for o in points]
+                    _scores(axes, x, points)
+                    labels.append(Label(x[0], points[0].score, METHODS[method][0], style(method)["color"]))
             log_axis(axes.xaxis, text)
+            right = axes.get_xlim()[1]  # where the line of dense ends
+            labels = [label._replace(x=min(label.x, right)) for label in labels]
             axes.grid(color="0.9")
             axes.set_xlabel(label)
+            labelled.append((axes, labels))
         row[0].set_title(f"{TASKS[model].title}, {steps:,} steps", loc="left", fontsize=11, fontweight="bold")
         row[0].set_ylim(*_limits(part, FAR[TASKS[model].score]))
         row[0].set_ylabel("held-out accuracy, %" if TASKS[model].score == "accuracy" else "held-out loss, nats")
-    place = {"loc": "outside upper center", "ncols": min(len(lines), int(figure.get_figwidth() / 2)), "frameon": False}
-    figure.legend(lines.values(), lines.keys(), title=f"{ranks} ranks, each method at its best setting", **place)
+    figure.suptitle(f"{ranks} ranks, each method at its best setting")
+    for axes, labels in labelled:
+        label_points(axes, labels, 9)
     save(figure, path, 100)
 
 
-def _scores(axes: Any, x: Sequence[float], points: Sequence[Outcome]) -> Any:
+def _scores(axes: Any, x: Sequence[float], points: Sequence[Outcome]) -> None:
     """Draw a method's scores with their range, or a horizontal line for dense."""
     method = points[0].setting.method
     if method == "dense":
-        return axes.axhline(points[0].score, color=style(method)["color"], linestyle="--")
+        axes.axhline(points[0].score, color=style(method)["color"], linestyle="--")
+        return
     errors = np.abs([[o.score - min(o.scores), max(o.scores) - o.score] for o in points]).T
-    return axes.errorbar(x, [o.score for o in points], errors, elinewidth=0.8, capsize=2, **style(method))
+    axes.errorbar(x, [o.score for o in points], errors, elinewidth=0.8, capsize=2, **style(method))
 
 
 def _limits(part: Sequence[Outcome], far: float) -> tuple[float, float]:
