@@ -93,7 +93,7 @@ def contributors() -> list[list[str]]:
 def facts(name: str) -> list[list[str]]:
     """Return the rows of the table at the top of an algorithm's page."""
     algorithm = ALGORITHMS[name]
-    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.runs_between_nodes else "no"
+    between = f'`"{HIERARCHICAL}:{name}"`' if algorithm.runs_between_nodes else "not supported"
     return [
         ["property", f'`algorithm="{name}"`'],
         ["Result, the same bits on all ranks", algorithm.result],
@@ -103,7 +103,7 @@ def facts(name: str) -> list[list[str]]:
             "yes" if algorithm.automatic else "on nodes with several ranks" if name == HIERARCHICAL else "no",
         ],
         ['`op="mean_of_contributors"`', _knows(algorithm.cannot_count_contributors)],
-        ["Name, to use it only between nodes", between],
+        ["For use between nodes only", between],
         ["Source", algorithm.source],
     ]
 

@@ -42,8 +42,8 @@ loader = DataLoader(data, batch_size=32, sampler=sampler)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
-# sparsecomm: inner.step() now also exchanges each half of the model once per round, during two more local steps.
-# Residuals store what is not sent yet; they act as outer momentum.
+# sparsecomm: inner.step() now also exchanges each half of the model once per round. The exchange of a half overlaps
+# with the next two local steps. Residuals store what is not sent yet; they act as outer momentum.
 diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=arguments.sync_every, fragments=2, fragment_sync_delay=2)
 
 # sparsecomm: every rank saves its own state, because ranks differ within a round. Another number of ranks begins with

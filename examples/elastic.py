@@ -53,7 +53,7 @@ objects = {"model": model, "optimizer": optimizer} | ({"diloco": diloco} if dilo
 found = sparsecomm.torch.load(arguments.folder, objects)
 first = found.step if found else 0
 before = f"from a checkpoint of {found.ranks}" if found else "from the beginning"
-print(f"rank {rank} of {ranks}: step {first}, {before}, life {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
+print(f"rank {rank} of {ranks}: step {first}, {before}, restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
 
 loss = torch.zeros(())
 for step in range(first, arguments.steps):

@@ -4,10 +4,10 @@
     torchrun --nproc_per_node 4 examples/fsdp_hybrid.py --local-steps 10
 
 In each step every rank exchanges its shard of the gradient with the rank that holds the same shard of the other
-replica. With ``--local-steps N``, ranks exchange the change of their shards once in N steps (DiLoCo). Put slow links
-between replicas, whose number is ``--replicas``. A small network learns scikit-learn's digits. Each epoch ends
-with a checkpoint, from which the next run continues. Comments with ``# sparsecomm:`` mark the lines that use
-sparsecomm.
+replica. With ``--local-steps N``, ranks exchange the change of their shards once in N steps (DiLoCo). Place the
+replicas (``--replicas`` sets their number) so that the slow links are between them. A small network learns
+scikit-learn's digits. Each epoch ends with a checkpoint, from which the next run continues. Comments with
+``# sparsecomm:`` mark the lines that use sparsecomm.
 """
 
 from __future__ import annotations

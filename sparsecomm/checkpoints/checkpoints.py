@@ -103,8 +103,8 @@ def load(
         The checkpoint, or ``None`` if no rank sees a checkpoint.
 
     Raises:
-        InvalidInputError: no checkpoint that all ranks can read contains all objects. Or an object refuses its state;
-            the objects before it, in the order of ``objects``, have then been loaded.
+        InvalidInputError: checkpoints exist, but none is readable on all ranks and contains all ``objects``. Or an
+            object refuses its state; the objects before it, in the order of ``objects``, have then been loaded.
         TimeoutError, RankFailedError, TransportError: a rank did not answer, or died.
     """
     return CheckpointFolder(Format(), folder, comm).load(objects, step)

@@ -60,7 +60,7 @@ class CheckpointId(NamedTuple):
 
 
 def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
-    """Return the checkpoints in a folder, newest first. For each rank with a file: whether it has its final name."""
+    """Return the checkpoints in a folder, newest first, and by rank whether its file already has the final name."""
     found: dict[CheckpointId, dict[int, bool]] = {}
     files: list[str] = []
     with suppress(FileNotFoundError):

@@ -67,7 +67,7 @@ def split(gradients: Sequence[Vector], k: int, node_of_rank: Nodes, ratio: int =
 
 
 def double(gradients: Sequence[Vector], k: int, node_of_rank: Nodes) -> Vector:
-    """Return the largest sums of each owner's range: of its own gradient and the other ranks' selections there."""
+    """Add the other ranks' selections to each owner's gradient within its range; return the largest sums of each."""
     P, n = len(gradients), gradients[0].size
     owners = min(P, max(1, k // 16))
     found = []

@@ -66,7 +66,7 @@ class SparseDDPStrategy(DDPStrategy):
             self.sparse = attach(self.model, self.optimizers, self._density, options)
 
     def setup_optimizers(self, trainer: lightning.Trainer) -> None:
-        """Release the optimizers of the last ``fit``, and make those of this one."""
+        """Release the optimizers of the previous ``fit``, and make new ones."""
         if self.sparse is not None:
             if self.sparse.step and not trainer.ckpt_path and self.is_global_zero:
                 _log.warning(

@@ -67,7 +67,7 @@ def sparse_adamw(
         learning_rate: a number, or an optax schedule: a function of the step, from 0.
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``. With ``optax.inject_hyperparams`` pass
             ``static_args=("density", "dense_steps", "check_weights_every")``.
-        density: share of the entries that is sent, both ways, as in `sparsify`.
+        density: share of the entries that is sent and received: a number or a function, as in `sparsify`.
         dense_steps: number of steps at the beginning with density 1.0.
         comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
         check_weights_every: as in `sparsify`; moments are compared, too.

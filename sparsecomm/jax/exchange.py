@@ -1,4 +1,4 @@
-"""`TreeExchange`, which makes the calls for a tree at once or under jit, and `call_from_xla`, a callback for XLA."""
+"""`TreeExchange`, which makes the calls for a tree, eagerly or under jit, and `call_from_xla`, a callback for XLA."""
 
 from __future__ import annotations
 
@@ -93,9 +93,10 @@ class TreeExchange:
     def on_host(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object]
     ) -> tuple[list[Array], list[Array]]:
-        """Make all calls in host memory. Return the results and the new residuals, in the shapes and types of these.
+        """Make all calls in host memory. Return the results and the new residuals.
 
-        It must not compute with JAX, which could wait for the thread of XLA that runs it.
+        They have the shapes and types of the arguments. This function must not compute with JAX, which could wait for
+        the thread of XLA that runs it.
         """
         k = self._k_at(step)
         xs, olds = [np.asarray(x) for x in leaves], [np.asarray(r) for r in residuals]  # views

@@ -60,7 +60,8 @@ def sparsify(
         density: a number in (0, 1], or a function of the step (an int, from 0), such as `sparsecomm.Warmup` or an optax
             schedule. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 sums are
             dense and exact, whatever ``algorithm`` and ``wire`` are.
-        dense_steps: number of steps at the beginning with density 1.0. A function counts its steps from their end.
+        dense_steps: number of steps at the beginning with density 1.0. A function is called with 0 in the first step
+            after these.
         scope, chunk, dense_below, comm: as in `allreduce_tree`.
         algorithm, op, wire: as in `sparsecomm.Reducer`: "auto" is "double" with values of 2 bits. ``op`` is "mean" by
             default.

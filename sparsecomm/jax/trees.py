@@ -72,8 +72,8 @@ def allreduce_tree(
 ) -> PyTree:
     """Average, or sum, a tree of gradients over all ranks. Collective: every rank passes the same structure.
 
-    If a gradient on some rank is not finite, the result contains NaN or infinity on all ranks, as residuals may.
-    Then skip the step on all ranks, and keep the residuals that you passed, as `sparsify` does.
+    If a gradient on some rank is not finite, the result contains NaN or infinity on all ranks, and the new
+    residuals may, too. Then skip the step on all ranks, and keep the residuals that you passed, as `sparsify` does.
 
     Args:
         grads: a pytree of arrays of the types that `sparse_allreduce` supports. Types may differ between leaves.

@@ -56,7 +56,7 @@ def with_defaults(specs: Iterable[TensorSpec], sync_every: int, **options: Unpac
     """
     name = name_of(options.get("algorithm", DEFAULTS["algorithm"]))
     name = auto_algorithm(sync_every) if isinstance(name, str) and name == "auto" else name
-    algorithm = find(name)  # None if the name is a choice of several, of which one that counts contributors is chosen
+    algorithm = find(name)  # None for a choice of several; then one that counts contributors is chosen
     fitting: ReducerOptions = {}
     if algorithm is not None and algorithm.cannot_count_contributors:
         fitting["op"] = "mean"

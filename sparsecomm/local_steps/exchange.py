@@ -126,8 +126,7 @@ class GlobalParameters:
     def trained(self, name: str, local: interop.Tensor) -> bool:
         """Return whether a local parameter differs, bit for bit, from what its last exchange left.
 
-        It reads up to the block with the first difference. A parameter without elements counts as trained, which saves
-        the ranks an agreement.
+        It reads up to the block with the first difference. A parameter without elements counts as trained.
         """
         expected, memory = self._arrays[name], self._backends[local.device].memory_of(local)
         begin, count, equal = 0, _FIRST_BLOCK, local.size > 0
@@ -306,7 +305,7 @@ class FragmentExchange:
         self._means: dict[str, Array] = {}  # used instead of sums if the exchange was loaded from a state
         self._overflows: dict[str, Array] = {}  # the indices at which the outer step would overflow
         self._stepped: set[str] = set()  # names whose global parameter has been updated
-        self._was_trained: dict[str, bool] = {}  # if late: whether this rank's training was moved to the residual
+        self._was_trained: dict[str, bool] = {}  # if late: whether this rank has trained the parameter
         self._written: set[str] = set()  # names whose local parameter has been written
 
     def state(self) -> StateDict:
@@ -370,7 +369,10 @@ class FragmentExchange:
         self._reducer.push_with(name, after, lambda backend, x, *rest: backend.add_difference(before, x, *rest))
 
     def _unchanged(self, name: str) -> Array | None:
-        """Return the global parameter, as if unchanged by training, if the residual holds unsent training."""
+        """Return the global parameter if the residual holds unsent training, otherwise ``None``.
+
+        Pushed as the local parameter, it makes a pseudo-gradient of zeros, with which the residual is sent.
+        """
         shared = self._shared
         return shared[name].reshape(shared.specs[name].shape) if name in shared.unsent else None
 

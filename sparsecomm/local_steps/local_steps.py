@@ -73,10 +73,11 @@ class LocalSteps:
     local step is counted, so ranks that catch the error may continue, or `shrink` and `rebuild`. If some ranks had
     already received the result (docs/guides/troubleshooting.md), `rebuild` makes the global parameters equal.
 
-    **Interrupts.** After an exception of a signal handler, such as Ctrl-C, call `finish` or take the next local step:
-    it completes the interrupted call. If `round` and `local_step` have not advanced, call `step` again. An outer
-    optimizer other than `NesterovSGD` may have made part of a step; then the fragment's next exchange raises
-    `WeightMismatchError` on all ranks until `rebuild`.
+    **Interrupts.** An exception of a signal handler, such as Ctrl-C, may interrupt a call. If it interrupted `step`,
+    and `round` and `local_step` have not advanced, the local step was not counted: call `step` again. Otherwise, call
+    `finish` or take the next local step, which completes the interrupted call. An outer optimizer other than
+    `NesterovSGD` may have made part of a step; then the fragment's next exchange raises `WeightMismatchError` on all
+    ranks until `rebuild`.
 
     **NaN.** With ``skip_nonfinite``, all ranks skip an exchange, without an error, if a pseudo-gradient is not finite
     on some rank, or if the outer step would overflow (checked for `NesterovSGD` and ``outer=None``). Finite
@@ -155,7 +156,7 @@ class LocalSteps:
         compared = {**options, "skip_nonfinite": to_bool("skip_nonfinite", skip_nonfinite)}
         self._settings = compared_settings(specs, self.fragments, self._rules, density_at(density, 0), compared)
         self._phase = Phase.RESTING
-        # The round; in this round, the local steps of this rank and the steps of the schedule that have passed.
+        # The number of the round, and in it this rank's local steps, and the steps of the schedule that have passed.
         self._position = 0, 0, 0
         self._paces = Pace(), Pace()  # of this round, and of the latest round that has one
         self._timer = StepTimer(self._comm.clock if isinstance(self._comm, transport.Transport) else time.monotonic)
@@ -302,7 +303,7 @@ class LocalSteps:
     # -- the pace of the ranks, and the deadline ----------------------------------------------------------------------
 
     def _pace(self, round_no: int) -> Pace:
-        """Return the pace of this round, the previous one, or the next one if it has one."""
+        """Return the pace of a round: this round, the previous one, or the next one if its pace is known."""
         return self._paces[round_no >= self._paces[1].round]
 
     def _local_steps(self, round_no: int) -> int:

@@ -150,7 +150,10 @@ class SyncSchedule:
         return [e for step in range(first + 1, last + 1) for e in (*self.begins(step), *self.applies(step))]
 
     def passed(self, local_step: int, local_steps: int) -> int:
-        """Return how many steps of a round have passed after ``local_step`` of a rank's ``local_steps`` in it."""
+        """Return how many steps of the schedule have passed in a round after ``local_step`` local steps.
+
+        ``local_steps``: the number of local steps that the rank takes in the whole round.
+        """
         return min(self.sync_every, local_step * self.sync_every // local_steps)
 
     def next_beginning(self, step: int) -> int:

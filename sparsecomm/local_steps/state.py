@@ -47,21 +47,21 @@ def _are_exchanges(value: Any, found: Mapping[str, Any]) -> bool:
 
     def is_exchange(each: Mapping[str, Any]) -> bool:
         fragment, round_no = each["fragment"], each["round"]
-        under_way = (
+        in_flight = (
             is_count(fragment)
             and is_count(round_no)
             and fragment < schedule.fragments
             and schedule.begun_at(fragment, round_no) <= step < schedule.applied_at(fragment, round_no)
         )
-        times = each["nanoseconds"] if under_way else ()
-        return under_way and len(times) in (0, found["world_size"]) and all(map(is_count, times))
+        times = each["nanoseconds"] if in_flight else ()
+        return in_flight and len(times) in (0, found["world_size"]) and all(map(is_count, times))
 
     return is_list(value) and all(map(is_exchange, value)) and len({each["fragment"] for each in value}) == len(value)
 
 
 def _are_late(value: Any, found: Mapping[str, Any]) -> bool:
-    under_way = [[each["fragment"], each["round"]] for each in found["exchanges"]]
-    return is_list(value) and all(list(each) in under_way for each in value)
+    in_flight = [[each["fragment"], each["round"]] for each in found["exchanges"]]
+    return is_list(value) and all(list(each) in in_flight for each in value)
 
 
 def _are_mixed(value: Any, _: object) -> bool:
@@ -113,7 +113,7 @@ LOCAL_STEPS = Schema(
             _reducers,
         ),
         "exchanges": common(
-            "exchanges that are under way here",
+            "exchanges that are in flight at this step of the schedule",
             _are_exchanges,
             lambda old, *_: [{**each, "nanoseconds": []} for each in old[0]["exchanges"]],
         ),
@@ -168,7 +168,7 @@ def fit(
         )
     exchanges = []
     for i, each in enumerate(found["exchanges"]):
-        with reading(f"exchanges[{i}]", "an exchange that is under way"):
+        with reading(f"exchanges[{i}]", "an exchange in flight"):
             means, untrained = each["means"], sorted(set(map(str, each["without_gradient"])))
             if means is not None:
                 exchanged = {name: specs[name] for name in names[each["fragment"]] if name not in untrained}

@@ -3,8 +3,8 @@
 All ranks hold the same weights and moments, and the step of each weight's last update. In every step
 
 1. each rank divides its gradient by a unit and adds it to its residual. The unit is sqrt(v) + eps, with v the second
-   moment of the weight, rounded down to a power of two, so the division is exact. So entries are selected, and rounded
-   to few bits, by how far AdamW would move the weight;
+   moment of the weight, rounded down to a power of two, so the division is exact. The magnitude of an entry is then how
+   far AdamW would move the weight. It decides which entries are selected, and how they are rounded to few bits;
 2. the exchange returns the same sparse sums to all ranks. The residuals keep the rest. Owners keep the sums that they
    do not send, as in Tang et al. (DoubleSqueeze), ICML 2019;
 3. a weight that receives a sum for the first time in n steps makes n steps of AdamW (Loshchilov and Hutter, ICLR 2019)
@@ -21,7 +21,8 @@ for which no rank has a gradient makes no step: neither its weights nor its t ch
 
 **Overflows.** A step that would make a weight or a moment infinite is skipped on all ranks. All ranks hold the same
 moments, weights and sums, so they decide the same. `Update.bounds_after` usually proves without a pass over memory
-that nothing can overflow. Near the largest number of a dtype it cannot, and updates are computed before they are made.
+that nothing can overflow. Near the largest number of a dtype it cannot. `Backend.adamw_overflows` then computes the
+updates without applying them.
 """
 
 from __future__ import annotations
@@ -442,7 +443,7 @@ class LazyAdamW:
                             "older checkpoint"
                         )
 
-    def spread(self, transport: Transport, rebuilt: Rebuilt) -> None:
+    def broadcast(self, transport: Transport, rebuilt: Rebuilt) -> None:
         """Broadcast the moments and step counts from the first rank that is not new. Collective.
 
         Does nothing if no rank has joined and all ranks were in the same step.

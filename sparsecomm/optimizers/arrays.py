@@ -157,7 +157,7 @@ class SparseAdamW:
         Ranks that join receive the moments of a rank that stays. You must broadcast the weights.
         """
         rebuilt = self._reducer.rebuild(comm, joining=joining)
-        self._adamw.spread(transport.transport_of(comm), rebuilt)
+        self._adamw.broadcast(transport.transport_of(comm), rebuilt)
         return rebuilt
 
     def discard(self, names: Iterable[str] | None = None) -> None:
@@ -194,7 +194,7 @@ class SparseAdamW:
             compared, moments, steps = {}, {}, {}
             for name, spec in adamw.specs.items() if saved else ():
                 if name not in saved:
-                    raise InvalidInputError(f"state: moments lack {name!r}; expected those of these weights")
+                    raise InvalidInputError(f"state: moments lack {name!r}; expected moments of all weights or none")
                 its, steps[name] = read_moments(saved[name], spec)
                 compared[name] = [*its, steps[name]]
                 with adamw.on_stream(spec):

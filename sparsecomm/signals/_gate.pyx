@@ -22,17 +22,20 @@ cdef void *handler_of_python = NULL  # the C function that notes signals for Pyt
 
 # The gate of the main thread, or of the simulated rank that runs.
 cdef int depth = 0  # of nested gates
-cdef list replaced = []  # a `Noting` for each handler that this gate has replaced
+cdef list replaced = []  # a `NotingHandler` for each handler that this gate has replaced
 cdef dict noted = {}  # the handlers of signals that have arrived since, by signal
-cdef long long openings = 0  # how often noted signals could be handled so far
+cdef long long openings = 0  # number of times that the handlers of noted signals had a chance to run
 
 
 cdef bint in_main_thread():
     return PyThread_get_thread_ident() == <unsigned long>threading.main_thread().ident
 
 
-cdef class Noting:
-    """A handler that notes its signal within a gate. If kept, it calls the former handler elsewhere."""
+cdef class NotingHandler:
+    """A signal handler that notes its signal while the gate is closed.
+
+    At other times, for example if the program has kept it, it calls the handler that it replaced.
+    """
 
     cdef int number
     cdef object handler
@@ -53,7 +56,7 @@ cdef class Noting:
             return 0
         try:
             former = set_handler(self.number, self)  # which first runs the handlers of signals that are pending
-        except ValueError:  # signals are not this interpreter's
+        except ValueError:  # this is a subinterpreter, which cannot set handlers
             return 0
         sigaction(self.number, NULL, &now)
         handler_of_python = <void *>now.sa_handler
@@ -82,11 +85,13 @@ cdef class Noting:
 
 
 cdef int replace_handlers() except -1:
-    cdef Noting noting
+    cdef NotingHandler noting
     for number in SIGNALS:
         handler = get_handler(number)
-        if handler is not None and type(handler) is not int and type(handler) is not Noting and callable(handler):
-            noting = Noting.__new__(Noting)
+        if handler is None or type(handler) is int or type(handler) is NotingHandler:
+            continue
+        if callable(handler):
+            noting = NotingHandler.__new__(NotingHandler)
             noting.number, noting.handler = number, handler
             noting.replace()
     return 0
@@ -107,7 +112,7 @@ cdef int close_gate(int nested) except -1:
 cdef int open_gate() except -1:
     """Open the gate: restore the handlers, and run those of the noted signals."""
     global depth, replaced, openings
-    cdef Noting noting
+    cdef NotingHandler noting
     depth = 0
     openings += 1
     notings, replaced = replaced, []
@@ -199,12 +204,12 @@ def swap(gate=None):
 
 
 def state():
-    """Return whether the gate is closed, and how often noted signals could be handled so far. For tests."""
+    """Return whether the gate is closed, and how often noted handlers had a chance to run. For tests."""
     return depth > 0, openings
 
 
 cdef class Opened:
-    """A context within a gate in which handlers run at once, for code of the user and for reading files."""
+    """A context that opens a closed gate, so that handlers run at once: for the user's code, and to read files."""
 
     cdef int depth
 

@@ -93,8 +93,8 @@ class WeightComparison(WordsComparison):
             rank = firsts.index(first)
             differing = [r for r, position in enumerate(firsts) if position < len(tensors)]
             raise WeightMismatchError(
-                f"{tensors[first]}: the weights of rank {rank} are not those of rank 0. It is the first of "
-                f"{len(tensors)} tensors that differs; {format_ranks(differing)} of {len(firsts)} differ from rank 0. "
+                f"{tensors[first]}: the weights of rank {rank} differ from rank 0's. Of {len(tensors)} tensors, "
+                f"this is the first that differs; {format_ranks(differing)} of {len(firsts)} differ from rank 0. "
                 "Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
                 "sparsecomm.torch.broadcast_parameters)"
             )

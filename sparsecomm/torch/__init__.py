@@ -28,7 +28,7 @@ Run such passes under ``no_sync()``, or call ``discard()``.
 finite gradients of that step stay in the residuals, which follow the loss scale.
 
 **DTensors** (FSDP2, tensor parallelism): each rank exchanges its local shards. ``comm`` must be a process group of
-ranks that hold the same shards. Plain FSDP is refused, because each rank holds a different part of the gradient.
+ranks that hold the same shards. Plain FSDP, without replicas, is refused: each rank holds a different part.
 """
 
 try:

@@ -58,9 +58,10 @@ class SparseAdamW(SparseOptimizer):
             optimizer.step()                   # collective
 
     Use the learning rate and betas that you use with dense gradients: docs/reports/adamw.md compares both. By default a
-    step updates about 9 % of the weights, each by as many steps of AdamW as it has waited. At ``density=1.0`` this is
-    `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank. Use the model itself, not
-    `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local` on it).
+    step updates about 9 % of the weights. A weight that was last updated 11 steps ago makes 11 steps of AdamW at once.
+    At ``density=1.0`` this is `torch.optim.AdamW` with dense, exact sums. ``p.grad`` stays the gradient of this rank.
+    Use the model itself, not `DistributedDataParallel`, which would sum gradients a second time (or call `keep_local`
+    on it).
 
     By default, `step` exchanges gradients. Before it, you may accumulate gradients over several backward passes, and
     clip them (each rank by its own norm). You may use a `torch.amp.GradScaler` as usual: a rank whose gradients have
@@ -76,7 +77,8 @@ class SparseAdamW(SparseOptimizer):
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`, also by group. ``lr`` may be a tensor, which
             is read in each step. ``lr * weight_decay`` must be below 1, and ``eps`` above 0.
         amsgrad, foreach, capturable, differentiable, fused: not supported; true values raise an error.
-        density: the share of the entries that is sent, both ways: a float in (0, 1], or a function of the step number.
+        density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step
+            number.
         dense_steps: the number of steps at the beginning with density 1.0.
         comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
         overlap: exchange during backward passes. Then do not change gradients after ``backward()``, accumulate them
@@ -236,7 +238,10 @@ class AdamWExchange(AutogradExchange):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def exchange(self, scale: float = 1.0, *, drop: bool = False) -> None:
-        """Sum gradients times ``scale``, without this rank's if ``drop``, unless backward passes have. Collective."""
+        """Sum all ranks' gradients times ``scale``, unless backward passes have summed them. Collective.
+
+        With ``drop``, this rank contributes no gradients.
+        """
         if self.exchanged:
             return
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
@@ -286,7 +291,7 @@ class AdamWExchange(AutogradExchange):
 
     @deferred
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        last = self.reducer.last if self.used else None
+        last = self.reducer.last if self.connected else None
         if self.exchanged and last is not None and last.usable and self._pass_id is None and self.exchanging:
             raise InvalidInputError(
                 "a backward pass began before step() applied the previous exchange. Call step() after each backward "
@@ -361,7 +366,7 @@ class AdamWExchange(AutogradExchange):
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         rebuilt = super().rebuild(comm, joining=joining)
-        self.adamw.spread(transport_of(comm), rebuilt)
+        self.adamw.broadcast(transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
 

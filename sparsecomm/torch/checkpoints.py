@@ -71,7 +71,7 @@ class TorchFormat(Format):
 
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
-        try:  # whether it can be loaded again, without the elements of tensors
+        try:  # test whether the types can be loaded again; the elements of tensors are left out
             torch.save(mapped(value, torch.Tensor, _drop_elements), trial)
             torch.load(io.BytesIO(trial.getbuffer()), weights_only=True)
         except pickle.UnpicklingError as error:

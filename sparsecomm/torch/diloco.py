@@ -35,7 +35,7 @@ __all__ = ["DiLoCo"]
 
 
 class DiLoCo(Adapter):
-    """Trains a model by local steps, and averages sparsely once per round by how much each rank has moved it.
+    """Trains a model by local steps. Once per round, averages the ranks' changes of the parameters sparsely.
 
         inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
         diloco = sparsecomm.torch.DiLoCo(model, inner, sync_every=30)

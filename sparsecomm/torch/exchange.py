@@ -1,4 +1,4 @@
-"""`GradientExchange`: averages gradients of named parameters by a `Reducer`. `SparseState` is the one of DDP's hook."""
+"""`GradientExchange`: averages gradients of named parameters by a `Reducer`. `SparseState` does so in DDP's hook."""
 
 # Without `from __future__ import annotations`: DDP reads the annotations of `sparse_hook`, and requires types.
 
@@ -68,6 +68,7 @@ class GradientExchange(TrainedParameters):
 
     Attributes:
         names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
+        connected: True after the first use of `reducer`, which places it on the parameters' devices.
         exchanged: True while gradients are means that no optimizer step has used yet.
         step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
@@ -105,7 +106,7 @@ class GradientExchange(TrainedParameters):
             for name, p in self.named.items()
         }
         self._reducer = Reducer(specs, density, skip_nonfinite=skips, **options)
-        self.used, self._warned = False, False
+        self.connected, self._warned = False, False
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
         self.exchanged = self.step_failed = False
@@ -113,7 +114,7 @@ class GradientExchange(TrainedParameters):
     @property
     def reducer(self) -> Reducer:
         """The reducer. Its first use is collective."""
-        if not self.used:
+        if not self.connected:
             if not self.named:
                 raise InvalidInputError(
                     "this SparseState was unpickled and has no parameters yet; call "
@@ -121,7 +122,7 @@ class GradientExchange(TrainedParameters):
                 )
             tensors = {name: self._local(parameter).contiguous() for name, parameter in self.named.items()}
             self._reducer.place(tensors, self.connect())
-            self.used = True
+            self.connected = True
         return self._reducer
 
     def __repr__(self) -> str:
@@ -195,7 +196,8 @@ class GradientExchange(TrainedParameters):
         """Replace all gradients by means. Collective; raises the errors of `Reducer.wait`.
 
         A parameter without a gradient on this rank gets the mean if another rank has a gradient; otherwise ``p.grad``
-        stays as it is. Frozen parameters count as without one. After an interrupt, call it again to continue.
+        stays as it is. A frozen parameter counts as one without a gradient. After an interrupt, call it again to
+        continue.
         """
         self.check_consistent()
         seen: set[int] = set()
@@ -271,7 +273,7 @@ class GradientExchange(TrainedParameters):
 
     def discard(self, names: Iterable[str] | None = None) -> None:
         """Set residuals and velocities to zero: see `Reducer.discard`. Call it on all ranks, between steps."""
-        if self.used or not self.named:
+        if self.connected or not self.named:
             self.reducer.discard(names)
 
     # -- other ranks, and state ---------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ class GradientExchange(TrainedParameters):
         """
         self.check_comm(comm)
         transport, self.comm = transport_of(comm), comm
-        if self.used:
+        if self.connected:
             self.connect()
         rebuilt = self.reducer.rebuild(transport, joining=joining)
         for name in self.reducer.unsummed:
@@ -396,11 +398,11 @@ class SparseState(GradientExchange):
         return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
 
     def __getstate__(self) -> StateDict:
-        return {"options": self._settings, "saved": self.state_dict() if self.named and self.used else self._saved}
+        return {"options": self._settings, "saved": self.state_dict() if self.named and self.connected else self._saved}
 
     def __setstate__(self, state: StateDict) -> None:
         self._settings, self._saved = state["options"], state["saved"]
-        self.named, self.used = {}, False
+        self.named, self.connected = {}, False
         self._reset_pass()
 
     # -- a backward pass ----------------------------------------------------------------------------------------------
@@ -446,10 +448,10 @@ class SparseState(GradientExchange):
         return future
 
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
-        """Write the means of parameters that no rank used in this pass, which DDP leaves out.
+        """Write the means that DDP does not write: those of parameters that no rank used in this pass.
 
-        If they have gradients of an earlier pass, these were exchanged again, and residuals hold part of them.
-        ``before`` holds the gradients and their versions before DDP wrote some of them.
+        Such a parameter may have a gradient of an earlier pass. This pass has exchanged it again, and the residual
+        holds part of it. ``before`` holds the gradients and their versions before DDP wrote some of them.
         """
         last = self.reducer.last
         for (parameter, mean), (gradient, version) in zip(self._means, before, strict=True):
@@ -489,7 +491,7 @@ def changes_nothing(optimizer: torch.optim.Optimizer, parameters: Iterable[torch
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether all elements are zero. On a CPU, stop at the first block that is not; on a GPU, wait for it."""
+    """Return whether all elements are zero. On a CPU, stop at the first block that is not; on a GPU, synchronize."""
     if not gradient.is_cpu or not gradient.is_contiguous():
         return not gradient.any()
     flat = gradient.view(-1)
@@ -512,7 +514,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def _zeros_among(gradients: list[torch.Tensor]) -> list[bool]:
-    """Return for each gradient whether it is zero. On a GPU, wait for all of them once."""
+    """Return for each gradient whether it is zero. On a GPU, synchronize only once."""
     if all(gradient.is_cpu for gradient in gradients):
         return [is_zero(gradient) for gradient in gradients]
     return (torch.stack([gradient.any() for gradient in gradients]) == 0).tolist()

@@ -186,7 +186,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         exchange.exchanged = False
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined] # the wrapped step runs the hooks of steps
+    step.hooked = True  # type: ignore[attr-defined] # so PyTorch does not add step hooks here: `super().step` runs them
 
     def residuals_apart(self) -> AutogradExchange:
         """Leave residuals out of `state_dict` and `load_state_dict` from now on, and return the object that has them.

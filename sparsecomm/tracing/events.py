@@ -22,7 +22,7 @@ __all__ = [
 
 # The first words of errors that a rank raises because another rank left the call or does not answer.
 _CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
-# The ranks of a communicator, as numbered in the job; and 0, or another number if several have the same ranks.
+# A communicator: its ranks, as numbered in the job, and an index that tells communicators of the same ranks apart.
 Communicator = tuple[tuple[int, ...], int]
 
 
@@ -48,7 +48,7 @@ class Call:
     start: float
     end: float | None = None  # None: the file ends within the call
     error: str = ""
-    parts: list[Part] = field(default_factory=list)  # including the parts after the call was decided
+    parts: list[Part] = field(default_factory=list)  # including parts after `end`, which need no messages
     sent: int = 0  # bytes
 
     @property

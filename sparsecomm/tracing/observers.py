@@ -34,9 +34,10 @@ class Observer(Protocol):
     """Observes the calls on one transport, one at a time."""
 
     def around(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``function`` and observes it: the method ``name``, which belongs to ``part``.
+        """Wrap ``function``, the method ``name`` of a transport or a backend, which belongs to ``part`` of a call.
 
-        The returned functions never call each other. For ``name="wait"``, of a request, the argument is the receiver.
+        Wrapped functions never call each other. The method "wait" of a request is wrapped as a function of one
+        argument: the rank that receives the message.
         """
 
 

@@ -110,7 +110,7 @@ class TraceFile:
         try:
             self._path = self._path.absolute()  # the program may change its working directory
             self._file = _open_locked(self._path)
-            if self._file < 0:  # another job writes it, or the process that started this one
+            if self._file < 0:  # another job or the parent process writes to it
                 self._path = self._path.with_suffix(f".{self._process}{self._path.suffix}")
                 self._file = _open_locked(self._path)
             if os.fstat(self._file).st_size:

@@ -133,7 +133,7 @@ cdef class Transfer:
     cdef Py_ssize_t nbytes
     cdef bint posted  # this is the receive of a first piece, which may be shorter than ``nbytes``
     cdef int received  # bytes in that piece
-    cdef MPI_Request single  # of a message of one piece, which so needs no allocation
+    cdef MPI_Request single  # used for a message of one piece, to avoid an allocation
     cdef MPI_Request *requests
     cdef Py_ssize_t started, complete  # numbers of pieces
 
@@ -289,7 +289,7 @@ cdef class Endpoint:
             length = min(self.limit, transfer.nbytes - begin)
 
     cdef Transfer post_receive(self, int source, memory, Py_ssize_t expected):
-        """Post the receive of the first piece, with memory for ``expected`` bytes. Return None unless it is `HOST`."""
+        """Post the receive of the first piece, with room for ``expected`` bytes; None unless ``memory`` is `HOST`."""
         cdef Transfer transfer
         cdef np.npy_intp room = max(expected, self.first)
         cdef int code

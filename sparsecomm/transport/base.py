@@ -174,8 +174,8 @@ class Transport(ABC):
         counters: traffic of this rank.
         node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
         num_nodes: number of nodes.
-        skipped: why this rank refused to begin a call. It may be one call behind the other ranks. Empty if it did not
-            refuse any, or after a call that succeeds.
+        skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
+            Empty if there was none since its last successful call.
         library: name and version of the library that moves the bytes.
         device_memory: whether `isend` and `receive` accept CUDA device memory.
         simulated: whether the ranks run in one process, in virtual time.
@@ -199,7 +199,7 @@ class Transport(ABC):
 
     @staticmethod
     def settings() -> tuple[object, ...]:
-        """Return the environment variables that calls read: the identical tuple until one changes."""
+        """Return the values of the environment variables that calls read: the same tuple object until one changes."""
         global _settings
         before, found = _settings, tuple([_find_variable(name) for name in _READ_IN_CALLS])
         if found != before:

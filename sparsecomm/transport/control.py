@@ -53,7 +53,7 @@ MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the rece
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
-_SKIPPED_WAIT = 0.1  # seconds to wait, after this rank has refused a call, for reports of ranks that left that call
+_SKIPPED_WAIT = 0.1  # seconds for which a rank that skipped a call waits in the next one for reports of other ranks
 _GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
 _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the same call on all ranks."
 _IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
@@ -197,7 +197,7 @@ class FailureDetector(Transport):
         self.counters.bytes_sent += nbytes
 
     def _deliver(self, message: Bytes, nbytes: int, memory: MessageMemory) -> Bytes:
-        """Count a message received in host memory as ``nbytes``, and return it in ``memory``."""
+        """Count a message of ``nbytes`` that arrived in host memory, and return it in ``memory``."""
         self.counters.messages_received += 1
         self.counters.bytes_received += nbytes
         if memory is HOST:
@@ -296,9 +296,8 @@ class FailureDetector(Transport):
                 if self.skipped:
                     self._out_of_step = True
                     raise CollectiveMismatchError(
-                        f"rank {self.rank} begins call {self.number}, which rank {message.rank} has left: rank "
-                        f"{self.rank} did not begin a call that it was asked to make ({self.skipped}), and is behind. "
-                        f"{_HOW_TO_REALIGN}"
+                        f"rank {self.rank} begins call {self.number}, which rank {message.rank} has already left: rank "
+                        f"{self.rank} skipped an earlier call ({self.skipped}) and is behind. {_HOW_TO_REALIGN}"
                     )
                 self._others_informed = True
                 self._received_reason = message
@@ -397,7 +396,10 @@ def unreadable_error(rank: int, source: int, description: str) -> TransportError
 
 
 def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
-    """Return the error for ranks that do not make the first call on a ``group``. ``missing``: such as "rank 3 has"."""
+    """Return the error for ranks that do not make the first call on a ``group``.
+
+    ``missing``: the ranks and a verb for the text "... not called", such as "rank 3 has".
+    """
     return TimeoutError(
         f"rank {rank} waited {seconds:g} s for the first call on this {group}, which all its ranks must make: "
         f"{missing} not called. {_IF_SLOW}"

@@ -60,7 +60,7 @@ class Launch:
 def launches() -> list[Launch]:
     """Return the launchers of this process; several if one has started another.
 
-    Slurm is omitted beside another launcher, which it may have started with another number of processes.
+    If there is another launcher, Slurm is omitted: it may have started that launcher, with another number of processes.
     """
     found = []
     for launcher, (size, *ranks) in _VARIABLES.items():
@@ -104,7 +104,7 @@ def check_alone(problem: str, advice: str) -> None:
 
 
 def check_alone_with_mpi(mpi: str, library: Path | None = None, libraries: Sequence[Path] = ()) -> None:
-    """Call `check_alone` for a world of one rank of MPI.
+    """Call `check_alone` for a process whose MPI world has only one rank.
 
     Args:
         mpi: name and version of MPI.

@@ -30,7 +30,7 @@ def shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     _close_transports(comm)
     timeout = config.timeout()
     while True:
-        smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, "all other ranks that live to shrink"))
+        smaller = cast("MPI.Intracomm", _in_time(comm.Shrink, timeout, comm, "all surviving ranks to call shrink"))
         if _all_live(smaller, timeout):
             return smaller
         comm = smaller  # another rank has died meanwhile: all ranks try again
@@ -81,7 +81,7 @@ def _close_transports(comm: MPI.Intracomm) -> None:
 
 
 def _all_live(comm: MPI.Intracomm, timeout: float) -> bool:
-    """Return whether all ranks of ``comm`` are alive, equally on all of them. Collective."""
+    """Return whether all ranks of ``comm`` are alive. Collective: all ranks get the same answer."""
     agreement = Agreement(comm, 0.0)
     agreement.vote(1, True)
     if not agreement.decided(1, timeout):

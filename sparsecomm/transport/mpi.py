@@ -225,7 +225,7 @@ class _Setup:
             if all(done):
                 assert self._private is not None
                 tokens, node_ids, limits = zip(*_SETUP_RECORD.iter_unpack(self._records), strict=True)
-                limit = max(min(limits), 1)  # the smallest of all ranks, whatever a peer sends
+                limit = max(min(limits), 1)  # the smallest limit of all ranks; at least 1, even if a peer sends less
                 cls = VotingTransport if tokens[0][-1] and len(limits) > 1 else MpiTransport
                 self.transport = cls(self._private, tokens[0][:-1], limit, job.number_nodes(node_ids))
                 _kept_alive.remove(self)

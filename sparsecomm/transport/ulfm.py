@@ -121,7 +121,7 @@ class Agreement:
         return True
 
     def accepted(self, number: int) -> bool:
-        """Return whether all ranks have lived and voted for the call; false before its decision was read."""
+        """Return whether all ranks are alive and voted for the call; false until its decision has been read."""
         return self._decision == (number, True)
 
     def reap(self, number: int) -> bool:
@@ -278,7 +278,7 @@ class Voting(FailureDetector):
         self._give_up(
             self._rank_failed(failed, "which continues without them")
             if failed
-            else TransportError("it continues with another one: pass the result of `sparsecomm.shrink` to all calls")
+            else TransportError("it was replaced; pass the communicator that `sparsecomm.shrink` returned to all calls")
         )
 
     def failed_ranks(self) -> list[int]:

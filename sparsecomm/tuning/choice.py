@@ -73,14 +73,15 @@ class Explanation:
             f"{'algorithm':<24} {'wire':<16} {'predicted':>12}",
         ]
         for c in self.candidates:
-            counts = f"   counts {number_text(c.weight)} times" if c.weight != 1 else ""
-            lines.append(f"{c.algorithm.name:<24} {c.wire.name:<16} {c.seconds * 1e3:>9.3f} ms{counts}")
+            weight = f"   times a weight of {number_text(c.weight)}" if c.weight != 1 else ""
+            lines.append(f"{c.algorithm.name:<24} {c.wire.name:<16} {c.seconds * 1e3:>9.3f} ms{weight}")
         best, *others = self.candidates
         reason = f"{best.algorithm.name} with {best.wire.name} takes least"
         if others:
             longer = others[0].cost / best.cost if best.cost else 1
-            verb = "take" if best.weight == others[0].weight == 1 else "count"
-            reason += f"; {others[0].algorithm.name} with {others[0].wire.name} would {verb} {longer:.2f} times as long"
+            weighted = "" if best.weight == others[0].weight == 1 else ", with the weight"
+            reason += f"; {others[0].algorithm.name} with {others[0].wire.name} would take {longer:.2f} times as long"
+            reason += weighted
         return "\n".join([*lines, reason])
 
 

@@ -38,7 +38,7 @@ def nats(algorithm: str, sync_every: int, delay: int = 0) -> float:
 
 
 def relative_steps(loss: float) -> float:
-    """Return the factor, at least 1, of steps that are needed to reach the loss of dense sums in every step.
+    """Return the steps needed for the loss of dense sums in every step, as a multiple of their steps; at least 1.
 
     ``loss``: in nats, after the same number of steps as with dense sums.
     """

@@ -1,9 +1,9 @@
 """Measures the links between ranks: pairs of ranks time messages, and all ranks gather the times.
 
 A group is the ranks of a node, or the first ranks of all nodes. Without a time budget, a rank of a group of 2 m ranks
-exchanges messages only with the rank whose place in the group differs by m. This takes one and a half round trips
-between distant nodes, one more for an odd number of nodes, and less than a millisecond between near ones. With a
-budget, all pairs of a group exchange short messages, and long messages become as long as the budget allows.
+exchanges messages only with the rank whose place in the group differs by m. For distant nodes, this takes 1.5 round
+trips, or 2.5 if their number is odd; for near nodes, less than a millisecond. With a budget, all pairs of a group
+exchange short messages, and long messages become as long as the budget allows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Links", "Probe"]
 
 Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
 Turns: TypeAlias = Sequence[Sequence[Pair]]  # in one turn, a rank is in at most one pair
-Times: TypeAlias = tuple[float, float, float]  # seconds of a trip, between messages of a burst, of a long message
+Times: TypeAlias = tuple[float, float, float]  # seconds: of a trip, between messages of a burst, and of a long message
 PairTimes: TypeAlias = tuple[Times, Times]  # the times that the two ranks of a pair measured
 
 _FAR = 5e-3  # seconds: with a longer round trip, messages are timed only once
@@ -52,7 +52,7 @@ class Links:
     between: Link | None  # the slowest link between nodes, measured by one rank of each; None if there is one node
     inside: Link | None  # the slowest link between ranks of a node; None if no node has two ranks
     farthest: Pair | None = None  # the pair with the longest trip: between nodes, or between ranks of the only node
-    fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)  # as of `sparsecomm.tuning.clocks.offsets`
+    fastest: Mapping[tuple[int, int], float] = field(default_factory=dict)  # see `sparsecomm.tuning.clocks.offsets`
 
     @property
     def slowest(self) -> Link:
@@ -158,13 +158,13 @@ class Probe:
 
     # -- times between two ranks --------------------------------------------------------------------------------------
     #
-    # A mark is a short message with the time of its departure. The first of the two ranks to begin also waits for its
-    # peer. The peer's mark is answered immediately, so the shorter of the two ranks' times is the network's.
+    # A mark is a short message that contains the time at which it was sent. One rank of a pair begins first, so its
+    # time includes the wait for its peer. The peer does not wait, so the shorter of the two times is the network's.
 
     def _far(self, peer: int) -> Times:
         """Time a round trip, and then the arrival of a train of `_TRAIN` bytes.
 
-        PairTimes ranks send first, so neither may wait for its sends before it has received.
+        Both ranks send first, so neither may wait for its sends before it has received.
         """
         isend, messages, clock = self._transport.isend, self._messages, self._transport.clock
         train = _bytes(_TRAIN)
@@ -210,7 +210,7 @@ class Probe:
         return median(times) / 2, fastest, 0.0
 
     def _burst(self, peer: int) -> Times:
-        """Send several marks at once to the higher rank, which times all of them, and all after the first."""
+        """Send several marks at once to the higher rank, which times all of them, and the ones after the first."""
         if self._transport.rank < peer:
             for _ in range(_BURST):
                 self._send_mark(peer)
@@ -255,7 +255,10 @@ class Probe:
 
 
 def _half_apart(groups: Sequence[Sequence[int]]) -> Turns:
-    """Return turns that pair the first half of each group with the second half, and a last odd member in a turn."""
+    """Return turns that pair the first half of each group with the second half.
+
+    In an odd group, one member is left: the last turn pairs it with the first member.
+    """
     turns: list[list[Pair]] = [[], []]
     for members in groups:
         half, odd = divmod(len(members), 2)

@@ -83,7 +83,7 @@ class KnownCosts:
     @cached_property
     def checksum(self) -> int:
         """A checksum of the costs, not 0, for comparing them between ranks."""
-        # Of a tuple: after an interrupt, the repr of a dataclass returns "..." for ever.
+        # Use a tuple: if an interrupt ends the repr of a dataclass, all later calls of it return "...".
         return zlib.crc32(repr(astuple(self.costs)).encode()) or 1
 
 

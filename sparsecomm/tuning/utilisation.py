@@ -260,7 +260,7 @@ def _stalled(
     slows, several = network.congestion != "bbr", streams > 1
     shrunk, loss = (2.0 ** -(idle / (rtt + _MIN_TIMEOUT)), network.loss) if slows else (1.0, 0.0)
     window, stalled = _FIRST_WINDOW, 0.0
-    for _ in range(4):  # until the first window is the shrunk last window of the bytes sent before
+    for _ in range(4):  # each exchange begins with the last window of the one before, shrunk by the idle time
         fits = on_link * network.queue / (streams * min(burst / SEGMENT, window))  # fraction that fits into the queue
         overflows = slows and several and fits < 1
         stalled, after = _stream_stall(packets, 1.0 if overflows else window, full, loss, several)
@@ -274,8 +274,8 @@ def _stalled(
 def _stream_stall(packets: float, window: float, full: float, loss: float, several: bool) -> tuple[float, float]:
     """Return the round trips that a stream waits, and its final window; ``full`` packets fill a round trip.
 
-    With losses, slow start ends at the window after the last loss, 1 / sqrt(loss) on average. Of ``several`` streams,
-    the slowest counts: it had one more loss.
+    With losses, slow start ends at the window that the last loss left: 1 / sqrt(loss) on average. With ``several``
+    streams, the result is for the slowest one, which had one more loss.
     """
     stalled, sent, window = 0.0, 0.0, min(window, full)
     if packets <= window:

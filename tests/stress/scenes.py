@@ -277,7 +277,7 @@ class _Training:
     def go_on(self, step: int) -> None:
         """Go on after an interrupt as if there had been none: an error says what to do, unless nothing has changed."""
         hook = self.kind == "hook"
-        if not (self.holder if hook else self.holder._exchange).used:
+        if not (self.holder if hook else self.holder._exchange).connected:
             return
         if hook and step == 0:  # in which DDP itself would wait for the others
             return

@@ -192,7 +192,7 @@ def test_weights_that_differ() -> None:
         DiLoCo(model, inner, comm=transport)
         local_step(model, inner, 0, transport.rank)
 
-    with pytest.raises(sc.WeightMismatchError, match=r"1\.bias.* rank 1 are not those of rank 0"):
+    with pytest.raises(sc.WeightMismatchError, match=r"1\.bias.* rank 1 differ from rank 0"):
         simulated.run(P, program)
 
 

@@ -115,7 +115,7 @@ def spoil(model: nn.Module, name: str) -> None:
 
 
 differs = pytest.raises(
-    sc.WeightMismatchError, match=rf"^1\.\w+, float32 .* of rank {ODD} are not those of rank 0.*broadcast"
+    sc.WeightMismatchError, match=rf"^1\.\w+, float32 .* of rank {ODD} differ from rank 0.*broadcast"
 )
 
 

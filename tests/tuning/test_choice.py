@@ -91,9 +91,9 @@ def test_a_weight_multiplies_the_cost_of_one(weight: float) -> None:
     expected = min(plain.candidates, key=lambda c: c.seconds * (weight if c.algorithm.name == "split" else 1))
     best, second = weighted.candidates[:2]
     assert (best.algorithm, best.wire) == (expected.algorithm, expected.wire)
-    assert (f"counts {weight:g} times" in str(weighted)) == (weight != 1)
+    assert (f"times a weight of {weight:g}" in str(weighted)) == (weight != 1)
     if {best.weight, second.weight} != {1}:
-        assert f"would count {second.cost / best.cost:.2f} times as long" in str(weighted)
+        assert f"would take {second.cost / best.cost:.2f} times as long, with the weight" in str(weighted)
 
 
 @pytest.mark.parametrize(

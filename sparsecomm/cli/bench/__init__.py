@@ -99,7 +99,9 @@ def parse(arguments: argparse.Namespace) -> argparse.Namespace:
     if dtype.name == "float64":
         exact = tuple(name for name in wires if name == "auto" or WIRES[name].kind is EXACT)
         if wires not in (exact, tuple(WIRES)):
-            raise InvalidInputError("--wire: expected auto, plain or packed with --dtype float64; others round float32")
+            raise InvalidInputError(
+                "--wire: expected auto, plain or packed with --dtype float64; the other formats carry only float32 sums"
+            )
         wires = exact
     b, e = arguments.min_bytes, arguments.max_bytes
     if not dtype.itemsize <= b <= e:

@@ -33,7 +33,7 @@ def quiet_barrier(comm: World) -> None:
         request = comm.Ibarrier()
         while not request.Test():
             time.sleep(100e-6)
-    comm.Barrier()  # all ranks have arrived; this one aligns them
+    comm.Barrier()  # all ranks have arrived; this barrier makes them leave at about the same time
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Way:
     exchange: Exchange
     predicted: Prediction
     loss: float | None  # nats above dense sums in every step, measured with this setting; None if unknown
-    seconds: float  # for the progress of one step with dense sums; infinite if the loss is unknown
+    seconds: float  # to make the same progress as one step with dense sums; infinite if the loss is unknown
     arguments: str = ""  # of the method, besides its defaults
 
     @property

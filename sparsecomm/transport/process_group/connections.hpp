@@ -71,7 +71,7 @@ struct Outgoing { // a message to be sent
 
 struct Stream { // a connection
     int fd = -1;
-    int peer = -1; // once it has said hello
+    int peer = -1; // rank of the peer; -1 for an accepted connection until its hello
     uint32_t index = 0;
     bool connecting = false, outgoing = false;
     bool greeted = false; // the peer has said hello
@@ -126,7 +126,8 @@ class Connections {
 
     // Listen on an address such as "10.0.0.1", start the thread, and return the port.
     int listen(const std::string &address);
-    // Set the address of a rank, used if it is lower, and the TICKETS_BYTES of tickets for connections with it.
+    // Set the tickets (TICKETS_BYTES) for connections with a rank, and its address, which is used only to connect to a
+    // lower rank.
     void set_peer(int rank, const std::string &address, int port, const std::string &tickets);
     // Connect the ranks. A host that does not answer for `seconds` is dead.
     void start(double seconds);
@@ -136,8 +137,8 @@ class Connections {
     std::string failure(int rank);
     bool is_connected(int rank);
 
-    // Send a message. DONE: its memory may be reused. IN_FLIGHT: the completion SENT with `request` (not 0) follows. BROKEN:
-    // nothing is sent, and a completion with the reason follows.
+    // Send a message. DONE: its memory may be reused. IN_FLIGHT: the completion SENT with `request` (not 0) follows.
+    // BROKEN: nothing is sent, and a completion with the reason follows.
     Sent send(int to, int32_t kind, int64_t number, const char *data, size_t nbytes, uint64_t request);
     // Wait up to `seconds` for the next completion; return early after a signal.
     bool next(double seconds, Completion *to);
@@ -145,7 +146,7 @@ class Connections {
     Traffic traffic(int rank);
     int thread_id() const { return thread_id_; }
     // Say goodbye, wait until all peers have received everything, and end the thread. Give up after `seconds` without
-    // progress, or after `seconds` if messages are in the memory of callers.
+    // progress. If unsent messages are in the memory of callers, give up after `seconds` even with progress.
     void close(double seconds);
 
   private:
@@ -211,7 +212,7 @@ class Connections {
     bool waiting_ = false; // a caller waits for `completion_event_`
     std::mutex changes_lock_;
     std::condition_variable changed_;  // a peer was connected, has failed, or was sent everything
-    std::atomic<uint64_t> changes_{0}; // counts these; guarded by `changes_lock_`, under which no lock is acquired
+    std::atomic<uint64_t> changes_{0}; // their number; guarded by `changes_lock_`. Acquire no lock while holding it
     bool retrying_ = false;            // some streams wait for their next attempt to connect
     bool dropped_ = false;             // some streams are closed
 };

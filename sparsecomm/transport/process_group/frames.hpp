@@ -100,7 +100,7 @@ class Assembly {
         auto [found, is_new] = partial_.try_emplace(f.sequence);
         Partial &p = found->second;
         if (is_new) {
-            // The system provides memory as bytes arrive: announcing a length uses none.
+            // The system provides memory only when bytes are written, so an announced length alone uses none.
             p.message = {f.kind, f.number, static_cast<char *>(std::malloc(f.total ? f.total : 1)), f.total};
             p.piece = f.piece;
             if (p.message.memory == nullptr) {

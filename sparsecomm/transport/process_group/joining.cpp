@@ -12,7 +12,7 @@ namespace {
 
 constexpr int AUTO_STREAMS = 48;              // maximum to a peer if chosen by the round trip
 constexpr int MAX_SOCKETS = 256;              // maximum of extra connections to all peers
-constexpr double STREAM_PER_SECONDS = 1.5e-3; // round trip per connection
+constexpr double TRIP_PER_STREAM = 1.5e-3;    // seconds of round trip for each connection
 constexpr double LAN = 1e-3;                  // a shorter round trip needs one connection
 constexpr double HELLO_TIME = 30;             // seconds for a stranger to say hello, and for a rank to try again
 constexpr double MAX_PAUSE = 0.3;             // seconds between two attempts
@@ -167,7 +167,7 @@ int Connections::choose_connections(Stream *s) const {
     if (!get_tcp_info(s->fd, &info))
         return 1;
     double round_trip = 1e-6 * info.tcpi_rtt;
-    double more = round_trip < LAN ? 0 : round_trip / STREAM_PER_SECONDS;
+    double more = round_trip < LAN ? 0 : round_trip / TRIP_PER_STREAM;
     int count = static_cast<int>(std::min(1 + more, 1.0 * AUTO_STREAMS));
     return std::min(count, 1 + MAX_SOCKETS / (size_ - 1));
 }
@@ -302,8 +302,8 @@ void Connections::accept() {
     }
 }
 
-// Close the listener when all higher ranks have made all their connections, or HELLO_TIME after the first one of each:
-// a rank may fail to make the others.
+// Close the listener when all higher ranks have made all their connections. A rank may fail to make its extra
+// connections, so wait for them at most HELLO_TIME after every rank has made its first one.
 void Connections::close_listener_if_done() {
     if (!listener_)
         return;

@@ -30,7 +30,7 @@ from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["existing", "of", "own_address"]
 
-_MIN_SILENCE = 120.0  # a host that does not answer for this long is dead; or for the timeout, if that is longer
+_MIN_SILENCE = 120.0  # seconds without an answer after which a host is dead; the timeout, if it is longer
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
 _POLL = 0.05  # seconds between checks of signals and of the interpreter's exit

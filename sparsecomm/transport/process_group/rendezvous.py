@@ -102,7 +102,10 @@ def rendezvous(
 
 
 def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
-    """Return the records of the ranks that are present, or that were when the rendezvous of ``token`` was complete."""
+    """Return the records of the ranks that are present.
+
+    If the rendezvous of ``token`` is complete, return all of its records, even if ranks have left since.
+    """
     present: dict[int, tuple[str, str]] = {}
     known: set[str] = set()  # tokens that have arrived or left
     for line in store.compare_set(_KEY, _NEVER_EQUAL, _NEVER_EQUAL).decode().splitlines():
@@ -112,7 +115,7 @@ def _read(store: Store, rank: int, size: int, token: str) -> dict[int, str]:
                 del present[int(sender)]
         elif its_token not in known:
             present[int(sender)] = its_token, record
-        known.add(its_token)  # a line may be there twice, and its "+" line may follow the "-" line: two connections
+        known.add(its_token)  # two connections: lines may be repeated, or "-" may precede "+"
         if len(present) == size:
             if present[rank][0] == token:
                 break

@@ -33,7 +33,8 @@ DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
 _PING = 0.25  # seconds until the first ping of a peer; the interval doubles after each ping
 _CHECK = 1.0  # maximum seconds between checks of signals during a wait
 _CLOSE_TIMEOUT = 1.0  # seconds that closing waits for a peer that receives nothing
-_CHAINED = 2**20  # bytes sent by the root above which a broadcast goes from rank to rank, and bytes of its pieces
+# A broadcast in which the root would send more bytes goes from rank to rank, in pieces of this size.
+_CHAINED = 2**20
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -253,7 +254,8 @@ class ProcessGroupTransport(FailureDetector):
 
     def _close(self) -> None:
         """Say goodbye and close the connections, when the group is gone or the interpreter exits."""
-        # Forward the report that ended the latest call here. Ranks that still wait in it would blame the goodbye.
+        # Other ranks may still wait in the call that a report ended on this rank. Forward the report: otherwise their
+        # error would name this rank's goodbye as the cause.
         if self._open and os.getpid() == self._process:  # a forked process has no connections
             self._open = False
             if (reason := self._received_reason) is not None and reason.number == self.number:

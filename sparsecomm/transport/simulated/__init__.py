@@ -1,8 +1,8 @@
 """`run` runs a program on many ranks in one process, in virtual time. Each rank is a greenlet; no MPI is needed.
 
 A message of B bytes arrives ``alpha + beta * B`` seconds after it begins to leave (Culler et al., "LogP", PPoPP 1993;
-Alexandrov et al., "LogGP", SPAA 1995). Sending occupies a rank's sender, and receiving its receiver, for ``gap + beta *
-B`` seconds per message, in the order of the rank's calls; then the next one begins, and the sent bytes may be reused.
+Alexandrov et al., "LogGP", SPAA 1995). A rank sends one message at a time and receives one at a time, in the order
+of its calls. Each takes ``gap + beta * B`` seconds; then the sent bytes may be reused, and the next message begins.
 With ``alpha=1`` and no other costs, the seconds of a call are the number of its trips.
 
 Ranks of one node (equal numbers in ``node_of_rank``) send each other messages at the costs ``node_alpha``,
@@ -12,8 +12,9 @@ the receiver's node.
 
 Requests for a link are granted in the order of their virtual times; at equal times, the lowest rank that can run is
 first. A send requests the link out when it starts. The link in is requested when the message has begun to leave and the
-receiver waits for it. A message takes the earliest free interval that is long enough, from the time when it reaches the
-link, even if that is before the request. Times depend only on the programs, so they are the same in every run.
+receiver waits for it. A message occupies the link in the first free interval that is long enough, beginning when the
+message reaches the link or later. This interval may begin before the request. Times depend only on the programs, so
+they are the same in every run.
 """
 
 from __future__ import annotations
