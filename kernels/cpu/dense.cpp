@@ -17,8 +17,8 @@ constexpr size_t GALLOP = 16;  // ratio of lengths from which searching beats wa
 constexpr size_t BLOCK = 128;  // steps of a walk between additions
 constexpr size_t LANES = 4;    // parts of both lists walked at once
 
-// Returns whether all indices are in [0, size). For an index that is not, it or its distance from the last is negative, and
-// signs are easy to test with any instruction set.
+// Returns whether all indices are in [0, size). Otherwise an index, or the last valid index minus it, is negative, and signs
+// are easy to test with any instruction set.
 template <class Index>
 bool all_below(const Index* index, size_t count, size_t size) {
     using Unsigned = std::make_unsigned_t<Index>;  // its differences do not overflow

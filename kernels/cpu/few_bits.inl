@@ -114,7 +114,7 @@ struct FewBits {
             b = low + tree_sum(part) / n_upper;
             b = b > high ? high : b;
         }
-        if (!block.fit(a, b, exponent)) {  // use the a and ratio * a with the least squared error for the two ends
+        if (!block.fit(a, b, exponent)) {  // choose a so that the ends a and ratio * a have the least squared error
             const float ratio = float(1 + LAST * UNIT);
             a = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper);
             b = ratio * a < b ? ratio * a : b;

@@ -166,7 +166,7 @@ struct Moments {
 // Returns the largest magnitude, or NaN if x contains one. Reads x once.
 double largest(Dense x, int threads);
 
-// Applies the AdamW steps for which some weights have waited: see `Backend.adamw`. Each operation is rounded. A residual
+// Applies to each weight all AdamW steps since its last update: see `Backend.adamw`. Each operation is rounded. A residual
 // that would become infinite in its new unit becomes the largest finite number.
 //
 //   weights  [in,out]  n elements

@@ -69,16 +69,16 @@ size_t merge_into(const Entries<Index, Format>& a, const Entries<Index, Format>&
     return o;
 }
 
-// A sum, including zeros, and the number of vectors of each entry: 1 for all if `ones` is null.
+// A sum, including zeros, and the number of vectors of each entry: 1 for all if `counts` is null.
 template <class Index, class Value>
 struct Counted {
     const Index* index;
     const Value* value;
-    const uint32_t* ones;
+    const uint32_t* counts;
     size_t count;
     Buffer<Index> index_memory;
     Buffer<Value> value_memory;
-    Buffer<uint32_t> ones_memory;
+    Buffer<uint32_t> counts_memory;
 };
 
 // Like merge_into, with counts. With OneA or OneB, all counts of a or b are 1.
@@ -86,14 +86,14 @@ template <bool OneA, bool OneB, class Format, class Index, class Value>
 void merge_counted(const Counted<Index, Value>& a, const Counted<Index, Value>& b, Counted<Index, Value>& sum) {
     Index* index = sum.index_memory.get();
     Value* value = sum.value_memory.get();
-    uint32_t* ones = sum.ones_memory.get();
+    uint32_t* counts = sum.counts_memory.get();
     size_t i = 0, j = 0, o = 0;
     while (i < a.count && j < b.count) {
         const Index p = a.index[i], q = b.index[j];
         const size_t left = number(p <= q), right = number(q <= p);
         index[o] = p < q ? p : q;
         value[o] = canonical_value<Format>(if_taken<Format>(left, a.value[i]) + if_taken<Format>(right, b.value[j]));
-        ones[o++] = uint32_t(left) * (OneA ? 1 : a.ones[i]) + uint32_t(right) * (OneB ? 1 : b.ones[j]);
+        counts[o++] = uint32_t(left) * (OneA ? 1 : a.counts[i]) + uint32_t(right) * (OneB ? 1 : b.counts[j]);
         i += left;
         j += right;
     }
@@ -101,7 +101,7 @@ void merge_counted(const Counted<Index, Value>& a, const Counted<Index, Value>& 
         for (; begin < from.count; begin++, o++) {
             index[o] = from.index[begin];
             value[o] = canonical_value<Format>(from.value[begin]);
-            ones[o] = one ? 1 : from.ones[begin];
+            counts[o] = one ? 1 : from.counts[begin];
         }
     };
     rest(a, i, OneA);
@@ -159,13 +159,13 @@ void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, boo
                 const auto &a = sums[i], &b = sums[i + 1];
                 const size_t room = a.count + b.count;
                 Counted<Index, Value> pair{nullptr, nullptr, nullptr, 0, {scratch, room}, {scratch, room}, {scratch, room}};
-                if (a.ones)
-                    b.ones ? merge_counted<false, false, Format>(a, b, pair) : merge_counted<false, true, Format>(a, b, pair);
+                if (a.counts)
+                    b.counts ? merge_counted<false, false, Format>(a, b, pair) : merge_counted<false, true, Format>(a, b, pair);
                 else
                     merge_counted<true, true, Format>(a, b, pair);  // an unpaired vector comes last
                 pair.index = pair.index_memory.get();
                 pair.value = pair.value_memory.get();
-                pair.ones = pair.ones_memory.get();
+                pair.counts = pair.counts_memory.get();
                 pairs.push_back(std::move(pair));
             }
             if (sums.size() % 2) pairs.push_back(std::move(sums.back()));
@@ -177,7 +177,7 @@ void sum_and_count(const Sparse* vectors, size_t number, bool int64_indices, boo
         for (size_t i = 0; i < sums[0].count; i++) {
             index[o] = sums[0].index[i];
             value[o] = sums[0].value[i];
-            count[o] = sums[0].ones ? Value(sums[0].ones[i]) : Value(1);
+            count[o] = sums[0].counts ? Value(sums[0].counts[i]) : Value(1);
             o += sums[0].value[i] != 0;
         }
         sum->count = o;

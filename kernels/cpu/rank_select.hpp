@@ -47,7 +47,8 @@ Bracket<Bits> by_sample(const Bits* bits, size_t count, size_t rank, const Selec
     return {0, low, reach_low};
 }
 
-// Finds the bin of a histogram over the bits in which magnitudes differ; its width is 1 if `Bracket::low` is the answer.
+// Brackets the answer with a bin of a histogram. The bins divide the bits in which the magnitudes differ. If the bin contains
+// one magnitude, `Bracket::low` is the answer.
 template <class Bits>
 Bracket<Bits> by_digit(const Bits* bits, size_t count, size_t rank) {
     Bits any = 0, all = magnitude_mask<Bits>;

@@ -14,9 +14,9 @@
 // Reads x and the residual once and writes the residual once (f32: 4n bytes, with a residual 12n), and writes the entries.
 // A team finds the k-th key by radix selection from the highest digit, in a histogram of 8 bins per thread. When at most as
 // many keys as threads share the digits of the k-th key, usually after the first pass, each thread ranks one of them.
-// Deterministic: atomics only count, in shared memory. Decoupled look-back finds the position of a tile's entries. Unless
-// they are too many, entries wait for it in shared memory until the block has selected from its next tile; by then it is
-// usually known.
+// Deterministic: atomics only count, in shared memory. Decoupled look-back finds the position of a tile's entries in the
+// output. If there is room, the entries wait in shared memory while the block selects from its next tile; by then, their
+// position is usually known.
 #include "load.cuh"
 #include "lookback.cuh"
 
@@ -89,8 +89,8 @@ DEVICE u64 team_scan(u64 v, u64* total) {
     }
 }
 
-// At most one key per thread of a team, which share the digits of the k-th key, and their positions. Uses the counters'
-// memory.
+// The keys that share the known digits of the k-th key, and their positions: at most one per thread of a team. Uses the
+// counters' memory.
 template <u32 TEAM, class Size, class Count>
 struct Few {
     Key* key;

@@ -89,7 +89,7 @@ struct FewBits {
         const u32 bits = F32::narrow(smallest(u, v, count)) >> 16;
         FewBits block{bits ? bits : 1, 0};
         const float high = largest(u, v);
-        if constexpr (BITS > 0) block.step = whole((high - block.lowest()) / (float(LAST * UNIT) * block.unit()));
+        if constexpr (BITS > 0) block.step = to_byte((high - block.lowest()) / (float(LAST * UNIT) * block.unit()));
         return block;
     }
 
@@ -118,7 +118,7 @@ struct FewBits {
             const float n_upper = counted(u > upper, v > upper);
             const float mean = low + warp_sum((u > upper ? u : 0) + (v > upper ? v : 0)) / n_upper;
             float b = !(n_upper > 0) ? a : mean > high ? high : mean;
-            if (!block.fit(a, b, e)) {  // use the a and ratio * a with the least squared error for the two ends
+            if (!block.fit(a, b, e)) {  // choose a so that the ends a and ratio * a have the least squared error
                 const float ratio = float(1 + LAST * UNIT);
                 a = (n_lower * a + ratio * n_upper * b) / (n_lower + ratio * ratio * n_upper);
                 b = ratio * a < b ? ratio * a : b;
@@ -153,7 +153,7 @@ struct FewBits {
         lowest_bits = lowest_near(a, e);
         const float scale = power(-e), exact = (b - lowest() * scale) / (float(LAST * UNIT) * (unit() * scale));
         const float steps = exact + (BITS == 1 ? 0.5f : 0.0f);  // BITS == 1: round to nearest, else down
-        step = whole(steps);
+        step = to_byte(steps);
         return steps < 256;
     }
 
@@ -161,7 +161,7 @@ struct FewBits {
         const u32 bits = float_to_bfloat((a > 0x1p-14f ? a : 0x1p-14f) * power(e));
         return bits ? bits : 1;
     }
-    static DEVICE u32 whole(float steps) { return u32(steps > 0 ? steps < 255 ? steps : 255 : 0); }
+    static DEVICE u32 to_byte(float steps) { return u32(steps > 0 ? steps < 255 ? steps : 255 : 0); }  // rounds down
     static DEVICE float scaled(float u, float scale) { return u * scale > 2 ? 2 : u * scale; }
     static DEVICE float counted(bool u, bool v) {
         return float(__popc(__ballot_sync(ALL_LANES, u)) + __popc(__ballot_sync(ALL_LANES, v)));

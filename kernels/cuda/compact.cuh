@@ -60,8 +60,9 @@ struct RowEntries {
         return sum;
     }
 
-    // Calls put(values, positions, r, e) for this lane's entries. Its arguments point to the places of an entry in two
-    // arrays, in which number `first` is the place of the warp's first entry. FEW: many rows have no entries.
+    // Calls put(value, position, r, e) for this lane's entries: element e of row r. `put` writes the entry to the two
+    // pointers, which point into `values` and `positions`. The first entry of the warp is at `first` in both arrays. FEW:
+    // many rows have no entries.
     template <bool FEW, class Value, class Position, class Put>
     DEVICE void store(Value* values, Position* positions, u32 first, Put put) const {
         if (!taken) return;

@@ -1,7 +1,8 @@
 // One pass over the data: r = r + x, and every entry whose key is at least `threshold`, in order of index.
 //
-// A warp reads its part of a tile in rounds, without waiting for other warps, and keeps the entries in shared memory, with
-// room for one of ROOM_PER elements, until `compact_tiles` knows their position. Entries beyond the room are read again.
+// A warp reads its part of a tile in rounds, without waiting for other warps, and keeps the entries in shared memory until
+// `compact_tiles` knows their position. There is room for 1 / ROOM_PER of the elements. Entries beyond the room are read
+// again.
 #pragma once
 
 #include "compact.cuh"
@@ -63,7 +64,7 @@ template <class Take>
 DEVICE void write_part(const XBits* x, AccBits* residual, u64 n, bool aligned, AccBits min_magnitude, u64 tile_begin, u32 warp,
                        const Waiting& waiting, u32 count, u64 base, u64 capacity, Take take) {
     const u32 lane = threadIdx.x % WARP, stored = waiting.stored[warp];
-    if (count > stored && base + stored < capacity) {  // before waiting entries beyond `capacity` return to the residual
+    if (count > stored && base + stored < capacity) {  // first: below, entries beyond `capacity` return to the residual
 #if RESIDUAL
         const AccBits* data = residual;
         u64 to = base + stored;
@@ -103,9 +104,9 @@ DEVICE void write_part(const XBits* x, AccBits* residual, u64 n, bool aligned, A
 DEVICE u32 filter_tile_count(u64 n) { return u32((n + FILTER_TILE - 1) / FILTER_TILE); }
 
 // Filters all tiles, and calls take(taken, position, index, bits) for every entry whose key is at least `threshold`. All lanes
-// of a warp call `take` together; those without an entry with taken = false. Returns the
-// number of entries of the whole vector in the block that had the last tile, and NOT_LAST_TILE in other blocks. All threads
-// of all blocks call it once; `reset_after_last_block` must follow.
+// of a warp call `take` together; lanes without an entry pass taken = false. Returns the number of entries of the whole vector
+// in the block that had the last tile, and NOT_LAST_TILE in other blocks. All threads of all blocks call it once;
+// `reset_after_last_block` must follow.
 //
 //   x          [in]      n elements; with RESIDUAL may be null, to filter the residual unchanged
 //   residual   [in,out]  n elements, r = r + x, with 0 at the entries taken. Not used unless RESIDUAL

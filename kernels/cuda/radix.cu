@@ -36,7 +36,7 @@ struct Radix {
     u64 ties;          // after the last pass: number of winners equal to the k-th key
     u32 decided;       // number of known bits of the k-th key, from the highest
     u32 stage;         // of the current step
-    u32 over;          // completed steps
+    u32 steps_done;    // completed steps
     OWN_LINE u32 parts_done;   // in the current step
     OWN_LINE u32 blocks_done;  // finished blocks
     OWN_LINE u32 histogram[RADIX_BINS];
@@ -54,7 +54,7 @@ DEVICE bool take_part(Radix* state, u32* part) {
     SHARED(u32, ticket);  // no thread still reads the previous ticket, because every step ends with a barrier
     if (threadIdx.x == 0) {
         ticket = atomicAdd(&state->ticket, 1u);
-        while (load_acquire(&state->over) < ticket / gridDim.x) pause();
+        while (load_acquire(&state->steps_done) < ticket / gridDim.x) pause();
         __threadfence();
     }
     __syncthreads();
@@ -68,7 +68,7 @@ DEVICE void next_step(Radix* state, Stage stage) {
     if (threadIdx.x == 0) {
         state->stage = stage;
         __threadfence();
-        atomicAdd(&state->over, 1u);
+        atomicAdd(&state->steps_done, 1u);
     }
 }
 
@@ -212,6 +212,6 @@ radix(const XBits* x, AccBits* residual, u64 n, u64 k, bool aligned, bool from_s
         }
     }
     if (!is_last_block(&state->blocks_done) || threadIdx.x != 0) return;
-    state->ticket = state->over = state->stage = state->decided = 0;
+    state->ticket = state->steps_done = state->stage = state->decided = 0;
     state->kth = state->above = state->ties = 0;
 }

@@ -47,7 +47,7 @@ struct Winners {
 //
 //   low       [in]  more than `wanted` keys reach it
 //   high      [in]  above all keys
-//   spare     [in]  so many keys more than `wanted` will do as well
+//   spare     [in]  also accepts a key that up to `wanted` + spare keys reach
 //   count_of  [in]  count_of(key) is the number of keys that reach `key`; all lanes call it
 template <class CountOf>
 DEVICE Winners search(Key low, Key high, u32 wanted, u32 spare, CountOf count_of) {
@@ -97,7 +97,7 @@ DEVICE Key threshold_of(const Group<AccBits> (&group)[ROWS], u32 wanted) {
 // Moves the first k of `count` candidates, more than k, to `to`, in order. Returns the smallest magnitude of a later element
 // that can be among them. All lanes call it.
 //
-//   from  [in]   candidates; room for those that make `count` a multiple of STRIDE
+//   from  [in]   candidates; has room for `count` rounded up to a multiple of STRIDE
 //   to    [out]  room for k entries; may be `from`
 DEVICE Key keep_best(AccBits* from, const u16* from_at, u32 count, u32 k, AccBits* to, u16* to_at) {
     constexpr u32 EACH = 4, STRIDE = EACH * WARP;  // keys that a lane reads at once, and a warp

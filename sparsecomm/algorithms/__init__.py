@@ -172,9 +172,9 @@ def alternatives(name: str, num_nodes: int, P: int) -> list[tuple[Algorithm, flo
 
 
 def _automatic(num_nodes: int, P: int, *, dense: bool) -> list[Algorithm]:
-    """Return the algorithms among which "auto" (``dense``) and "fastest" choose.
+    """Return the algorithms that "auto" (if ``dense``) or "fastest" chooses from.
 
-    A dense sum inside nodes would move residuals between ranks.
+    The dense sum has no hierarchical variant, which would move residuals between ranks.
     """
     flat = [each for name, each in ALGORITHMS.items() if each.automatic and (dense or name != "dense")]
     if not 1 < num_nodes < P:

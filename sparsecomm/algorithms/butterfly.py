@@ -74,7 +74,7 @@ def butterfly(comm: Communicator, gradient: Contribution, k: int) -> SparseVecto
 
     def reselect(lower: SparseVector, upper: SparseVector, shard: int, num_shards: int) -> SparseVector:
         kept, rejected = comm.backend.merge_topk(lower, upper, k)
-        if 2 * num_shards <= comm.size:  # not in the last step: the result lacks these indices
+        if 2 * num_shards <= comm.size:  # in the last step, commit returns the entries that the result lacks
             gradient.drop(rejected.shard(shard, num_shards))
         return kept
 
@@ -114,7 +114,8 @@ def recursive_doubling(
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the predicted seconds of a call."""
     P, k = problem.P, problem.k
-    distances = [1 << j for j in range(log2_ceil(P))] + ([1] if P & (P - 1) else [])  # log2_ceil counts the other
+    # If P is not a power of two, fold and unfold are two more steps; log2_ceil already counts one of them.
+    distances = [1 << j for j in range(log2_ceil(P))] + ([1] if P & (P - 1) else [])
     links = [problem.link(costs, distance) for distance in distances]
     work = k * (2 * costs.merge + problem.codec(costs))
     return costs.select * problem.n + sum(link.alpha + k * problem.entry_bytes * link.beta + work for link in links)

@@ -12,8 +12,8 @@ Each line below is one trip:
 Ranges have equal lengths and are the same in every call. Each range has about the same share of k. Each rank selects
 that number of entries in the range, and the result contains at most that number.
 
-The sender of an entry records its rounding error as dropped. The owner keeps the sums that it does not send in its
-residual, and adds to them in the next call. So an index whose gradients are small on every rank can still reach the
+The sender of an entry records its rounding error as dropped. The owner's residual keeps the sums that the owner does
+not send, and the next call adds to them. So an index whose gradients are small on every rank can still reach the
 result, although no rank alone would select it.
 """
 

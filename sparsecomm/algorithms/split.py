@@ -10,13 +10,14 @@ is one trip. The trip in brackets is needed in the first call of a plan, and if 
     scatter      each rank sends each other rank its entries in that rank's range (`sparsecomm.primitives.ranges`)
                  each rank adds up its range
     [quantiles   each rank sends keys of some of its sums to all, which determine bounds around the k-th key]
-    gather       each rank sends its sums that may win to all: those above the bounds, which are sure to win, and those
-                 between the bounds; every rank takes the sure ones and the largest of the others, k in all
+    gather       each rank sends all others those of its sums that may win: sums above the bounds are sure to win, sums
+                 between the bounds may; every rank takes all sure ones and the largest of the others, k in all
 
 If the bytes of all sums take less time than the latency and no value is rounded, the first call gathers all sums,
-without quantiles. The bounds for the next call are keys near the k-th key of this call. They are scaled by the growth
-of one entry of each rank, whose key is part of the scatter. Every message contains a mark of the bounds, as for ranges.
-If marks differ, all ranks notice in the same trip and start again without bounds.
+without quantiles. The bounds for the next call are keys near the k-th key of this call. In each scatter, every rank
+sends the key of one of its entries, and all ranks scale the bounds by the growth of these entries. Every message
+contains a mark of the bounds, as for ranges. If marks differ, all ranks notice in the same trip and start again without
+bounds.
 
 The result equals the k largest entries of `allgather`. The rank that sends records rounding errors as dropped; exact
 sums determine the order. A value that rounds to zero is omitted, and the next one wins instead. A sum that does not win
@@ -60,7 +61,7 @@ from sparsecomm.tensors.sparse import SparseVector
 __all__ = ["ALGORITHM", "split_with_ratio"]
 
 _MAX_DOUBT = 8.0
-_KEY_BYTES = 0.3  # bytes of compressed keys per entry of a result, if keys are sent: about one byte for 0.3 keys
+_KEY_BYTES = 0.3  # bytes of compressed keys per entry of a result: about 0.3 keys of one byte each
 _GATHER = 8  # first round number of the gather
 
 
@@ -68,8 +69,8 @@ class Bounds(NamedTuple):
     """Keys between which the k-th key is expected: see `sparsecomm.backends.keys`.
 
     Attributes:
-        low: sums with at least this key are sent; at least k sums are expected to be.
-        high: sums with at least this key are sure to win; at most k sums are expected to.
+        low: sums with at least this key are sent. At least k sums are expected to reach it.
+        high: sums with at least this key are sure to win. At most k sums are expected to reach it.
         made: number of the call that made the bounds.
         levels: the key of one selected entry of each rank in that call. Bounds are scaled by their growth.
         doubt: factor that widens the bounds, because earlier bounds were wrong.
@@ -91,8 +92,8 @@ class Winners(NamedTuple):
 
     Attributes:
         sums: the winning sums, as received.
-        keys: keys by number of places above the k-th: of the k-th (0), of one above it, and of one below it (negative).
-            Empty if unknown.
+        keys: the keys of three sums by their distance from the k-th, in places: 0 for the k-th sum, positive for a sum
+            above it, negative for a sum below it. Empty if unknown.
         everything: whether there were at most k sums.
     """
 
@@ -253,7 +254,7 @@ def _quantile_numbers(nnz: int, kept: int, size: int) -> list[int]:
 
 
 def _bracket(comm: Communicator, sums: SparseVector, parcels: Sequence[Parcel], kept: int) -> tuple[int, int]:
-    """Return `Bounds.low` and `Bounds.high`: keys that at least ``kept`` sums (or all), and fewer sums, reach.
+    """Return `Bounds.low`, which at least ``kept`` sums reach (or all), and `Bounds.high`, which fewer sums reach.
 
     The ``parcels`` of owners contain 0, the number of sums, and the keys of their `_quantile_numbers`.
     """

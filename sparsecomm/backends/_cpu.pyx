@@ -219,7 +219,7 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
 def default_float_mode(function):
     """Decorate a function to run in the default float mode: round to nearest even, with denormals.
 
-    Programs change the mode of the calling thread, which NumPy would use.
+    Programs may change the mode of their threads, and NumPy computes in the mode of the calling thread.
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):

@@ -57,9 +57,9 @@ def adamw_step(
         squares = c2 * squares + c3 * g^2               squares on the right are 0 if ``first``
         weight  = c5 * weight - c4 * mean / (sqrt(squares) + eps)
 
-    All arrays have the same shape and dtype, except the mask ``first`` of elements without an earlier update, whose
-    ``squares`` only set the unit. Returns the change of the weight, the new mean and squares, and the factor that
-    converts a residual to the new units.
+    All arrays have the same shape and dtype, except ``first``, a mask of the elements without an earlier update. The
+    ``squares`` of these elements are used only for the unit. Returns the change of the weight, the new mean and
+    squares, and the factor that converts a residual to the new units.
     """
     c0, c1, c2, c3, c4, c5 = coefficients
     old_unit = unit(xp, squares, unit_eps)

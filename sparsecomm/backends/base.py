@@ -80,7 +80,7 @@ class Backend:
         """Return a context like `on_stream` for work on a separate stream of the backend.
 
         Its work runs after the work submitted so far to the current stream. Leaving the context waits for its work. Any
-        thread may request the context; the thread that the backend then serves must enter it.
+        thread may request the context. Only the thread that the backend serves at that time may enter it.
         """
 
     def timeline(self) -> Timeline:
@@ -164,8 +164,8 @@ class Backend:
         """Set residual = residual + scale * x / unit(squares, eps); return whether it was set. Rounds each operation.
 
         For `unit` see `sparsecomm.backends.adamw`. ``squares`` and the residual have the accumulator dtype, to which
-        ``eps`` and ``scale`` are rounded.
-        ``if_finite``: change nothing if a quotient, or the square of scale * x, is NaN or infinite.
+        ``eps`` and ``scale`` are rounded. ``if_finite``: change nothing if a quotient, or the square of scale * x, is
+        NaN or infinite.
         """
         quotient = self.accumulate(x, None)
         quotient *= quotient.dtype.type(scale)
@@ -195,7 +195,7 @@ class Backend:
         """Set dense[indices] += values, rounded once to the dtype of ``dense``."""
 
     def scatter_add_where(self, dense: Tensor, entries: SparseVector, others: SparseVector, present: bool) -> None:
-        """Call `scatter_add` with the entries whose indices ``others`` has (if ``present``), or does not have."""
+        """Call `scatter_add` with the entries whose indices are in ``others`` (if ``present``), or are not in it."""
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its dtype."""

@@ -13,7 +13,7 @@ from sparsecomm.tensors.sparse import SparseVector
 
 __all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
 
-_MAX_PARTITIONS = 8  # positions in an order for which partitioning is faster than sorting
+_MAX_PARTITIONS = 8  # maximum number of keys to find for which partitioning is faster than sorting
 
 
 def max_key(entries: SparseVector) -> int:

@@ -73,7 +73,7 @@ def label_checksum(label: object) -> int:
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function with a keyword argument ``comm``: its `InvalidInputError` names the rank."""
+    """Decorate a function so that its `InvalidInputError` names the rank in the keyword argument ``comm``."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:

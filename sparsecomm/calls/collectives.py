@@ -149,9 +149,9 @@ def sparse_allreduce(
             2 + log2(n/k) bits, exact values. "packed_bfloat16", "packed_float16", "packed_int8", "packed_int4",
             "packed_int2", "packed_sign": also rounds values; residuals keep the rounding errors. "auto": plain or
             packed, whichever costs less. Dense messages are not packed.
-        chunk: every rank selects k of each ``chunk`` elements, as in `topk`. The result of a global top-k algorithm has
-            the largest entries of the sum, as many as a rank selects, whatever their chunks. "dense" ignores it. The
-            same on all ranks.
+        chunk: every rank selects k of each ``chunk`` elements, as in `topk`. The chunks do not limit the result: a
+            global top-k algorithm returns the largest entries of the whole sum, as many as one rank selects. "dense"
+            ignores ``chunk``. Must be the same on all ranks.
         decay: factor in (0, 1] of the residual before x is added, so that old entries fade (SparseLoCo: Sarfi et al.,
             2025). Ranks may differ in it. Not supported with ``algorithm="dense"``.
         label: a name, for example of the layer. Calls with different labels do not match. Without labels, the library
@@ -345,7 +345,8 @@ class WordsComparison(WordsGather):
     """Compares each rank's words with those of rank 0.
 
     Attributes:
-        words: the result has for each rank the position of its first word that differs, or the number of words.
+        words: the call replaces them by one integer per rank: the position of the rank's first word that differs, or
+            the number of words if all are equal.
     """
 
     name = "comparison of words"

@@ -63,8 +63,9 @@ def costs_matter(transport: Transport, options: Options) -> bool:
 def plan_costs(transport: Transport, options: Options, measurement: LinkMeasurement | None = None) -> KnownCosts | None:
     """Return the costs for planning a call with ``options``.
 
-    If only the wire format has to be chosen on one node, nothing is measured: known or assumed costs are used. If
-    nothing has to be chosen there, the result is ``None``. For the other arguments and the errors, see `costs_of`.
+    On one node, a call with a given algorithm needs no measurement. The result is then ``None`` if the wire format is
+    also given, and otherwise the known or assumed costs, which decide the format. For the other arguments and the
+    errors, see `costs_of`.
     """
     if costs_matter(transport, options):
         return costs_of(transport, measurement)

@@ -48,7 +48,7 @@ __all__ = ["NO_ENTRIES", "Call", "CallQueue", "Handle", "Plans", "State", "Task"
 
 _log = logging.getLogger("sparsecomm")
 
-NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # the result of other calls
+NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # for calls without a sum
 _MAX_PLANS = 1024  # per communicator: more than a model has tensors; each takes a few KB
 
 

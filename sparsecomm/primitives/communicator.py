@@ -23,7 +23,7 @@ Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers (
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
 _LONG_DELAYS = Costs(Link(alpha=1.0, beta=0.0, gap=1 / 16))  # a network where the number of trips matters most
-ROUNDS = 64  # numbers of rounds that a gather or a broadcast may use, from its ``round_no`` on
+ROUNDS = 64  # maximum rounds of a gather or a broadcast, which numbers them from its ``round_no``
 _MIN_ENTRIES = 16  # minimum entries per range; for fewer entries, fewer ranks own ranges
 _ROUND_BITS = 20  # low bits of the round field of a header; the stage is in the bits above
 
@@ -278,8 +278,8 @@ class Communicator:
     ) -> dict[int, Array]:
         """Send flat arrays of the accumulator dtype to some ranks while receiving from others; return received arrays.
 
-        ``segments`` are by destination, as the parcels of `exchange_parcels`; ``lengths`` are the numbers of elements
-        by source, where this rank is ignored, too.
+        ``segments`` are by destination, as the parcels of `exchange_parcels`; ``lengths`` are numbers of elements by
+        source. Both may include this rank, which is ignored.
         """
         step, itemsize = self._stage + round_no, next(iter(segments.values())).itemsize
         sources = [source for source in lengths if source != self.rank]
@@ -460,7 +460,7 @@ def gather_time(problem: Problem, costs: Costs, entries: float, num_senders: int
     P = problem.P
     num_senders = P if num_senders is None else num_senders
     if costs.direct_is_faster(P, problem.P if problem.num_nodes is None else problem.num_nodes):
-        sent = (P - 1) / num_senders  # entries that one sender sends / ``entries``
+        sent = (P - 1) / num_senders  # by one sender to all ranks, as a fraction of ``entries``
         nbytes = max(sent, 1 - 1 / num_senders if num_senders == P else 1) * entries * problem.entry_bytes
         return problem.link(costs).trip(P - 1, nbytes + 24 * (P - 1))
     repeats = 1.0 if num_senders == P else (1 + log2_ceil(-(-P // num_senders))) * P / (P - 1)

@@ -80,7 +80,7 @@ class Problem:
         element_bytes: bytes of a dense element.
         num_nodes: number of nodes, which have equally many ranks; ``None``: one per rank.
         packed: whether the time of packing and unpacking counts.
-        exact_sums: whether messages contain exact sums, and not rounded values or means, which hide which sums are the
+        exact_sums: whether messages contain exact sums. Rounded values and means do not show which sums are the
             largest.
     """
 

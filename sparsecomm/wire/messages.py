@@ -171,7 +171,7 @@ class Messages:
             call: this rank's call signature.
             rank: this rank.
             accumulator: dtype of all values before and after encoding, float32 or float64.
-            shape: shape of the gradient, which vectors that are read get, too.
+            shape: shape of the gradient, and of the vectors that the ``read_...`` methods return.
             backend: of the gradient's device.
         """
         self.call, self.packed = call, call.pack()

@@ -176,7 +176,7 @@ FAULTS = [
         ("the candidates' histogram is not cleared", "select.cuh", "selection->histogram[b] = 0;", ";", merge),
         ("the survivors are counted on", "emit.cuh", "selection->survivors = 0;", ";", merge),
         ("radix's histogram is not cleared", "radix.cu", "state->histogram[b] = 0;", ";", radix),
-        ("radix's tickets go on", "radix.cu", "state->ticket = state->over", "state->over", radix),
+        ("radix's tickets go on", "radix.cu", "state->ticket = state->steps_done", "state->steps_done", radix),
         ("radix has one pass too few", "radix.cu", "shift == 0 ?", "shift <= RADIX_BITS ?", radix),
     )
 ]

@@ -59,7 +59,7 @@ def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatc
     """Dates and folders do not count; the text, headers and options do."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
     monkeypatch.chdir(ROOT)
-    kept: Any = runpy.run_path("setup.py")["kept"]
+    compile_cached: Any = runpy.run_path("setup.py")["compile_cached"]
     from setuptools._distutils.ccompiler import new_compiler
     from setuptools._distutils.sysconfig import customize_compiler
 
@@ -72,7 +72,8 @@ def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path, monkeypatc
     def objects(where: str, h: int, *options: str) -> int:
         Path(where).mkdir(exist_ok=True)
         Path(where, "h.h").write_text(f"#define H {h}\n")
-        made = kept(compiler, "a.c", output_dir=where, include_dirs=[where], macros=[], extra_postargs=list(options))
+        settings = {"output_dir": where, "include_dirs": [where], "macros": [], "extra_postargs": list(options)}
+        made = compile_cached(compiler, "a.c", **settings)
         assert Path(made).stat().st_size > 0
         return len(list(Path("build/objects").iterdir()))
 

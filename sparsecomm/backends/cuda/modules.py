@@ -80,7 +80,7 @@ def structures(tuning: Tuning) -> dict[str, ArrayDType]:
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
     selection = dict.fromkeys(("threshold", "count", "kth", "ties", "rank", "bin"), u8) | {"shift": u4, "retry": u4}
     histogram, radix_histogram = np.dtype((u4, tuning.bins)), np.dtype((u4, 2**tuning.radix_bits))
-    step = dict.fromkeys(("kth", "above", "ties"), u8) | dict.fromkeys(("decided", "stage", "over"), u4)
+    step = dict.fromkeys(("kth", "above", "ties"), u8) | dict.fromkeys(("decided", "stage", "steps_done"), u4)
     return {
         "SELECTION": _structure(selection, {"survivors": u8}, {"blocks_done": u4}, {"histogram": histogram}),
         "LOOK_BACK": _structure({"ticket": u4}, {"blocks_done": u4}, {"status": u8}),

@@ -1,7 +1,7 @@
 """The packed format: kernels/cuda/packed.cu.
 
 The host waits for the device, because the layout of a message depends on the first and last index, and on whether all
-values are finite: values of few bits are otherwise sent exactly.
+values are finite. If one is not, the kinds with bit planes (int4, int2 and sign) send all values exactly.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Packing(ExecutionContext):
         return rounded, errors, read_word(runtime, zeros)
 
     def _find_not_finite(self, values: Array, kind: ValueKind) -> tuple[list[Launch], Array | None]:
-        """Return the launch that finds values that are not finite, and its result; nothing if the kind has them."""
+        """Return the launch of find_not_finite and its result; no launch and None if the kind supports all values."""
         if not kind.planes:
             return [], None
         found, types = self.zeros(1, np.uint32), packed_definitions(kind, False, False)

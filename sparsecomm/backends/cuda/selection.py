@@ -151,7 +151,8 @@ class Selection(ExecutionContext):
         sector = 32 // x.dtype.itemsize
         sectors = min(size.sample_sectors, x.size // sector)
         expected = sectors * sector * k / x.size
-        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)  # too few in one of millions of calls
+        # With this margin, one of millions of calls finds too few candidates.
+        wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)
         given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
         given |= {"state": work.sample, "selection": work.selection}
         blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
@@ -240,7 +241,8 @@ def _quads_wanted(k: int, chunk: int, itemsize: int) -> int:
     sampled = min(chunk, row * (4 if itemsize == 4 else 2))
     quads = sampled // min(4, 16 // itemsize)
     expected = sampled * k / chunk
-    wanted = expected + 3.2 * math.sqrt(expected * (1 - sampled / chunk)) + 2  # too few in one of about 500 chunks
+    # With this margin, one of about 500 chunks has too few candidates.
+    wanted = expected + 3.2 * math.sqrt(expected * (1 - sampled / chunk)) + 2
     reach = round(quads * (1 - (1 - 1 / quads) ** wanted))  # some quads have several of these elements
     return reach if reach < 0.8 * quads else 0
 
