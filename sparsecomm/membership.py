@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sparsecomm.checks import to_int
 from sparsecomm.errors import InvalidInputError, TransportError
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ def grow(comm: MPI.Intracomm | None = None, count: int = 1, command: Sequence[st
         RankFailedError, TransportError: a rank died, or MPI could not start the processes.
         TimeoutError: the new processes did not join within ``SPARSECOMM_TIMEOUT`` seconds.
     """
-    if not isinstance(count, int) or count < 1:
+    number = to_int(count, 1)
+    if number is None:
         raise InvalidInputError(f"count={count!r}: expected a number of processes of at least 1")
     membership, found = _mpi(comm, "grow")
-    larger: MPI.Intracomm = membership.grow(found, count, command or [sys.executable, *sys.orig_argv[1:]])
+    larger: MPI.Intracomm = membership.grow(found, number, command or [sys.executable, *sys.orig_argv[1:]])
     return larger
 
 

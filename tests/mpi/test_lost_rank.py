@@ -51,6 +51,6 @@ def test_a_process_that_is_alone() -> None:
     assert sc.join() is None
     with pytest.raises(sc.TransportError, match=r"mpirun --with-ft ulfm.*checkpoint"):
         sc.shrink()
-    for count in (0, -1, 1.5):
+    for count in (0, -1, 1.5, True):
         with pytest.raises(sc.InvalidInputError, match="count="):
             sc.grow(count=count)  # type: ignore[arg-type]
