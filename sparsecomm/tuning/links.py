@@ -164,7 +164,7 @@ class Probe:
     def _far(self, peer: int) -> Times:
         """Time a round trip, and then the arrival of a train of `_TRAIN` bytes.
 
-        PairTimes ranks send first, so neither may wait for its sends before it has received.
+        Both ranks send first, so neither may wait for its sends before it has received.
         """
         isend, messages, clock = self._transport.isend, self._messages, self._transport.clock
         train = _bytes(_TRAIN)
