@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -36,6 +37,8 @@ __all__ = ["SparseAdamW"]
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
 FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
+
+_ADVICE = "make a new SparseAdamW, with all groups, on all ranks"
 
 
 class AdamWOptions(TypedDict, total=False):
@@ -127,8 +130,7 @@ class SparseAdamW(SparseOptimizer):
         super().__init__(groups, defaults)
         self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
-        for group in self.param_groups:
-            AdamWRule.of(*settings_of(group))
+        self._exchange.rules()
         self._exchange.begin(by_hooks=overlap)
 
     # `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale.
@@ -137,7 +139,7 @@ class SparseAdamW(SparseOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse new groups, because the set of exchanged parameters is fixed."""
         if self._constructed:
-            raise InvalidInputError("add_param_group: make a new SparseAdamW, with all groups, on all ranks")
+            raise InvalidInputError(f"add_param_group: {_ADVICE}")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
@@ -157,6 +159,7 @@ class SparseAdamW(SparseOptimizer):
             raise InvalidInputError("overlap=True does not support a GradScaler; leave overlap out, or use bfloat16")
         exchange.check_frozen()
         exchange.check_consistent()
+        exchange.rules()
         loss = None
         if closure is not None:
             if not self.overlap:
@@ -217,8 +220,8 @@ class AdamWExchange(AutogradExchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
-        self._settings: list[tuple[Any, ...]] = []  # of the groups, from which `_rules_by_name` was made
-        self._rules_by_name: dict[str, AdamWRule] = {}
+        self._by_group: list[tuple[AdamWRule, list[torch.Tensor]]] = []  # from which `_rules` was made
+        self._rules: dict[str, AdamWRule] = {}
 
     @property
     def adamw(self) -> LazyAdamW:
@@ -244,10 +247,11 @@ class AdamWExchange(AutogradExchange):
         """
         if self.exchanged:
             return
+        rules = self.rules()
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
 
         def wait() -> Step:
-            done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, self._rules(), scale)
+            done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, rules, scale)
             return self._empty_step() if done is None else done
 
         self.ending_step(wait)
@@ -266,7 +270,7 @@ class AdamWExchange(AutogradExchange):
             return
         if self._weights is None:
             self._weights = self._contiguous()
-        self.adamw.update(self._weights, self._rules(), last)
+        self.adamw.update(self._weights, self.rules(), last)
         for name, parameter in self.named.items():
             shard = self._local(parameter)
             if shard.data_ptr() != self._weights[name].data_ptr():
@@ -282,9 +286,10 @@ class AdamWExchange(AutogradExchange):
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
         """Push a gradient during a backward pass. If there are no moments yet, leave it to `synchronize`."""
-        self.adamw.open(self._replicated, self._rules())
+        rules = self._rules if self.reducer.pending else self.rules()
+        self.adamw.open(self._replicated, rules)
         if self.adamw.moments:
-            self.adamw.push(name, self._shard(name, gradient), self._rules()[name])
+            self.adamw.push(name, self._shard(name, gradient), rules[name])
 
     def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
@@ -299,17 +304,25 @@ class AdamWExchange(AutogradExchange):
             )
         super()._gradient_ready(parameter)
 
-    def _rules(self) -> dict[str, AdamWRule]:
-        """Return the rule of each parameter, which changes only if a program or a scheduler changes a setting."""
+    def rules(self) -> dict[str, AdamWRule]:
+        """Return the checked rule of each parameter. Programs and schedulers change groups between steps."""
         groups = self.optimizer.param_groups
-        settings = list(map(settings_of, groups))
-        if settings != self._settings:
+        by_group = [(AdamWRule.of(*settings_of(group)), group["params"]) for group in groups]
+        if len(by_group) != len(self._by_group) or not all(map(_same, by_group, self._by_group)):
             rules: dict[str, AdamWRule] = {}
-            for group, arguments in zip(groups, settings, strict=True):
-                rule = AdamWRule.of(*arguments)
-                rules |= {name: rule for p in group["params"] if self.named.get(name := self.names[id(p)]) is p}
-            self._settings, self._rules_by_name = settings, rules
-        return self._rules_by_name
+            for rule, parameters in by_group:
+                for p in parameters:
+                    name = self.names.get(id(p))
+                    if name is None:
+                        raise InvalidInputError(
+                            f"param_groups: got a new parameter of shape {tuple(p.shape)}; {_ADVICE}"
+                        )
+                    if self.named.get(name) is p:  # not frozen
+                        rules[name] = rule
+            if missing := [name for name in self.named if name not in rules]:
+                raise InvalidInputError(f"param_groups: {missing[0]} is in no group any more; {_ADVICE}")
+            self._rules, self._by_group = rules, [(rule, list(parameters)) for rule, parameters in by_group]
+        return self._rules
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -369,6 +382,13 @@ class AdamWExchange(AutogradExchange):
         self.adamw.broadcast(transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
+
+
+def _same(group: tuple[AdamWRule, list[torch.Tensor]], before: tuple[AdamWRule, list[torch.Tensor]]) -> bool:
+    """Return whether a group still has the same rule and the same parameters."""
+    (rule, parameters), (rule_before, parameters_before) = group, before
+    unchanged = rule == rule_before and len(parameters) == len(parameters_before)
+    return unchanged and all(map(operator.is_, parameters, parameters_before))
 
 
 def _has_moments(states: Iterable[Mapping[str, Any]]) -> bool:

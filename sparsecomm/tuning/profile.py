@@ -105,7 +105,7 @@ def read(file: Path) -> Profile:
     try:
         if file.stat().st_size > _MAX_BYTES or not file.is_file():  # opening a FIFO would block
             raise InvalidInputError("it cannot be read: it is not a regular file of at most 1 MiB")
-        return Profile.from_json(file.read_text())
+        return Profile.from_json(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidInputError(f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

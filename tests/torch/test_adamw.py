@@ -136,6 +136,46 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     run(2, program)
 
 
+def test_settings_that_a_program_changes_between_steps() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        moved, changed = (OfTorch(transport, weight_decay={"matrix": 0.5}, lr=0.01, density=0.2) for _ in range(2))
+        for step in range(6):
+            if step == 3:  # the same change in two ways
+                first, second = moved.it.param_groups[:2]
+                first["params"], second["params"] = second["params"], first["params"]
+                first, second = changed.it.param_groups[:2]
+                first["weight_decay"], second["weight_decay"] = second["weight_decay"], first["weight_decay"]
+            for mine in (moved, changed):
+                mine.step(gradients(step, transport.rank))
+        assert bits(moved) == bits(changed)
+
+    run(2, program)
+
+
+def test_wrong_settings_after_the_first_step() -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OfTorch(transport, **RULE)
+        mine.step(gradients(0, 0))
+        group, before = mine.it.param_groups[0], bits(mine)
+        kept = dict(group)
+        for key, value, why in (
+            ("lr", torch.tensor([0.1, 0.2]), "lr="),
+            ("lr", np.array([0.1, 0.2]), "lr="),
+            ("betas", np.array([0.9, 0.99]), "betas="),
+            ("maximize", 0, "maximize=0"),
+            ("params", [], "number is in no group any more"),
+            ("params", [*group["params"], torch.nn.Parameter(torch.ones(2))], "shape \\(2,\\)"),
+        ):
+            group[key] = value
+            with pytest.raises(sc.InvalidInputError, match=why):
+                mine.it.step()
+            group.update(kept)
+        assert bits(mine) == before
+        mine.step(gradients(1, 0))
+
+    run(1, program)
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
