@@ -25,6 +25,7 @@ _HEAD = 16  # bytes of first and span in the packed format
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer
 _MANY = 1 << 10  # bytes of words from which compressing them is tried
+_MAX_WORDS = 1 << 24  # compressed words of a message, beside one per element
 
 
 class VectorType(NamedTuple):
@@ -255,6 +256,8 @@ class Messages:
         head = self.memory.header(message, begin)
         table = np.frombuffer(head[HEADER_BYTES:middle], f"<u{width}").tolist()
         if compressed:
+            if num_words > self.call.n + _MAX_WORDS:  # a few bytes would become gigabytes
+                raise self.broken(source, f"{num_words} numbers")
             numbers = _decompressed(head[middle : middle + nbytes], num_words, word_width)
             if numbers is None:
                 raise self.broken(source, f"{num_words} numbers that cannot be decompressed")
