@@ -108,7 +108,7 @@ def test_many_words_are_compressed_if_that_is_shorter(words: list[int], nbytes: 
 
 def test_more_compressed_words_than_any_call_sends() -> None:
     m = messages()
-    message = m.words([7] * 1000, round_no=0).copy()
+    message = m.words([7] * 2000, round_no=0).copy()
     items = int.from_bytes(message[80:88].tobytes(), "little") % 2**21 + 2 ** (40 + 21)
     message[80:88] = np.frombuffer(items.to_bytes(8, "little"), np.uint8)
     with pytest.raises(CollectiveMismatchError, match=f"from rank 3 {2**40} numbers"):
