@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(what, **({"help": about, "description": about} if about else {}))
         sub.add_argument("--ranks", type=int, required=True, metavar="P", help="hosts, with a rank on each")
         network.add_options(sub)
-        sub.add_argument("--link-json", type=Path, metavar="FILE", help="write alpha and beta there")
+        sub.add_argument("--link-json", type=Path, metavar="FILE", help="write the measured links there")
         if what == "measure":
             continue
         sub.add_argument("--per-host", type=int, default=1, metavar="M", help="ranks of the command on each host (1)")
