@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -119,6 +120,13 @@ class SparseAdamW(SparseOptimizer):
         defaults |= {"differentiable": differentiable, "fused": fused}
         AdamWRule.of(*settings_of(defaults))
         groups, named = _groups_of(named_parameters)
+        if named and all(name.startswith("module.") for name, _ in named):
+            warnings.warn(
+                "all names of parameters begin with 'module.', as in DistributedDataParallel, which sends dense "
+                "gradients in every backward pass. SparseAdamW exchanges gradients by itself: pass "
+                "model.named_parameters() of the plain model, and call that model",
+                stacklevel=2,
+            )
         self.overlap = to_bool("overlap", overlap)
         if unknown := sorted(options.keys() - AdamWOptions.__annotations__.keys()):
             known = [*defaults, "density", "dense_steps", "overlap", *AdamWOptions.__annotations__]

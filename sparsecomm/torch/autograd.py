@@ -52,8 +52,8 @@ class AutogradExchange(GradientExchange):
             other = _exchanges.get(parameter, lambda: None)()
             if other is not None and other.attached:
                 raise InvalidInputError(
-                    f"named_parameters: the gradient of {name} is exchanged by another DistributedOptimizer, or by "
-                    "register_fsdp; call its remove() first"
+                    f"named_parameters: the gradient of {name} is exchanged already, by a SparseAdamW, a "
+                    "DistributedOptimizer or register_fsdp; call its remove() first"
                 )
         ready = weakref.WeakMethod(self._gradient_ready)
 

@@ -182,7 +182,7 @@ def test_wrong_settings_after_the_first_step() -> None:
 def test_after_its_end() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         mine = OfTorch(transport)
-        with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
+        with pytest.raises(sc.InvalidInputError, match="exchanged already"):
             SparseAdamW(mine.named.items(), comm=transport)
         with pytest.raises(sc.InvalidInputError, match="make a new SparseAdamW"):
             mine.it.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
@@ -195,6 +195,13 @@ def test_after_its_end() -> None:
         mine.step(gradients(0, 0))
 
     run(1, program)
+
+
+def test_parameters_of_a_ddp_model_are_warned_of() -> None:
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})  # has the names that DDP gives
+    with pytest.warns(UserWarning, match="plain model"):
+        SparseAdamW(model.named_parameters()).remove()
+    SparseAdamW(model["module"].named_parameters()).remove()
 
 
 def test_wrong_arguments() -> None:

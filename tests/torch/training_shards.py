@@ -195,7 +195,7 @@ def what_cannot_be_summed_is_refused() -> None:
         with pytest.raises(sc.InvalidInputError, match=match):
             refused()
     state = register_fsdp(rows, comm=replicas)
-    with pytest.raises(sc.InvalidInputError, match="exchanged by another"):
+    with pytest.raises(sc.InvalidInputError, match="exchanged already"):
         register_fsdp(rows, comm=replicas)
     state.remove()
     crossed = [dist.new_group(ranks) for ranks in ([0, P - 1], [1, P - 2])]  # other shards, of which no mesh knows
