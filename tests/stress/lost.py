@@ -154,7 +154,7 @@ class Lost(Numbered):
     options = (*numbered(unit, 200, jobs=0), ("seconds", 2.0, "within which survivors go on"))
 
     def check(self, number: int) -> None:
-        """Kill a rank in a run, whose seed is that of the attack plus its number."""
+        """Kill a rank in one run. The seed of the run is the seed of the attack plus the number of the run."""
         run = self._run = Run(self.report.seed + number)
         self._killed, self._ranks = 0.0, []
         options = "--with-ft", "ulfm"

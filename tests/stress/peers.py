@@ -31,7 +31,7 @@ REFUSALS = sc.CollectiveMismatchError, sc.TransportError
 
 
 class Case:
-    """A call on P ranks, after ``calls`` others, of which message ``which`` of rank ``victim`` is damaged."""
+    """A call on P ranks, after ``calls`` others. Message ``which`` of rank ``victim`` is damaged in it."""
 
     def __init__(self, seed: int, number: int) -> None:
         rng = self.rng = np.random.default_rng([seed, number])
