@@ -226,6 +226,7 @@ class LazyAdamW:
         reducer: Reducer,
         check_every: int | None,
         zeros: Callable[[str], Moments] | None = None,
+        buffers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Begin without moments.
 
@@ -234,9 +235,10 @@ class LazyAdamW:
             reducer: sums the gradients, with `OPTIONS`.
             check_every: the checked option ``check_weights_every``.
             zeros: as in the attributes; ``None`` makes arrays on the tensor's device.
+            buffers: as in `Reducer.check_weights`.
         """
         self.specs = specs_of(weights)
-        self._reducer, self._check_every = reducer, check_every
+        self._reducer, self._check_every, self._buffers = reducer, check_every, buffers
         backends = Backends()
         self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
@@ -334,7 +336,7 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             self.convert_residuals(rules)
-            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()}, self._buffers)
             reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
 
     @property

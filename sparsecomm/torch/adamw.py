@@ -27,7 +27,7 @@ from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import GradientExchange, makes_empty_state
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
-from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
+from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
 
@@ -122,6 +122,7 @@ class SparseAdamW(SparseOptimizer):
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
         AdamWRule.of(*settings_of(defaults))
+        model = model_of(named_parameters)  # before its generator ends
         groups, named = _groups_of(named_parameters)
         if named and all(name.startswith("module.") for name, _ in named):
             warnings.warn(
@@ -141,6 +142,7 @@ class SparseAdamW(SparseOptimizer):
         super().__init__(groups, defaults)
         self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
+        self._exchange.model = model
         self._exchange.rules()
         self._exchange.begin(by_hooks=overlap)
 
@@ -239,7 +241,7 @@ class AdamWExchange(AutogradExchange):
     @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state, self.buffers)
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:

@@ -119,7 +119,10 @@ class DiLoCo(Adapter):
             return
         if not self._compared:
             self._parameters.connect()
-            self._core.reducers[0].check_weights(0, lambda: self._parameters.with_frozen(self.global_parameters()))
+            trained = self._parameters
+            self._core.reducers[0].check_weights(
+                0, lambda: trained.with_frozen(self.global_parameters()), trained.buffers
+            )
             self._compared = True
         self._core.step(self._views())
 

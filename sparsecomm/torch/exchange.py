@@ -173,7 +173,7 @@ class GradientExchange(TrainedParameters):
         target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
-            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
+            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())
                 if self._scale is not None and scale != self._scale:
