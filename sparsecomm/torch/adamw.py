@@ -182,6 +182,8 @@ class SparseAdamW(SparseOptimizer):
         if makes_empty_state():
             exchange.make_empty_state()
             return loss
+        if exchange.exchanged:
+            exchange.adopt_state(changeable=False)
         exchange.exchange(1.0 if scale is None else 1 / float(scale), drop=overflow is not None and bool(overflow))
         exchange.apply()
         return loss
@@ -234,7 +236,7 @@ class AdamWExchange(AutogradExchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
-        self._adopted: dict[str, Adopted] = {}  # the states of which the moments are views, by name
+        self._adopted: dict[str, Seen] = {}  # the states of which the moments are views, by name
         self._by_group: list[tuple[AdamWRule, list[torch.Tensor]]] = []  # from which `_rules` was made
         self._rules: dict[str, AdamWRule] = {}
 
@@ -285,7 +287,6 @@ class AdamWExchange(AutogradExchange):
             self.exchanged = False
             return
         if self._weights is None:
-            self.adopt_state(changeable=False)
             self._weights = self._contiguous()
         self.adamw.update(self._weights, self.rules(), last)
         for name, parameter in self.named.items():
@@ -354,7 +355,7 @@ class AdamWExchange(AutogradExchange):
         adamw, state = self.adamw, self.optimizer.state
         for name, parameter in self.named.items():
             entry, before = state.get(parameter), self._adopted.get(name)
-            if before is None if not entry else before is not None and before.is_in(entry):
+            if before is None if not entry else before is not None and before.is_in(self._seen(entry)):
                 continue
             if not changeable:
                 raise InvalidInputError(
@@ -365,8 +366,8 @@ class AdamWExchange(AutogradExchange):
             if entry and _has_moments(entry):
                 entry |= self.usable_state(parameter, entry)
                 moments, step = Moments(*(_flat(entry[field]) for field in FIELDS)), int(entry["step"])
-            keep = before is not None and moments is not None and before.units_are_known()
-            adamw.replace(name, moments, step, keep_residual=keep)
+            known = moments is not None and before is not None and before.units_are_known()
+            adamw.replace(name, moments, step, keep_residual=known)
             self._note(name)
 
     def usable_state(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -399,9 +400,17 @@ class AdamWExchange(AutogradExchange):
     def _note(self, name: str) -> None:
         """Note the state of a parameter, to notice when it changes."""
         if entry := self.optimizer.state.get(self.named[name]):
-            self._adopted[name] = Adopted.of(entry)
+            self._adopted[name] = self._seen(entry)
         else:
             self._adopted.pop(name, None)
+
+    def _seen(self, entry: Mapping[str, Any]) -> Seen:
+        tensors: list[Any] = [entry.get("step"), *map(entry.get, FIELDS)]
+        shards = [local(t) for t in tensors if isinstance(t, torch.Tensor)] if self.sharded else tensors
+        try:
+            return Seen(tensors, [(t.data_ptr(), t._version) for t in shards])
+        except (AttributeError, RuntimeError):  # not a tensor, or one of inference mode
+            return Seen(tensors, [])
 
     def _new_state(self, name: str) -> Moments:
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
@@ -412,9 +421,10 @@ class AdamWExchange(AutogradExchange):
         return Moments(*map(_flat, tensors))
 
     def _write_steps(self) -> None:
+        """Write the numbers of steps into the state, without a new version of the tensors."""
         for name in self.adamw.moments:
-            self.optimizer.state[self.named[name]]["step"].fill_(self.adamw.steps[name])
-            self._note(name)
+            step: torch.Tensor = self.optimizer.state[self.named[name]]["step"]
+            step.numpy()[...] = self.adamw.steps[name]
 
     def make_empty_state(self) -> None:
         """Make a state of zeros if there is none, for PyTorch to load into."""
@@ -451,34 +461,19 @@ def _same(group: tuple[AdamWRule, list[torch.Tensor]], before: tuple[AdamWRule, 
     return unchanged and all(map(operator.is_, parameters, parameters_before))
 
 
-class Adopted(NamedTuple):
-    """The state of a parameter as the optimizer has used or written it last."""
+class Seen(NamedTuple):
+    """The state of a parameter as it was seen last."""
 
-    tensors: tuple[Any, ...]  # the step, and `FIELDS`
-    marks: tuple[tuple[object, ...], ...]  # they change if the contents of a tensor change
+    tensors: list[Any]  # the step, and `FIELDS`
+    marks: list[tuple[int, int]]  # address and version of each tensor; PyTorch counts changes in place as versions
 
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Adopted:
-        tensors = entry.get("step"), *map(entry.get, FIELDS)
-        return cls(tensors, tuple(map(_mark, tensors)))
-
-    def is_in(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether ``entry`` is unchanged."""
-        same = all(map(operator.is_, self.tensors, (entry.get("step"), *map(entry.get, FIELDS))))
-        return same and self.marks == tuple(map(_mark, self.tensors))
+    def is_in(self, other: Seen) -> bool:
+        """Return whether nothing has changed since."""
+        return self.marks == other.marks and all(map(operator.is_, self.tensors, other.tensors))
 
     def units_are_known(self) -> bool:
-        """Return whether the second moments, which may have been replaced, were not changed in place."""
-        squares: Any = self.tensors[2]
-        return bool(_mark(squares)[1:] == self.marks[2][1:])
-
-
-def _mark(tensor: Any) -> tuple[object, ...]:
-    """Return the address and the version of a tensor, which PyTorch counts up when it changes the tensor in place."""
-    if not isinstance(tensor, torch.Tensor):
-        return (tensor,)
-    shard = local(tensor) if is_sharded(tensor) else tensor
-    return shard.data_ptr(), 0 if shard.is_inference() else shard._version
+        """Return whether the second moments were not changed in place. They may have been replaced."""
+        return bool(self.marks) and local(self.tensors[2])._version == self.marks[2][1]
 
 
 def _has_moments(entry: Mapping[str, Any]) -> bool:
