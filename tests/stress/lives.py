@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -499,26 +499,29 @@ class TorchLife:
         if life.front == "register":
             finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in t.model.values())
         if retry:
-            self.retried(alarm)
+            self.retried(step, alarm)
         if finite:
             with self.interrupts(None if retry else alarm):
                 if life.front == "optimizer" or not retry:
-                    self.update()
-        if t.scheduler is not None:
+                    self.update(step)
+        self.advance(t)
+
+    def advance(self, t: Any) -> None:
+        if t.scheduler is not None and len(t.scheduler.base_lrs) == len(t.groups):  # it follows no other groups
             t.scheduler.step()
 
-    def update(self) -> None:
-        if self.scaler is None:
+    def update(self, step: int) -> None:
+        if self.scaler is None or not self.given(step, 0, self.rank, self.t.model):  # it refuses a step without batches
             self.t.optimizer.step()
         else:
             self.scaler.step(self.t.optimizer)
             self.scaler.update()
 
-    def retried(self, alarm: float | None) -> None:
+    def retried(self, step: int, alarm: float | None) -> None:
         """Make a step of `SparseAdamW`, or synchronize; after an interrupt go on as the pages say."""
         optimizer = self.t.optimizer
         number = optimizer.reducer.step
-        act = optimizer.synchronize if self.life.front == "optimizer" else self.update
+        act = optimizer.synchronize if self.life.front == "optimizer" else partial(self.update, step)
         try:
             with self.interrupts(alarm):
                 act()
@@ -583,8 +586,7 @@ class TorchLife:
             for name, p in t.model.items():
                 p.grad = (totals[name] / life.P).to(p.dtype) if name in totals else None
             t.optimizer.step()
-        if t.scheduler is not None:
-            t.scheduler.step()
+        self.advance(t)
 
     def unlike(self) -> float:
         worst = 0.0
