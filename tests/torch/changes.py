@@ -315,15 +315,6 @@ def moments_in_shared_memory(t: Training) -> None:
 
 
 @way()
-def storage_resized_and_back(t: Training) -> None:
-    for _, _, value in t.each_moment():
-        data, size = value.clone() * 0.5, value.untyped_storage().nbytes()
-        value.untyped_storage().resize_(0)
-        value.untyped_storage().resize_(size)
-        value.copy_(data)
-
-
-@way()
 def in_one_flat_tensor(t: Training) -> None:
     for key in MOMENTS:
         flat = torch.cat([state[key].reshape(-1) for state in t.states]) * 0.5
