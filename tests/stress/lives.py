@@ -1023,7 +1023,11 @@ class Ranks:
 
 
 class Lives(Numbered):
-    options = (*numbered("lives", 500), ("show", False, "print the verdict about each life"))
+    options = (
+        *numbered("lives", 500),
+        ("without", "", "kinds of events to leave out, separated by commas, such as 'lone swap,add'"),
+        ("show", False, "print the verdict about each life"),
+    )
     unit, chunk = "lives", 50
     simulated: Ranks | None = None  # for lives on simulated ranks
 
@@ -1036,6 +1040,7 @@ class Lives(Numbered):
         for name in ("torch.distributed.checkpoint.state_dict", "sparsecomm.torch", "tests.torch.changes"):
             import_module(name)  # in the process that forks
         life = self.case = life_of(self.report.seed, number)
+        life.events = [event for event in life.events if event.kind not in self.given.without.split(",")]
         ranks = self.simulated if life.front in SIMULATED else None
         if ranks is None:
             ranks = Ranks(life)
