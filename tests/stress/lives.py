@@ -62,6 +62,7 @@ OF_ANY_OPTIMIZER = ("states_cleared", "a_new_defaultdict", "other_weight_decay",
 NOT_HERE = (
     "nothing", "states_made_before_the_first_step", "state_of_a_dense_optimizer_loaded", "a_plain_dict", "setstate",
     "frozen_for_three_steps", "an_empty_state_dict_loaded", "learning_rate_as_a_tensor", "step_as_python_int",
+    "a_parameter_replaced_by_another", "rows_removed",
 )  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
 
         ways = [*OF_WEIGHTS, *OF_GROUPS, *OF_ANY_OPTIMIZER]
         if front in ("adamw", "overlap"):
-            ways = [each for each, way in WAYS.items() if not way.refusable and each not in NOT_HERE]
+            ways = [each for each in WAYS if each not in NOT_HERE]
         if front == "diloco":
             ways = [*OF_WEIGHTS, "states_cleared"]
         way = choose.choice(ways)
