@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -222,6 +223,7 @@ class Record:
     digest: str = ""
     unlike: float = 0.0  # the largest difference from dense training, relative to the largest weight
     skipped: tuple[str, ...] = ()  # events that could not happen
+    interrupts: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         where = traceback.extract_tb(self.error.__traceback__)[-7:] if self.error is not None else []
@@ -321,6 +323,8 @@ class TorchLife:
             elif act := getattr(self, f"on_{event.kind.replace(' ', '_')}", None):
                 act(event)
         if any(event.kind.startswith("lone") for event in self.life.at(step)):
+            self.exact = False
+        if self.life.at(step, "nan") and self.scaler is None:  # the residuals keep the finite gradients
             self.exact = False
         warm_up = self.life.habits["warm-up"]
         if warm_up and step in (0, warm_up) and not self.life.habits["scheduler"]:
@@ -460,7 +464,7 @@ class TorchLife:
 
     def step(self, step: int, *, again: bool = False) -> Record:
         """Make a step; ``again``: after an interrupt, without another one."""
-        self.again = again
+        self.again, self.interrupted = again, 0
         if self.life.at(step, "interrupt") and not again:
             self.kept = [self.states(t) for t in self.both]
         self.undo: list[Callable[[], None]] = []
@@ -470,7 +474,7 @@ class TorchLife:
             self.train(step)
         except (Exception, KeyboardInterrupt) as error:
             record.error = error
-        record.skipped = tuple(self.skipped)
+        record.skipped, record.interrupts = tuple(self.skipped), self.interrupted
         if record.error is None:
             if self.oracle is not None:
                 self.train_oracle(step)
@@ -558,6 +562,7 @@ class TorchLife:
 
         def handler(number: int, frame: object) -> None:
             if active:
+                self.interrupted += 1
                 raise InterruptError
 
         before = signal.signal(signal.SIGALRM, handler)
@@ -916,6 +921,7 @@ class Ranks:
     def __init__(self, life: Life) -> None:
         self.life, self.folder = life, tempfile.mkdtemp(prefix="sparsecomm-life-")
         self.deadline = DEADLINE if life.front in TORCH else 4 * DEADLINE
+        self.counts: Counter[str] = Counter()
         self.pipes: list[socket.socket] = []
         self.pids: list[int] = []
         sys.stdout.flush()
@@ -987,6 +993,8 @@ class Ranks:
             if answer[0] is None:  # the ranks have ended
                 return *last, step
             step = answer[0].step
+            self.counts["interrupts"] += sum(record.interrupts for record in answer)
+            self.counts["events that could not happen"] += len(answer[0].skipped)
             verdict = verdict_of(self.life, answer, again=restarted == step)
             if verdict[0] != OK:
                 last = verdict
@@ -1049,13 +1057,17 @@ class Lives(Numbered):
         verdict = ""
         try:
             verdict, why, step = ranks.live()
+            counts, ranks.counts = ranks.counts, Counter()
         finally:
             if life.front in TORCH or verdict in ("", HUNG, CRASHED):
                 ranks.end()
                 ranks = None
         if life.front in SIMULATED:
             self.simulated = ranks
+        self.counts += counts
         self.counts[verdict] += 1
+        self.counts[f"lives of {life.front}"] += 1
+        self.counts["events"] += len(life.events)
         if self.given.show:
             print(f"{verdict}: {life}; ended at step {step}: {why[:300]}\n", end="", file=sys.stderr, flush=True)
         if not verdict.startswith("ok"):
