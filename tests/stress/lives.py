@@ -227,9 +227,9 @@ class Record:
 
     def __getstate__(self) -> dict[str, Any]:
         where = traceback.extract_tb(self.error.__traceback__)[-7:] if self.error is not None else []
-        places = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(where))
+        frames = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(where))
         kinds = [kind.__name__ for kind in type(self.error).__mro__]
-        text = None if self.error is None else (kinds, str(self.error)[:400], places)
+        text = None if self.error is None else (kinds, str(self.error)[:400], frames)
         return {**vars(self), "error": text}
 
 
