@@ -972,8 +972,9 @@ class Ranks:
             try:
                 found.append(receive(pipe))
             except (EOFError, ConnectionResetError):
-                time.sleep(0.3)
-                return CRASHED, f"rank {rank} ended:\n{self.log(rank)}"
+                status = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+                self.pids.pop(rank)
+                return CRASHED, f"rank {rank} ended with status {status}:\n{self.log(rank)}"
         return found
 
     def live(self) -> tuple[str, str, int]:
