@@ -161,8 +161,8 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
             kinds += ["way"] * 3 + ["nan", "lone rate", "lone swap", "lone move"]
         if front in ("adamw", "overlap", "optimizer", "diloco"):
             kinds += ["add"]
-        if front in ("adamw", "overlap", "optimizer", "register"):
-            kinds += ["interrupt"]
+        if front in ("adamw", "overlap", "optimizer", "register") and not life.habits.get("scaler"):
+            kinds += ["interrupt"]  # PyTorch's scaler scales twice after one
         if life.habits["frozen"]:
             kinds += ["unfreeze"]
         kind = choose.choice(kinds)
