@@ -604,7 +604,7 @@ class TorchLife:
     def restart(self, step: int) -> bool:
         """After an interrupt, start again on a new group from the states before the step, if they still fit."""
         old = self.both
-        if getattr(self.t.optimizer, "_residuals_apart", False):
+        if any(event.kind == "dcp" and event.step <= step for event in self.life.events):  # residuals are kept apart
             return False
         if hasattr(self.t.optimizer, "remove"):
             self.t.optimizer.remove()
