@@ -42,6 +42,7 @@ FIXED = [
     "inputs --inputs 200 --jobs 0",
     "states --states 25 --jobs 0",
     "signals --calls 250 --ranks 1 3 --over simulated",
+    pytest.param("lives --lives 25 --jobs 0", marks=needs_process_groups),
     pytest.param("threads --calls 1000 --forks 20 --pool-only", marks=[needs_compiler, pytest.mark.exhaustive]),
 ]
 NEW = [
@@ -50,6 +51,7 @@ NEW = [
     "peers --messages 4000 --jobs 1",
     "files --files 300 --jobs 0",
     pytest.param("kills --kills 30", marks=needs_process_groups),
+    pytest.param("lives --lives 60 --jobs 1", marks=needs_process_groups),
 ]
 ON_REAL_RANKS = [
     "states --states 40 --over mpi",
