@@ -19,7 +19,15 @@ class InvalidInputError(SparseCommError, ValueError):
 
 
 class CollectiveMismatchError(SparseCommError):
-    """The ranks made different calls: another shape, k, dtype, option or order of calls."""
+    """The ranks made different calls: another shape, k, dtype, option or order of calls.
+
+    Attributes:
+        peer: a rank whose call is known to differ from this rank's; ``None`` if there is none.
+        calls: the part of the message that describes both calls, without their checksums.
+    """
+
+    peer: int | None = None
+    calls = ""
 
 
 class WeightMismatchError(CollectiveMismatchError):

@@ -7,6 +7,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, WeightMismatchError, listed
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
@@ -32,9 +34,10 @@ from sparsecomm.transport import Transport
 __all__ = ["FragmentExchange", "GlobalParameters", "ImmutableParameters", "Outcome", "Rules", "words_gather"]
 
 _log = logging.getLogger("sparsecomm")
-_LABEL = zlib.crc32(b"local steps") or 1
+_LABEL = Label.of(("call", "positions of LocalSteps"))
 _WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
-_COMPARED = 4  # the first words, which must be equal on all ranks
+_NAMES = "round", "fragment", "division into local steps", "checksum of the global parameters"
+_COMPARED = len(_NAMES)  # the first words, which must be equal on all ranks
 _FIRST_BLOCK, _LARGEST_BLOCK = 1 << 12, 1 << 22  # elements that `trained` compares at once
 
 
@@ -341,7 +344,9 @@ class FragmentExchange:
         checksum = 0 if self.fragment in compared else self._shared.checksum(self.names)
         words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
         self._gather = words_gather(transport, words)
-        self._reducer.label = " ".join(map(str, words[:_COMPARED]))
+        settings = [*asdict(schedule).items(), ("fragment_update_alpha", self._rules.alpha)]
+        position = list(zip(_NAMES, words, strict=False))
+        self._reducer.label = Label(position, lambda: [*settings, *position])
         self._words_first = bool(schedule.by_speed or schedule.deadline)  # all ranks need them
         if self._words_first:
             self._comparison = queue_of(transport).submit(self._gather)
@@ -403,6 +408,8 @@ class FragmentExchange:
         if step is None:
             if different is not None and different.__cause__ is raised:
                 different = None  # the words were not gathered, because a sum had failed
+            if type(different) is type(raised) is CollectiveMismatchError:
+                different.args = (f"{different}. {raised}",)  # which names a setting that differs
             self.error, self.outcome = different or raised, Outcome.FAILED
             return
         self._sums, self.without_gradient = step.left, step.without_gradient

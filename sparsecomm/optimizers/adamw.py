@@ -39,6 +39,7 @@ import numpy as np
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.calls.collectives import SumCall, prepare
+from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -244,6 +245,7 @@ class LazyAdamW:
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
         self.zeros = zeros or self._new
         self.done: Step | None = None
+        self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self.adopt({}, {})
 
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
@@ -306,7 +308,23 @@ class LazyAdamW:
         reducer = self._reducer
         if not reducer.pending:
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
-            reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
+            reducer.label = self._label(rules)
+
+    def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
+        """Return the rules and the steps by name, which all ranks must share."""
+        steps = self.steps
+        if self._shared_rules is None or self._shared_rules[0] != rules:
+            shared, numbers = dict(rules), dict[AdamWRule, int]()
+            pattern = [numbers.setdefault(rules[name], len(numbers)) for name in self.specs]
+
+            def pairs() -> list[tuple[str, object]]:
+                columns = (
+                    (option, {n: getattr(rule, option) for n, rule in shared.items()}) for option in AdamWRule._fields
+                )
+                return [pair for option, values in columns for pair in by_name(option, values)]
+
+            self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
+        return Label([*steps.values()], lambda: by_name("number of AdamW's steps", steps)) + self._shared_rules[1]
 
     @default_float_mode
     def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:
@@ -318,7 +336,9 @@ class LazyAdamW:
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
-        *totals, any_gradient = self._reducer.opening_call("moments", partial(_average_squares, squares))[1].to_dense()
+        shapes = ((name, spec.shape) for name, spec in self.specs.items())
+        call = partial(_average_squares, squares, Label.of(("call", "first moments of AdamW"), *shapes))
+        *totals, any_gradient = self._reducer.opening_call("moments", call)[1].to_dense()
         if not np.isfinite(totals).all() or not any_gradient:
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -470,9 +490,9 @@ class LazyAdamW:
         return {f"{name}.{field}": array for name, field, array in fields}
 
 
-def _average_squares(squares: Array, transport: Transport) -> SumCall:
+def _average_squares(squares: Array, label: Label, transport: Transport) -> SumCall:
     """Return the call that averages ``squares`` over the ranks."""
-    args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
+    args = "dense", "mean", None, None, "plain", None, 1.0, label
     return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 

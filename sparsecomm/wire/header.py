@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from sparsecomm.errors import CollectiveMismatchError
@@ -107,11 +107,33 @@ class CallSignature:
         algorithm = name.rstrip(b"\0").decode("ascii", "replace")
         return cls(algorithm, dtype, op, wire, n, k, costs, label, chunk, shape, bool(flags & 2), bool(flags & 4))
 
+    @property
+    def _names(self) -> tuple[str, str, str]:
+        """The names of the operation, the dtype and the wire format."""
+        return (
+            OPS[self.op] if self.op < len(OPS) else f"op {self.op}",
+            _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}"),
+            WIRE_NAMES.get(self.wire, f"format {self.wire}"),
+        )
+
+    def contents(self, shape: tuple[int, ...]) -> list[tuple[str, object]]:
+        """Return the fields by name, without the label, for a comparison with another rank. ``shape``: of x."""
+        op, dtype, wire = self._names
+        return [
+            ("shape", shape),
+            ("dtype", dtype),
+            ("op", op),
+            ("k", self.k),
+            ("chunk", self.chunk or None),
+            *((name, "passed" if getattr(self, name) else "not passed") for name in _OPTIONAL),
+            ("measured costs", f"{self.costs:08x} (checksum)" if self.costs else None),
+            ("algorithm", self.algorithm),
+            ("wire", wire),
+        ]
+
     def describe(self, shape: str = "") -> str:
         """Return the signature as text for users, with the ``shape`` of x if given."""
-        op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
-        dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
-        wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
+        op, dtype, wire = self._names
         chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
         labelled = f", label {self.label:08x} (checksum)" if self.label else ""
@@ -138,11 +160,6 @@ class CallSignature:
         mine = CallSignature.unpack(self.pack())  # cuts a long name
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
         advice = "make the same calls in the same order on all ranks"
-        if "label" in fields:
-            advice += (
-                "; a label covers the name, the shapes of JAX arrays, or a Reducer's step and its tensors, their order "
-                "and settings"
-            )
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = (
                 'the ranks use different measured costs, by which "auto" selects; give all ranks the same profile '
@@ -156,5 +173,13 @@ class CallSignature:
         shapes = "", ""
         if "shape" in fields:
             shapes = f"shape {shape}", "another shape" if other.shape else f"shape ({other.n},)"
-        made = f"rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made {other.describe(shapes[1])}"
-        return CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
+        made, unlabelled = (
+            f"rank {rank} made {ours.describe(shapes[0])}; rank {their_rank} made {theirs.describe(shapes[1])}"
+            for ours, theirs in ((self, other), (replace(self, label=0), replace(other, label=0)))
+        )
+        if fields == ["label"]:
+            unlabelled = f"both ranks made {replace(self, label=0).describe()}"
+        labels = "; a label covers names, or a step and its tensors, their order and settings" * ("label" in fields)
+        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}{labels}")
+        error.peer, error.calls = their_rank, f"Calls differ in {', '.join(fields)}: {unlabelled}; {advice}"
+        return error
