@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparsecomm import backends
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import default_float_mode
 from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_of, name_rank, note_skipped
-from sparsecomm.calls.label import UNLABELLED, Label
+from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
@@ -81,6 +82,10 @@ class SumCall(Call):
             return super()._run()
         finally:
             counters.end_sum()
+
+    def contents(self) -> Pairs:
+        signature = self.plan.comm.contents
+        return [*self.label.pairs(), *asdict(self.plan.options).items(), *signature]
 
     def _communicator(self) -> Communicator:
         return self.plan.comm

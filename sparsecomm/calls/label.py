@@ -76,14 +76,12 @@ def difference(packed: Mapping[int, bytes]) -> str:
         (name, ours_is), (other, theirs_is) = (each[i] if i < len(each) else ("", "") for each in (ours, theirs))
         if name == other:
             found = name, ours_is, theirs_is
-        elif name and name not in their_names:
-            if not all_theirs:
-                return ""
+        elif name and name not in their_names and all_theirs:
             found = name, ours_is, "missing"
-        elif other and other not in our_names:
-            if not all_ours:
-                return ""
+        elif other and other not in our_names and all_ours:
             found = other, "missing", theirs_is
+        elif not name or not other:
+            return ""
         else:
             found = f"number {i + 1} in the order", name, other
         if found[1] != found[2]:
@@ -102,11 +100,11 @@ def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:
 
 
 def _aligned(pairs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return pairs in which a value for all tensors is given by tensor if it is in ``others``: see `by_name`."""
+    """Return pairs with an option that all tensors share by tensor, if ``others`` have it by tensor: see `by_name`."""
     by_option: dict[str, list[str]] = {}
     for name, _ in others:
-        option, of, _ = name.partition(" of ")
-        by_option.setdefault(option if of else name, []).append(name)
+        by_option.setdefault(name.partition(" of ")[0], []).append(name)
+    by_option |= {name: [name] for name, _ in others}
     return [(each, value) for name, value in pairs for each in by_option.get(name, [name])]
 
 

@@ -123,7 +123,7 @@ class LinkMeasurement(Call):
         links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
     """
 
-    label = Label.of(("call", "measurement of links"))
+    label = Label.of(("call", "measurement of links, before the first sum"))
 
     def __init__(self, transport: Transport, seconds: float = 0.0) -> None:
         """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""

@@ -186,8 +186,8 @@ class TreeExchange:
 
 def _label(step: int, names: Sequence[str], numbers: Sequence[jax.Array | Array]) -> Label:
     """Return the label of a step. ``numbers`` are scalars, with a name each."""
-    texts = (str(np.asarray(each)) for each in numbers)
-    return Label.of(("call", "a sum of JAX arrays"), ("step", step), *zip(names, texts, strict=True))
+    rounded = (float(str(np.asarray(each))) for each in numbers)  # 0.1, and not the float32 nearest to it
+    return Label.of(("call", "a sum of JAX arrays"), ("step", step), *zip(names, rounded, strict=True))
 
 
 def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:

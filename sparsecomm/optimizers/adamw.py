@@ -324,7 +324,7 @@ class LazyAdamW:
                 return [pair for option, values in columns for pair in by_name(option, values)]
 
             self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
-        return Label([*steps.values()], lambda: by_name("number of AdamW's steps", steps)) + self._shared_rules[1]
+        return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
 
     @default_float_mode
     def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:

@@ -123,12 +123,12 @@ class CallSignature:
             ("shape", shape),
             ("dtype", dtype),
             ("op", op),
-            ("k", self.k),
             ("chunk", self.chunk or None),
+            ("k", self.k),
             *((name, "passed" if getattr(self, name) else "not passed") for name in _OPTIONAL),
             ("measured costs", f"{self.costs:08x} (checksum)" if self.costs else None),
-            ("algorithm", self.algorithm),
-            ("wire", wire),
+            ("chosen algorithm", self.algorithm),
+            ("chosen wire format", wire),
         ]
 
     def describe(self, shape: str = "") -> str:
