@@ -314,14 +314,13 @@ class LazyAdamW:
         """Return the rules and the steps by name, which all ranks must share."""
         steps = self.steps
         if self._shared_rules is None or self._shared_rules[0] != rules:
-            shared, numbers = dict(rules), dict[AdamWRule, int]()
-            pattern = [numbers.setdefault(rules[name], len(numbers)) for name in self.specs]
+            shared, numbers = {name: rules[name] for name in self.specs}, dict[AdamWRule, int]()
+            pattern = [numbers.setdefault(rule, len(numbers)) for rule in shared.values()]
 
             def pairs() -> list[tuple[str, object]]:
-                columns = (
-                    (option, {n: getattr(rule, option) for n, rule in shared.items()}) for option in AdamWRule._fields
-                )
-                return [pair for option, values in columns for pair in by_name(option, values)]
+                columns = zip(AdamWRule._fields, zip(*shared.values(), strict=True), strict=True)
+                by_option = ((option, dict(zip(shared, column, strict=True))) for option, column in columns)
+                return [pair for option, values in by_option for pair in by_name(option, values)]
 
             self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
         return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]

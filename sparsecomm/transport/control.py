@@ -92,7 +92,7 @@ class ControlMessage:
         if self.kind == REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
             return f"a control message about round {self.text!r}"
         if self.kind == CONTENTS and (len(self.text) < 2 or self.pieces_left * _PIECE >= MAX_CONTENTS_BYTES):
-            return f"a piece of a call's contents that begins with {self.text[:2]!r}"
+            return f"a control message with contents that begin with {self.text[:2]!r}"
         return ""
 
     @property
@@ -253,7 +253,7 @@ class FailureDetector(Transport):
             pieces = self._contents.get(message.rank, [])
             if not pieces or message.number > pieces[0].number:
                 self._contents[message.rank] = [message]
-            elif message.number == pieces[0].number:
+            elif message.number == pieces[0].number and pieces[-1].pieces_left:
                 if message.pieces_left == pieces[-1].pieces_left - 1:
                     pieces.append(message)
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from sparsecomm.calls.queue import Call
 from sparsecomm.states.loading import Prepared, load
 from sparsecomm.transport import simulated
 from sparsecomm.transport.base import MAX_CONTENTS_BYTES
+from tests.processes import LIMIT, mpirun, torchrun
 from tests.ranks import errors
 
 Program = Callable[..., Any]
@@ -247,3 +249,69 @@ def test_labels_that_match_say_nothing_and_are_never_asked(monkeypatch: pytest.M
     one, two = Label.of(("lr", 0.1)), Label.of(("lr", 0.2))
     assert (one + two).checksum != (two + one).checksum != one.checksum
     assert [*(one + two).pairs()] == [("lr", 0.1), ("lr", 0.2)]
+
+
+@pytest.mark.parametrize("how", ["garbage", "interrupted", "out of memory", "gone"])
+def test_a_rank_that_does_not_say_what_its_call_contains(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the one that both calls allow to make without it, and the next call succeeds."""
+    exchange = simulated.SimulatedTransport.exchange_contents
+
+    def odd(self: simulated.SimulatedTransport, peer: int, contents: bytes) -> bytes | None:
+        if self.rank == 1 and how == "garbage":
+            exchange(self, peer, bytes(range(256)) * 20)
+            return None
+        if self.rank == 1:
+            raise {"interrupted": KeyboardInterrupt, "out of memory": MemoryError, "gone": sc.TransportError}[how]
+        return exchange(self, peer, contents)
+
+    monkeypatch.setattr(simulated.SimulatedTransport, "exchange_contents", odd)
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        with pytest.raises(sc.CollectiveMismatchError) as caught:
+            one_sum(transport, k=5 + (transport.rank == 1), algorithm="tree", wire="plain")
+        assert "differ in k" in str(caught.value) or "makes another call" in str(caught.value)
+        one_sum(transport)
+
+    assert errors(3, program) == [None] * 3
+
+
+SCRIPT = """
+import os, sys, time
+import numpy as np
+import sparsecomm as sc
+from sparsecomm.transport.control import FailureDetector
+if sys.argv[1] == "gloo":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+weights = {f"layer{i}.weight": np.ones((30, 40), np.float32) for i in range(2000)}
+optimizer = sc.SparseAdamW(weights, lr=0.01, check_weights_every=None)
+optimizer.step(weights)
+rank = optimizer.reducer._connection.transport.rank
+decay = {name: 0.01 for name in weights}
+optimizer.weight_decay = decay | {"layer1999.weight": 0.5} if rank == 1 else decay
+if sys.argv[2] == "dies" and rank == 1:
+    FailureDetector.exchange_contents = lambda *_: os._exit(0)
+began = time.monotonic()
+try:
+    optimizer.step(weights)
+except sc.SparseCommError as error:
+    print(f"rank {rank} after {time.monotonic() - began:.3f} s: {type(error).__name__}: {error}", flush=True)
+if sys.argv[2] != "dies":
+    optimizer.weight_decay = decay
+    optimizer.step(weights)
+"""
+
+
+@pytest.mark.parametrize(("launch", "how"), [(mpirun, "lives"), (torchrun, "lives"), (torchrun, "dies")])
+def test_between_processes(launch: Any, how: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(SCRIPT)
+    status, output = launch(3, str(file), "mpi" if launch is mpirun else "gloo", how, seconds=LIMIT)
+    lines = re.findall(r"rank \d after .*Error: .*", output)
+    assert len(lines) == (2 if how == "dies" else 3), output
+    assert status == 0, output
+    if how == "lives":
+        decays = (
+            "weight_decay of layer1999.weight is (0.01 on rank 0 and 0.5 on rank 1|0.5 on rank 1 and 0.01 on rank 2)"
+        )
+        assert all(re.search(f"CollectiveMismatchError: .*{decays}", line) for line in lines), output
