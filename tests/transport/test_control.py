@@ -209,11 +209,11 @@ def test_contents_of_earlier_calls_are_no_answer(monkeypatch: pytest.MonkeyPatch
             assert ranks[0].exchange_contents(1, b"ours") == b"old"
     for peer in (1, 3):
         assert ranks[0].exchange_contents(peer, b"new") is None
+    with pytest.raises(sc.CollectiveMismatchError, match="rank 0 found"):
+        ranks[1].check()
     ranks[2].abort(KeyError())
     with pytest.raises(sc.TransportError, match="rank 2 left call 2"):
         ranks[0].exchange_contents(1, b"new")
-    with pytest.raises(sc.CollectiveMismatchError, match="rank 0 found"):
-        ranks[1]._check_waiters()
     assert ranks[1].exchange_contents(0, b"theirs") == b"new"
 
 
