@@ -22,12 +22,10 @@ class CollectiveMismatchError(SparseCommError):
     """The ranks made different calls: another shape, k, dtype, option or order of calls.
 
     Attributes:
-        peer: a rank whose call is known to differ from this rank's; ``None`` if there is none.
-        calls: the part of the message that describes both calls, without their checksums.
+        peer: a rank whose call differs from this rank's, if it is known.
     """
 
     peer: int | None = None
-    calls = ""
 
 
 class WeightMismatchError(CollectiveMismatchError):

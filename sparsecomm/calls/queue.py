@@ -191,7 +191,7 @@ class Call:
             error.args = left.args
             return
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
-            error.args = (f"{found}. {error.calls or error}",)
+            error.args = (f"{found}: {error}",)
 
     def _communicator(self) -> Communicator:
         raise NotImplementedError

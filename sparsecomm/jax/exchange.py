@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import jax
@@ -29,21 +28,11 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = [
-    "NOTHING",
-    "ONE_DEVICE",
-    "Comm",
-    "Density",
-    "LeafBucket",
-    "TreeExchange",
-    "accumulator_dtype",
-    "call_from_xla",
-]
+__all__ = ["ONE_DEVICE", "Comm", "Density", "LeafBucket", "TreeExchange", "accumulator_dtype", "call_from_xla"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"
-NOTHING: Mapping[str, float | jax.Array] = MappingProxyType({})
 _ALIGNMENT = 64  # bytes; JAX uses aligned host memory without a copy
 
 
@@ -74,20 +63,16 @@ class TreeExchange:
     training: bool = False  # whether "auto" means the setting for training, and density 1.0 a dense sum
 
     def run(
-        self,
-        leaves: list[jax.Array],
-        residuals: list[jax.Array],
-        step: int | jax.Array = 0,
-        shared: Mapping[str, float | jax.Array] = NOTHING,
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: int | jax.Array, shared: Mapping[str, Any]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the results and the new residuals. Arguments may be traced.
+        """Return the results and the new residuals. ``shared``: numbers by name that all ranks must share.
 
-        ``shared``: numbers by name that all ranks must share, as ``step``.
+        All arguments and numbers may be traced.
         """
         numbers = [jnp.asarray(each, float) for each in shared.values()]
         if any(isinstance(a, jax.core.Tracer) for a in (step, *numbers, *leaves, *residuals)):
-            return self._stage(leaves, residuals, step, tuple(shared), numbers)
-        label = _label(int(step), tuple(shared), numbers)
+            return self._stage(leaves, residuals, step, list(shared), numbers)
+        label = _label(int(step), shared, numbers)
         jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
         (device,) = {d for a in (*leaves, *residuals) for d in a.devices()}
         if device.platform in ("gpu", "cuda"):
@@ -96,17 +81,12 @@ class TreeExchange:
         return jax.device_put(results, device), jax.device_put(kept, device)
 
     def _stage(
-        self,
-        leaves: list[jax.Array],
-        residuals: list[jax.Array],
-        step: int | jax.Array,
-        names: Sequence[str],
-        numbers: list[jax.Array],
+        self, leaves: list[jax.Array], residuals: list[jax.Array], step: Any, names: list[str], numbers: list[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Let XLA call `on_host`."""
         with suppress(ImportError, RuntimeError):  # without MPI, the call itself raises
             import mpi4py.MPI  # noqa: F401  # initializes MPI on this thread, which also finalizes it
-        count, shared = len(leaves), len(numbers)
+        count, shared = len(leaves), len(names)
 
         def host(step: Array, *arrays: Array) -> list[Array]:
             label, arrays = _label(int(step), names, arrays[:shared]), arrays[shared:]
@@ -184,7 +164,7 @@ class TreeExchange:
         )
 
 
-def _label(step: int, names: Sequence[str], numbers: Sequence[jax.Array | Array]) -> Label:
+def _label(step: int, names: Iterable[str], numbers: Sequence[jax.Array | Array]) -> Label:
     """Return the label of a step. ``numbers`` are scalars, with a name each."""
     rounded = (float(str(np.asarray(each))) for each in numbers)  # 0.1, and not the float32 nearest to it
     return Label.of(("call", "a sum of JAX arrays"), ("step", step), *zip(names, rounded, strict=True))

@@ -16,7 +16,7 @@ from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import NOTHING, ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
+from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
 from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import check_layout, density_at, described
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
@@ -58,7 +58,7 @@ def sparse_allreduce(
     """
     leaves, residuals, names = checked(x, residual, "x", "residual", tree=False, comm=comm)
     exchange = _plan(leaves, names, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
-    results, kept = exchange.run(leaves, residuals)
+    results, kept = exchange.run(leaves, residuals, 0, {})
     return results[0] if residual is None else (results[0], kept[0])
 
 
@@ -127,7 +127,7 @@ def tree_step(
     chunk: int,
     comm: Comm,
     training: bool = False,
-    shared: Mapping[str, Any] = NOTHING,
+    shared: Mapping[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` and ``shared`` may be traced.
 
@@ -135,7 +135,7 @@ def tree_step(
     """
     leaves, kept, names = checked(grads, residuals, "grads", "residuals", comm=comm)
     exchange = _plan(leaves, names, density, scope, dense_below, options, chunk, comm=comm, training=training)
-    results, kept = exchange.run(leaves, kept, step, shared)
+    results, kept = exchange.run(leaves, kept, step, shared or {})
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)

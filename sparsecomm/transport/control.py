@@ -373,7 +373,7 @@ class FailureDetector(Transport):
                 f"rank {rank} found that rank {self.rank} makes another call; make the same calls in the same order on "
                 "all ranks"
             )
-            error.peer, error.calls = rank, "Make the same calls in the same order on all ranks"
+            error.peer = rank
             raise error
 
     def _check_ahead(self, peer: int, waited: float) -> None:

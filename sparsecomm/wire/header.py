@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from sparsecomm.errors import CollectiveMismatchError
@@ -131,26 +131,19 @@ class CallSignature:
             ("chosen wire format", wire),
         ]
 
-    def describe(self, shape: str = "") -> str:
-        """Return the signature as text for users, with the ``shape`` of x if given."""
+    def describe(self) -> str:
+        """Return the signature as text for users."""
         op, dtype, wire = self._names
         chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
         chunk = f" by chunks of {self.chunk}" if self.chunk else ""
-        labelled = f", label {self.label:08x} (checksum)" if self.label else ""
-        shaped = f" of {shape}" if shape else ""
         given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
         return (
-            f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}"
-            f"{f', with {given}' if given else ''}{chosen}{labelled}"
+            f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}{chunk}, wire {wire}"
+            f"{f', with {given}' if given else ''}{chosen}"
         )
 
-    def mismatch(
-        self, rank: int, theirs: bytes, their_rank: int, shape: tuple[int, ...] = ()
-    ) -> CollectiveMismatchError:
-        """Return the error for a message of another call; it names the fields that differ.
-
-        ``theirs`` is the header from ``their_rank``; ``shape`` is x's shape on this rank.
-        """
+    def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
+        """Return the error for ``theirs``, the header from ``their_rank``; it names the fields that differ."""
         other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
@@ -159,7 +152,7 @@ class CallSignature:
             )
         mine = CallSignature.unpack(self.pack())  # cuts a long name
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
-        advice = "make the same calls in the same order on all ranks"
+        advice = "make the same calls in the same order on all ranks, with the same labels, tensors and settings"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = (
                 'the ranks use different measured costs, by which "auto" selects; give all ranks the same profile '
@@ -170,16 +163,7 @@ class CallSignature:
         for name in _OPTIONAL:
             if name in fields:
                 advice += f"; pass {name}= on all ranks, or on none"
-        shapes = "", ""
-        if "shape" in fields:
-            shapes = f"shape {shape}", "another shape" if other.shape else f"shape ({other.n},)"
-        made, unlabelled = (
-            f"rank {rank} made {ours.describe(shapes[0])}; rank {their_rank} made {theirs.describe(shapes[1])}"
-            for ours, theirs in ((self, other), (replace(self, label=0), replace(other, label=0)))
-        )
-        if fields == ["label"]:
-            unlabelled = f"both ranks made {replace(self, label=0).describe()}"
-        labels = "; a label covers names, or a step and its tensors, their order and settings" * ("label" in fields)
-        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}{labels}")
-        error.peer, error.calls = their_rank, f"Calls differ in {', '.join(fields)}: {unlabelled}; {advice}"
+        made = f"rank {rank} made {self.describe()}; rank {their_rank} made {other.describe()}"
+        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
+        error.peer = their_rank
         return error

@@ -295,7 +295,7 @@ class Messages:
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self._call().mismatch(self._rank, theirs, rank, self._shape)
+        return self._call().mismatch(self._rank, theirs, rank)
 
     def contents(self) -> list[tuple[str, object]]:
         """Return the fields of the call signature by name, without the label."""

@@ -187,7 +187,7 @@ def test_every_rank_names_the_first_difference(what: str, P: int) -> None:
     value, other = re.escape(value), re.escape(other)
     first, second = (rf"{value} on rank 0 and {other} on rank 1", rf"{other} on rank 1 and {value} on rank 2")
     third = rf"{value} on rank 1 and missing on rank 2" if other == "missing" else second
-    expected = rf"(^|\. |: ){name} is ({first}|{second}|{third})\."
+    expected = rf"(^|\. |: ){name} is ({first}|{second}|{third}):"
     assert [type(error) for error in found] == [sc.CollectiveMismatchError] * P
     for error in found:
         assert re.search(expected, str(error)), str(error)

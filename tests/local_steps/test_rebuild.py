@@ -97,7 +97,7 @@ def test_what_is_under_way_is_ended_and_one_that_is_behind_catches_up() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"density": 0.5}, r"density is 0\.1 on rank [01] and 0\.5 on rank 2\."),
+        ({"density": 0.5}, r"density is 0\.1 on rank [01] and 0\.5 on rank 2:"),
         ({"sync_every": 5}, r"sync_every is \d on rank [01] and 5 on rank 2"),
         ({"fragment_update_alpha": 0.5}, r"fragment_update_alpha is 0\.\d+ on rank [01] and 0\.5 on rank 2"),
         ({"fragments": 3}, r"fragments is \d on rank [01] and 3 on rank 2"),
