@@ -188,7 +188,7 @@ class Call:
         try:
             theirs = self.transport.exchange_contents(peer, contents)
         except CollectiveMismatchError as left:  # another rank has found the difference
-            error.args = left.args
+            error.args = (f"{left}. {error}",)
             return
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
             error.args = (f"{found}: {error}",)

@@ -513,18 +513,11 @@ class OpenStep:
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             position = len(self._calls)
-            label = Label(
-                (position, self.number, self.label.checksum, self._common.checksum), partial(self._described, position)
-            )
             bucket = buckets[position]
+            pairs = partial(_contents, position, bucket.tensors, self.number, self.label, self._common)
+            label = Label((position, self.number, self.label.checksum, self._common.checksum), pairs)
             call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
             self._calls.append((self._queue.submit(call), call))
-
-    def _described(self, position: int) -> list[tuple[str, object]]:
-        """Return what the ranks must share in the call of a bucket."""
-        call, *common = self._common.pairs()
-        names = listed([spec.name for spec in self._buckets[position].tensors])
-        return [call, ("step", self.number), *self.label.pairs(), *common, ("bucket", f"{position} ({names})")]
 
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.
@@ -566,6 +559,15 @@ class OpenStep:
         for bucket in self._buckets[len(self._calls) :]:
             with bucket.backend.on_stream(bucket.last_gradient):
                 bucket.add_deferred()
+
+
+def _contents(
+    position: int, tensors: Sequence[TensorSpec], number: int, label: Label, common: Label
+) -> list[tuple[str, object]]:
+    """Return what the ranks must share in the call of a bucket."""
+    call, *settings = common.pairs()
+    names = listed([spec.name for spec in tensors])
+    return [call, ("step", number), *label.pairs(), *settings, ("bucket", f"{position} ({names})")]
 
 
 def error_of(handle: Handle) -> BaseException | None:

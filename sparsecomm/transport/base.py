@@ -267,6 +267,8 @@ class Transport(ABC):
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         """Exchange the contents of the current call with ``peer``, whose call differs, before `abort`.
 
+        Signal handlers wait until it returns.
+
         Returns:
             The peer's contents, perhaps damaged; ``None`` if they do not arrive within a few seconds.
 
