@@ -19,7 +19,13 @@ class InvalidInputError(SparseCommError, ValueError):
 
 
 class CollectiveMismatchError(SparseCommError):
-    """The ranks made different calls: another shape, k, dtype, option or order of calls."""
+    """The ranks made different calls: another shape, k, dtype, option or order of calls.
+
+    Attributes:
+        peer: a rank whose call differs from this rank's, if it is known.
+    """
+
+    peer: int | None = None
 
 
 class WeightMismatchError(CollectiveMismatchError):

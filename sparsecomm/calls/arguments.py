@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numbers
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from sparsecomm.calls.label import UNLABELLED, Label
 from sparsecomm.checks import MAX_SIZE, quote, to_float, to_int
 from sparsecomm.contribution import Chunks
 from sparsecomm.errors import InvalidInputError
@@ -62,14 +62,13 @@ def decay_of(decay: object, residual: object, algorithm: object) -> float:
     return factor
 
 
-def label_checksum(label: object) -> int:
-    """Return the checksum of a label, as messages carry it; 0 for an empty label."""
+def label_of(label: object) -> Label:
+    """Return the label of a call that a user has labelled, or ``label`` itself if it is a `Label` of this library."""
+    if isinstance(label, Label):
+        return label
     if not isinstance(label, str):
         raise InvalidInputError(f"label={quote(label)}: expected a str")
-    try:
-        return zlib.crc32(label.encode()) or 1 if label else 0
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(f"label={quote(label)}: expected characters that UTF-8 can encode") from error
+    return Label.of(("call", "sparse_allreduce"), ("label", repr(label))) if label else UNLABELLED
 
 
 def naming_rank(function: Callable[_P, _R]) -> Callable[_P, _R]:

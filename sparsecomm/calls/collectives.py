@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from sparsecomm import backends
 from sparsecomm.algorithms import Algorithm, AlgorithmName
 from sparsecomm.backends import default_float_mode
-from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_checksum, name_rank, note_skipped
+from sparsecomm.calls.arguments import chunks_of, count_of, decay_of, label_of, name_rank, note_skipped
+from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
@@ -39,7 +41,7 @@ class SumCall(Call):
         self,
         plan: Plan,
         contribution: Contribution,
-        label: int = 0,
+        label: Label = UNLABELLED,
         write: Callable[[SparseVector], None] | None = None,
         within: AbstractContextManager[object] | None = None,
         *,
@@ -50,14 +52,14 @@ class SumCall(Call):
 
         Args:
             plan, contribution: the plan, and this rank's contribution.
-            label: a checksum that the ranks' calls must share; 0 for none.
+            label: names and values that the ranks' calls must share.
             write: called with the result when the call is decided. Must be idempotent.
             within, submitted: as in `Call`.
             commits: commit the contribution when the call is decided. Otherwise the caller must call `settle`.
         """
         super().__init__(plan.transport, within, submitted=submitted)
         self.plan, self.contribution = plan, contribution
-        self._label, self._write, self._unsettled = label, write, not commits
+        self.label, self._write, self._unsettled = label, write, not commits
         self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
     @default_float_mode
@@ -81,11 +83,15 @@ class SumCall(Call):
         finally:
             counters.end_sum()
 
+    def contents(self) -> Pairs:
+        signature = self.plan.comm.contents
+        return [*self.label.pairs(), *asdict(self.plan.options).items(), *signature]
+
     def _communicator(self) -> Communicator:
         return self.plan.comm
 
     def _begin(self) -> None:
-        self.plan.comm.begin(self._label)
+        self.plan.comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:
         plan, contribution, size = self.plan, self.contribution, self.transport.size
@@ -244,7 +250,7 @@ def prepare(
         r = None if residual is None else as_residual(residual, t)
         o = None if out is None else as_out(out, t, residual=r)
         factor = 1.0 if type(decay) is float and decay == 1.0 else decay_of(decay, r, algorithm)
-        checksum = 0 if type(label) is str and not label else label_checksum(label)
+        named = UNLABELLED if type(label) is str and not label else label_of(label)
         arrays = r is not None, o is not None
         key = (k, type(k), t.shape, t.dtype.code, t.device, arrays, algorithm, op, wire, chunk, type(chunk))
         transport = existing_transport(comm)
@@ -273,7 +279,7 @@ def prepare(
         if background:
             with within:
                 within = backend.side_stream()
-        return queue, SumCall(plan, contribution, checksum, write, within)
+        return queue, SumCall(plan, contribution, named, write, within)
     except InvalidInputError as error:
         note_skipped(comm, error)
         raise name_rank(error, comm) from error.__cause__
@@ -304,9 +310,9 @@ class WordsGather(Call):
 
     name = "words of all ranks"  # in the call signature
 
-    def __init__(self, transport: Transport, words: list[int], label: int) -> None:
+    def __init__(self, transport: Transport, words: list[int], label: Label) -> None:
         super().__init__(transport)
-        self.words, self._label = words, label
+        self.words, self.label = words, label
         plans, key = queue_of(transport).plans, (self.name, len(words))
         comm = plans.find(key)
         if comm is None:
@@ -322,13 +328,13 @@ class WordsGather(Call):
     @property
     def description(self) -> bytes:
         """The call signature that `Transport.begin` receives."""
-        return self._signature(self._label).pack()
+        return self._signature(self.label.checksum).pack()
 
     def _communicator(self) -> Communicator:
         return self._comm
 
     def _begin(self) -> None:
-        self._comm.begin(self._label)
+        self._comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:
         self._gathered = self._exchange_words()

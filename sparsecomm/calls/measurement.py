@@ -7,6 +7,7 @@ others (one trip) or forwards them in log2 P trips. On one node, the costs are u
 
 from __future__ import annotations
 
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, State, queue_of
 from sparsecomm.primitives.communicator import Communicator
@@ -121,6 +122,8 @@ class LinkMeasurement(Call):
             the transport has failed.
         links, costs: the links, and the costs that follow from them; ``None`` before they are measured.
     """
+
+    label = Label.of(("call", "measurement of links, before the first sum"))
 
     def __init__(self, transport: Transport, seconds: float = 0.0) -> None:
         """Prepare it; ``seconds`` is the time budget of `sparsecomm.tuning.links.Probe.measure`."""

@@ -113,6 +113,7 @@ class Plan:
         backend: the backend of the gradient's device.
         k: number of entries that each rank selects.
         chunks: the chunks from which entries are selected; ``None`` selects from the whole gradient.
+        options: the options of the calls.
         choice: the chosen algorithm and wire format, and their predicted time; ``algorithm`` is the algorithm.
         costs: the costs that decided it; ``None`` if nothing was left to choose.
         mean: whether the sum is divided by the number of ranks.
@@ -145,6 +146,7 @@ class Plan:
         """
         config.timeout()  # raises early if SPARSECOMM_TIMEOUT is invalid; each call reads it again
         self.transport, self.backend, self.k, self.chunks, self.costs = transport, backend, k, chunks, costs
+        self.options = options
         accumulator = dtype.accumulator
         assumed = profile.DEFAULT if costs is None else costs.costs
         self.choice = best = decide(options.query(transport, size, k, accumulator.itemsize), assumed)

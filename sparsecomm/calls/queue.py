@@ -26,6 +26,7 @@ import numpy as np
 
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import AT_ONCE, Backends, default_float_mode
+from sparsecomm.calls.label import Label, Pairs, difference, pack
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_float
 from sparsecomm.errors import (
     CollectiveMismatchError,
@@ -82,7 +83,12 @@ class State(Enum):
 
 
 class Call:
-    """A `Task`: a collective call on ``transport``. Subclasses define `_communicator` and the methods below it."""
+    """A `Task`: a collective call on ``transport``. Subclasses define `label`, `_communicator` and what is below it.
+
+    After a mismatch, ranks exchange the contents of their calls, and the error begins with the first difference.
+    """
+
+    label: Label
 
     def __init__(
         self, transport: Transport, within: AbstractContextManager[object] | None = None, *, submitted: bool = False
@@ -116,6 +122,10 @@ class Call:
     def describe(self) -> str:
         """Return the properties that the ranks must agree on, as text."""
         return self._communicator().description
+
+    def contents(self) -> Pairs:
+        """Return the properties that the ranks must agree on, by name, the most telling ones first."""
+        return [*self.label.pairs(), *self._communicator().contents]
 
     def _run(self) -> SparseVector:
         transport, last = self.transport, self.transport.number
@@ -165,9 +175,23 @@ class Call:
         if transport.number == last:
             transport.skipped = type(error).__name__
         with suppress(BaseException):
+            if isinstance(error, CollectiveMismatchError) and error.peer is not None:
+                self._explain(error, error.peer)
+        with suppress(BaseException):
             transport.abort(error)
         if self._submitted or transport.number != last or isinstance(error, TransportError):
             self._roll_back()
+
+    def _explain(self, error: CollectiveMismatchError, peer: int) -> None:
+        """Begin the text of an error with the first difference between the calls of this rank and of ``peer``."""
+        contents = pack(self.contents())
+        try:
+            theirs = self.transport.exchange_contents(peer, contents)
+        except CollectiveMismatchError as left:  # another rank has found the difference
+            error.args = (f"{left}. {error}",)
+            return
+        if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
+            error.args = (f"{found}: {error}",)
 
     def _communicator(self) -> Communicator:
         raise NotImplementedError

@@ -101,17 +101,19 @@ def sparse_adamw(
         squares: PyTree = jax.tree.map(lambda g, v: jnp.square(g.astype(v.dtype)), updates, nu)
         sums = jax.tree.map(jnp.add, state.residuals, quotients)
 
+        rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+        on = (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params)
+        decays = jax.tree.map(lambda on: weight_decay * on, on)
+        shared = {"learning_rate": rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+        for path, decay in jax.tree_util.tree_flatten_with_path(decays)[0] if mask is not None else ():
+            shared[f"weight_decay of {jax.tree_util.keystr(path)}"] = decay
+
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
-            return tree_step(sent, schedule, state.residuals, "model", 0, options, state.step, 4096, comm, True)
+            return tree_step(sent, schedule, state.residuals, "model", 0, options, state.step, 4096, comm, True, shared)
 
         finite = all_finite((squares, sums))
         means, residuals, after_skip, finite = training_step(quotients, finite, state.residuals, exchange)
         dense = _is_dense(schedule, state.step)
-        rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
-        decays = jax.tree.map(
-            lambda on: weight_decay * on,
-            (mask(params) if callable(mask) else mask) or jax.tree.map(lambda _: True, params),
-        )
 
         def leaf(
             p: Any, mean: Any, m: Any, v: Any, last: Any, decay: Any, residual: Any, skipped: Any

@@ -92,7 +92,7 @@ def sparsify(
             )
         if params is not None:
             check_parameters({"params": params}, state.step, every, comm=comm)
-        grads, _ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
+        grads, *_ = checked(updates, state.residuals, "grads", "residuals", comm=comm)
 
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
             return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)

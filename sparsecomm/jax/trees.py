@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import jax
@@ -9,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsecomm.calls import arguments, collectives
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
 from sparsecomm.reducer.connection import layout
-from sparsecomm.reducer.options import check_layout, density_at
+from sparsecomm.reducer.options import check_layout, density_at, described
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU, TensorSpec
 
@@ -52,9 +56,9 @@ def sparse_allreduce(
     Raises:
         SparseCommError: as in `sparsecomm.sparse_allreduce`; under jit JAX raises `jax.errors.JaxRuntimeError`.
     """
-    leaves, residuals = checked(x, residual, "x", "residual", tree=False, comm=comm)
-    exchange = _plan(leaves, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
-    results, kept = exchange.run(leaves, residuals)
+    leaves, residuals, names = checked(x, residual, "x", "residual", tree=False, comm=comm)
+    exchange = _plan(leaves, names, k, "tensor", 0, Options.of(**options), 4096, comm=comm)
+    results, kept = exchange.run(leaves, residuals, 0, {})
     return results[0] if residual is None else (results[0], kept[0])
 
 
@@ -123,11 +127,15 @@ def tree_step(
     chunk: int,
     comm: Comm,
     training: bool = False,
+    shared: Mapping[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` may be traced."""
-    leaves, kept = checked(grads, residuals, "grads", "residuals", comm=comm)
-    exchange = _plan(leaves, density, scope, dense_below, options, chunk, comm=comm, training=training)
-    results, kept = exchange.run(leaves, kept, step)
+    """Return the result of `allreduce_tree`, and new residuals or ``None``. ``step`` and ``shared`` may be traced.
+
+    All ranks must share the numbers by name in ``shared``.
+    """
+    leaves, kept, names = checked(grads, residuals, "grads", "residuals", comm=comm)
+    exchange = _plan(leaves, names, density, scope, dense_below, options, chunk, comm=comm, training=training)
+    results, kept = exchange.run(leaves, kept, step, shared or {})
     structure: object = jax.tree.structure(grads)
     tree = jax.tree.unflatten(structure, results)
     return tree, None if residuals is None else jax.tree.unflatten(structure, kept)
@@ -136,14 +144,18 @@ def tree_step(
 @arguments.naming_rank
 def checked(
     grads: PyTree, residuals: PyTree, name: str, residuals_name: str, *, tree: bool = True, comm: Comm
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Check two trees, or two arrays if not ``tree``, and return their leaves as JAX arrays. Names are for errors."""
+) -> tuple[list[jax.Array], list[jax.Array], list[str]]:
+    """Check two trees, or two arrays if not ``tree``. Return their leaves as JAX arrays, and the leaves' names.
+
+    ``name`` and ``residuals_name`` are for errors.
+    """
     is_leaf = None if tree else lambda _: True
     found = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_leaf)[0]
     structure: object = jax.tree.structure(grads, is_leaf=is_leaf)
     if not found:
         raise InvalidInputError(f"{name}: got a tree without leaves; expected at least one array")
-    leaves = [_array(leaf, name + jax.tree_util.keystr(path)) for path, leaf in found]
+    names = [name + jax.tree_util.keystr(path) for path, _ in found]
+    leaves = [_array(leaf, own) for own, (_, leaf) in zip(names, found, strict=True)]
     kept: list[jax.Array] = []
     if residuals is not None:
         if jax.tree.structure(residuals, is_leaf=is_leaf) != structure:
@@ -169,7 +181,7 @@ def checked(
     devices = {d for a in leaves + kept if not isinstance(a, jax.core.Tracer) for d in a.devices()}
     if len(devices) > 1:
         raise InvalidInputError(f"{name}: got arrays on {len(devices)} devices; {ONE_DEVICE}")
-    return leaves, kept
+    return leaves, kept, names
 
 
 def _array(leaf: Any, name: str) -> jax.Array:
@@ -191,6 +203,7 @@ def _check_leaf(leaf: Any, name: str, *others: type) -> None:
 @arguments.naming_rank
 def _plan(
     leaves: list[jax.Array],
+    names: list[str],
     k: int | Density,
     scope: str,
     dense_below: int,
@@ -208,6 +221,7 @@ def _plan(
             "k: got a JAX array; expected a number that is known while tracing. Make it static, by "
             "jax.jit(..., static_argnames='k')"
         )
+    settings = [*asdict(options).items(), *(described(k) if training else []), ("scope", scope), ("chunk", chunk)]
     specs = [TensorSpec("", leaf.shape, FLOAT64 if leaf.dtype.itemsize == 8 else FLOAT32, CPU) for leaf in leaves]
     buckets = []
     by_chunk = scope == "chunk"
@@ -218,6 +232,8 @@ def _plan(
             options.check(dtype.name)
             if not callable(k):
                 arguments.count_of(k, sum(specs[i].size for i in members))
-        buckets.append(LeafBucket(tuple(members), dtype, dense, f"shapes {[specs[i].shape for i in members]}"))
+        tensors = [(names[i], f"{leaves[i].dtype} {leaves[i].shape}") for i in members]
+        label = Label(tensors, partial(list, [*settings, *tensors, ("dense_below", dense_below)]))
+        buckets.append(LeafBucket(tuple(members), dtype, dense, label))
     options.check(leaves[0].dtype.name)  # also if all leaves are small
     return TreeExchange(tuple(buckets), k, comm, options, chunk if by_chunk else None, training)

@@ -7,6 +7,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from sparsecomm.backends import Backends, default_float_mode
 from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import Handle, queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, SparseCommError, WeightMismatchError, listed
 from sparsecomm.local_steps.outer import NesterovSGD, OuterOptimizer
@@ -32,9 +34,10 @@ from sparsecomm.transport import Transport
 __all__ = ["FragmentExchange", "GlobalParameters", "ImmutableParameters", "Outcome", "Rules", "words_gather"]
 
 _log = logging.getLogger("sparsecomm")
-_LABEL = zlib.crc32(b"local steps") or 1
+_LABEL = Label.of(("call", "positions of LocalSteps"))
 _WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late
-_COMPARED = 4  # the first words, which must be equal on all ranks
+_NAMES = "round", "fragment", "local steps", "checksum of the global parameters"
+_COMPARED = len(_NAMES)  # the first words, which must be equal on all ranks
 _FIRST_BLOCK, _LARGEST_BLOCK = 1 << 12, 1 << 22  # elements that `trained` compares at once
 
 
@@ -282,9 +285,9 @@ class FragmentExchange:
     """An exchange that has begun and is not applied yet.
 
     The reducer's calls sum the pseudo-gradients. One more call gathers six words of each rank. The first four words are
-    also in the label of the reducer's calls. If they differ, these calls fail on all ranks, the pseudo-gradients stay
-    in the residuals, and the gathered words say what differs. So usually the words are gathered last, and are only
-    waited for if the sums have failed. After an interrupt, each method may be called again.
+    also in the label of the reducer's calls. If they differ, these calls fail on all ranks, and the pseudo-gradients
+    stay in the residuals. So usually the words are gathered last, and are only waited for if the sums have failed: they
+    say whether the positions or the weights differ. After an interrupt, each method may be called again.
     """
 
     def __init__(
@@ -341,7 +344,9 @@ class FragmentExchange:
         checksum = 0 if self.fragment in compared else self._shared.checksum(self.names)
         words = [self.round, self.fragment, division, checksum, nanoseconds, self.late]
         self._gather = words_gather(transport, words)
-        self._reducer.label = " ".join(map(str, words[:_COMPARED]))
+        settings = {**asdict(schedule), "fragment_update_alpha": self._rules.alpha}
+        position = dict(zip(_NAMES, words, strict=False)) | {"local steps": steps if schedule.by_speed else division}
+        self._reducer.label = Label((position, division), lambda: (settings | position).items())
         self._words_first = bool(schedule.by_speed or schedule.deadline)  # all ranks need them
         if self._words_first:
             self._comparison = queue_of(transport).submit(self._gather)
@@ -433,9 +438,13 @@ class FragmentExchange:
             return error
         words, rank = self._gather.words, self._transport.rank
         by_rank = [words[i : i + _WORDS] for i in range(0, len(words), _WORDS)]
-        for other, theirs in enumerate(by_rank):
-            if theirs[: _COMPARED - 1] != by_rank[rank][: _COMPARED - 1]:
-                return self._mismatch(rank, by_rank[rank], other, theirs)
+        if any(theirs[: _COMPARED - 1] != by_rank[0][: _COMPARED - 1] for theirs in by_rank):
+            return CollectiveMismatchError(
+                f"{self._reducer_error}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks "
+                "must have the same sync_every, by_speed, deadline, fragments and fragment_sync_delay, take the same "
+                "number of local steps in a round (or set by_speed=True), and resume from states saved together; "
+                "LocalSteps.rebuild brings all ranks to one place"
+            )
         for other, theirs in enumerate(by_rank):
             if theirs[_COMPARED - 1] != by_rank[0][_COMPARED - 1]:
                 return WeightMismatchError(
@@ -446,23 +455,6 @@ class FragmentExchange:
         self.nanoseconds = tuple(theirs[4] for theirs in by_rank)
         self.left_out = tuple(other for other, theirs in enumerate(by_rank) if theirs[5])
         return None
-
-    def _mismatch(self, rank: int, mine: Sequence[int], other: int, theirs: Sequence[int]) -> CollectiveMismatchError:
-        """Return the error for two ranks at different positions in the schedule."""
-        by_speed = self._rules.schedule.by_speed
-        positions = " and ".join(
-            f"rank {who} exchanges fragment {fragment} for round {round_no}"
-            + ("" if by_speed else f" after {steps} local steps")
-            for who, (round_no, fragment, steps, *_) in ((rank, mine), (other, theirs))
-        )
-        if by_speed and mine[:2] == theirs[:2]:
-            positions = f"ranks {rank} and {other} divide round {mine[0]} differently into local steps"
-        counts = "" if by_speed else ", take the same number of local steps in a round (or set by_speed=True),"
-        return CollectiveMismatchError(
-            f"{positions}. Nothing was applied, and the pseudo-gradients are in the residuals. All ranks must have the "
-            f"same sync_every, by_speed, deadline, fragments and fragment_sync_delay{counts} and resume from states "
-            "saved together; LocalSteps.rebuild brings all ranks to one place"
-        )
 
     # -- means are applied --------------------------------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from sparsecomm.calls.label import Label
 from sparsecomm.checks import quote
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, text_of
 from sparsecomm.local_steps.exchange import Rules
@@ -21,8 +21,6 @@ from sparsecomm.transport import Comm, Transport
 
 __all__ = ["broadcast_outer", "compared_members", "compared_settings"]
 
-_LABEL = zlib.crc32(b"members of local steps") or 1
-
 
 def compared_settings(
     specs: Mapping[str, TensorSpec],
@@ -32,55 +30,36 @@ def compared_settings(
     options: Mapping[str, object],
 ) -> dict[str, object]:
     """Return the settings that must be equal on all ranks, by name for an error."""
-    compared = {key: quote(value) for key, value in options.items() if key not in ("on_step", "bucket_bytes")}
     return {
-        "model (names, shapes or types of parameters)": [
-            (name, spec.shape, spec.accumulator.name) for name, spec in specs.items()
-        ],
-        "division into fragments": fragments,
         **asdict(rules.schedule),
         "fragment_update_alpha": rules.alpha,
         "density": density,
         "type of outer optimizer": type(rules.outer).__name__,
-        "option of the Reducer": sorted(compared.items()),
+        **{key: quote(value) for key, value in sorted(options.items()) if key not in ("on_step", "bucket_bytes")},
+        **{name: f"{spec.accumulator.name} {spec.shape}" for name, spec in specs.items()},
+        "division into fragments": fragments,
     }
 
 
 def compared_members(
     transport: Transport, before: Comm, joining: bool, step: int, settings: Mapping[str, object], nanoseconds: int
 ) -> Members:
-    """Gather the `Members` of a new communicator. If settings differ, all ranks raise an error. Collective.
+    """Gather the `Members` of a new communicator, with ``nanoseconds`` of each. Collective.
 
-    `Member.words` ends with ``nanoseconds``, which may differ between ranks.
+    If settings differ, all ranks raise an error.
     """
     try:
         library = version("sparsecomm")
     except PackageNotFoundError:  # a checkout that was not installed
         library = "0"
-    settings = {"version of sparsecomm": library, **settings}
+    label = Label.of(("call", "LocalSteps.rebuild"), ("version of sparsecomm", library), *settings.items())
     try:
-        members = Members(
-            transport,
-            before,
-            joining,
-            step,
-            [*(zlib.crc32(repr(value).encode()) for value in settings.values()), nanoseconds],
-            _LABEL,
-        )
+        return Members(transport, before, joining, step, [nanoseconds], label)
     except CollectiveMismatchError as error:
         raise CollectiveMismatchError(
-            f"rank {transport.rank}: LocalSteps.rebuild: another rank makes another call, or has another version of "
-            f"sparsecomm; this rank has {library}. {error}"
+            f"{error}. Create LocalSteps with the same model, settings and version of sparsecomm on all ranks (rank "
+            f"{transport.rank} has {library}), and call rebuild again"
         ) from error
-    for rank, member in enumerate(members.all):
-        for (name, value), expected, got in zip(settings.items(), members.stay[0].words, member.words, strict=False):
-            if got != expected:
-                raise CollectiveMismatchError(
-                    f"rank {transport.rank}: rank {rank} has another {name} than rank {members.lead}; this rank has "
-                    f"{quote(value)}. Create LocalSteps with the same model and settings on all ranks, and call "
-                    "rebuild again"
-                )
-    return members
 
 
 def broadcast_outer(

@@ -39,6 +39,7 @@ import numpy as np
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.backends.adamw import Moments, unit
 from sparsecomm.calls.collectives import SumCall, prepare
+from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -244,6 +245,7 @@ class LazyAdamW:
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
         self.zeros = zeros or self._new
         self.done: Step | None = None
+        self._shared_rules: tuple[Mapping[str, AdamWRule], Label] | None = None  # of the latest step
         self.adopt({}, {})
 
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
@@ -337,7 +339,22 @@ class LazyAdamW:
         if not reducer.pending:
             self.convert_residuals(rules)
             reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()}, self._buffers)
-            reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
+            reducer.label = self._label(rules)
+
+    def _label(self, rules: Mapping[str, AdamWRule]) -> Label:
+        """Return the rules and the steps by name, which all ranks must share."""
+        steps = self.steps
+        if self._shared_rules is None or self._shared_rules[0] != rules:
+            shared, numbers = {name: rules[name] for name in self.specs}, dict[AdamWRule, int]()
+            pattern = [numbers.setdefault(rule, len(numbers)) for rule in shared.values()]
+
+            def pairs() -> list[tuple[str, object]]:
+                columns = zip(AdamWRule._fields, zip(*shared.values(), strict=True), strict=True)
+                by_option = ((option, dict(zip(shared, column, strict=True))) for option, column in columns)
+                return [pair for option, values in by_option for pair in by_name(option, values)]
+
+            self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
+        return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
 
     @property
     def missing(self) -> list[str]:
@@ -358,8 +375,9 @@ class LazyAdamW:
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
-        _, result = self._reducer.opening_call("moments", partial(_average_squares, names, squares))
-        *totals, any_gradient = result.to_dense()
+        shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
+        call = partial(_average_squares, squares, Label.of(("call", "first moments of AdamW"), *shapes))
+        *totals, any_gradient = self._reducer.opening_call("moments", call)[1].to_dense()
         if not np.isfinite(totals).all() or not (any_gradient or self.moments):
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -509,9 +527,9 @@ class LazyAdamW:
         return {f"{name}.{field}": array for name, field, array in fields}
 
 
-def _average_squares(names: list[str], squares: Array, transport: Transport) -> SumCall:
-    """Return the call that averages ``squares``, of the gradients of these tensors, over the ranks."""
-    args = "dense", "mean", None, None, "plain", None, 1.0, f"first second moments of {', '.join(names)}"
+def _average_squares(squares: Array, label: Label, transport: Transport) -> SumCall:
+    """Return the call that averages ``squares`` over the ranks."""
+    args = "dense", "mean", None, None, "plain", None, 1.0, label
     return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 

@@ -121,6 +121,11 @@ class Communicator:
         return self._messages.call.describe()
 
     @property
+    def contents(self) -> list[tuple[str, object]]:
+        """The fields of the call signature by name."""
+        return self._messages.contents()
+
+    @property
     def number(self) -> int:
         """The number of the call, the same on all ranks."""
         return self._transport.number

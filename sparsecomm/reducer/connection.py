@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from typing import NamedTuple
 from sparsecomm.backends import Backends
 from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, final_density
+from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
 from sparsecomm.reducer.step import Bucket
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
@@ -64,7 +64,7 @@ class Buckets:
         bucket_bytes: the size at which a bucket is complete.
         all: the buckets in the order of their calls.
         by_name: the bucket of each tensor, also of tensors without elements, which are never sent.
-        checksum: of everything that must be equal on the ranks.
+        label: everything that must be equal on the ranks.
     """
 
     def __init__(
@@ -79,9 +79,24 @@ class Buckets:
         ]
         empty = [Bucket([spec], True, s, backends) for spec in specs.values() if not spec.size]
         self.by_name = {spec.name: bucket for bucket in [*self.all, *empty] for spec in bucket.tensors}
-        common = number, s.options.op, s.skip_nonfinite, s.scope, s.chunk, s.momentum, s.masking, s.clip, s.decay
+        common = {
+            "op": s.options.op, "scope": s.scope, "chunk": s.chunk, "momentum": s.momentum, "masking": s.masking,
+            "clip": s.clip, "decay": s.decay, "skip_nonfinite": s.skip_nonfinite,
+        }  # fmt: skip
         tensors = [(bucket.dense, [_described(spec) for spec in bucket.tensors]) for bucket in self.all]
-        self.checksum = zlib.crc32(repr((*common, tensors)).encode())
+        self.label = Label(
+            (number, common, tensors),
+            lambda: [
+                ("call", f"a step of Reducer {number}"),
+                *described(s.density),
+                ("algorithm", s.options.algorithm),
+                ("wire", s.options.wire),
+                *common.items(),
+                *(_described(spec) for spec in specs.values() if spec.size),
+                ("dense_below", s.dense_below),
+                ("bucket_bytes", bucket_bytes),
+            ],
+        )
 
     def on_current_stream(self) -> AbstractContextManager[None]:
         """Return a context for work with the memory of all buckets on the current stream."""
@@ -158,7 +173,7 @@ class Connection:
         keep = not joining and self.transport is not None
         words = [0 if self.transport is None else self.buckets.bucket_bytes]
         number = self._number_on(queue_of(transport))
-        label = zlib.crc32(repr((number, [_described(spec) for spec in specs])).encode()) or 1
+        label = Label.of(("call", f"rebuild of Reducer {number}"), *map(_described, specs))
         members = Members(transport, self.transport or self._comm, joining, step, words, label)
         bucket_bytes = next((member.words[0] for member in members.stay if member.words[0]), 0)
         self._attach(comm, transport, bucket_bytes or self._bucket_bytes_on(transport), keep=keep)
@@ -196,8 +211,8 @@ class Connection:
         return choice.bucket_bytes(transport.size, transport.num_nodes, density, costs, options.algorithm, options.wire)
 
 
-def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...], str]:
-    return spec.name, spec.shape, spec.accumulator.name
+def _described(spec: TensorSpec) -> tuple[str, str]:
+    return spec.name, f"{spec.accumulator.name} {spec.shape}"
 
 
 # -- ranks that continue ----------------------------------------------------------------------------------------------
@@ -262,12 +277,11 @@ class Members:
     """
 
     def __init__(
-        self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: int
+        self, transport: Transport, before: Comm, joining: bool, step: int, words: Sequence[int], label: Label
     ) -> None:
         """Gather the messages of all ranks. Collective.
 
-        ``before``: this rank's previous communicator, or its transport. ``label`` must be equal on all ranks. At least
-        one rank must not join.
+        ``before``: this rank's previous communicator, or its transport. At least one rank must not join.
         """
         step, rank, size = (0, -1, 0) if joining else (step, *_rank_and_size(before))
         gather = WordsGather(transport, [joining, step, rank + 1, size, *words], label)

@@ -18,7 +18,7 @@ from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
 __all__ = [
     "ALGORITHM", "DENSITY", "SIZED_SCOPES", "WIRE", "Clip", "DenseStart", "OnStep", "ReducerOptions", "Schedule",
-    "Scope", "Settings", "Warmup", "check_layout", "density_at", "final_density", "training_options",
+    "Scope", "Settings", "Warmup", "check_layout", "density_at", "described", "final_density", "training_options",
     "with_dense_steps",
 ]  # fmt: skip
 
@@ -85,6 +85,15 @@ def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
     if not callable(density):
         density = density_at(density)
     return DenseStart(density, count) if count else density
+
+
+def described(schedule: Schedule) -> list[tuple[str, object]]:
+    """Return a schedule as options by name, for a comparison with other ranks."""
+    if isinstance(schedule, DenseStart):
+        return [("dense_steps", schedule.dense_steps), *described(schedule.density)[1:]]
+    is_function = callable(schedule) and not isinstance(schedule, Warmup)
+    named = f"the function {getattr(schedule, '__qualname__', '')}" if is_function else schedule
+    return [("dense_steps", 0), ("density", named)]
 
 
 def final_density(schedule: Any, default: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsecomm import transport
 from sparsecomm.algorithms import Algorithm, AlgorithmName
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import costs_for_steps, costs_matter
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
@@ -94,7 +95,8 @@ class Reducer:
 
     Attributes:
         counters: totals since the beginning.
-        label: a text that must be equal on all ranks when the next step begins.
+        label: a `Label`: names and values that must be equal on all ranks when the next step begins, such as
+            ``Label.of(("lr", 0.1))``. If they differ, the error of the step names the first one.
         weights_checked: the step in which `check_weights` compared weights last; ``None`` makes it compare them next.
 
     Raises:
@@ -134,7 +136,7 @@ class Reducer:
         self._setup = 0, 0  # bytes of `_traffic` that `counters` include
         self._logged = Counters()  # at the last call of `on_step`
         self.weights_checked: int | None = None
-        self.label = ""
+        self.label = Label.of()
         self.place(tensors)
 
     def place(self, tensors: NamedTensors, comm: transport.Comm = None) -> None:
@@ -155,7 +157,7 @@ class Reducer:
         connection = self._connection
         if connection.transport is not None:
             buckets = connection.buckets
-            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.checksum)
+            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.label)
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -16,10 +16,12 @@ import numpy as np
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, Backends, default_float_mode
 from sparsecomm.calls.collectives import SumCall
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue, Handle, Task
 from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
+from sparsecomm.errors import listed
 from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
@@ -326,7 +328,7 @@ class BucketCall(SumCall):
     """
 
     def __init__(
-        self, bucket: Bucket, transport: Transport, queue: CallQueue, density: float, label: int, counters: Counters
+        self, bucket: Bucket, transport: Transport, queue: CallQueue, density: float, label: Label, counters: Counters
     ) -> None:
         plan, within = bucket.plan(transport, queue, density), None
         with bucket.on_stream(bucket.last_gradient):
@@ -360,7 +362,7 @@ class BucketCall(SumCall):
         return result
 
     def _begin(self) -> None:
-        self.plan.comm.begin(self._label, incomplete=bool(self._absent))
+        self.plan.comm.begin(self.label.checksum, incomplete=bool(self._absent))
 
     def _exchange(self) -> SparseVector:
         result = super()._exchange()
@@ -425,13 +427,13 @@ class OpenStep:
         connected: whether `connect` was called; it must be before the first push.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
         shows: checksums of gradients by name, for `FirstStep`, which also compares ``buffers()``; ``None`` later.
-        density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
+        density, label: density of the step, and `Reducer.label`; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
         unsummed: after `settle`, names of tensors that this step did not sum.
     """
 
     density: float
-    label: str
+    label: Label
 
     def __init__(
         self,
@@ -462,10 +464,10 @@ class OpenStep:
         queue: CallQueue,
         buckets: Sequence[Bucket],
         by_name: Mapping[str, Bucket],
-        checksum: int,
+        common: Label,
     ) -> None:
-        """Use these buckets. ``checksum`` is in the label of each call; see `sparsecomm.reducer.connection.Buckets`."""
-        self._transport, self._queue, self._checksum = transport, queue, checksum
+        """Use these buckets. ``common`` is in the label of each call; see `sparsecomm.reducer.connection.Buckets`."""
+        self._transport, self._queue, self._common = transport, queue, common
         self._buckets, self._by_name, self.connected = buckets, by_name, True
         for bucket in buckets:
             bucket.begin()
@@ -518,9 +520,9 @@ class OpenStep:
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             position = len(self._calls)
-            text = f"{position} {self.number} {self.label}"
-            label = zlib.crc32(text.encode(), self._checksum) or 1
             bucket = buckets[position]
+            pairs = partial(_contents, position, bucket.tensors, self.number, self.label, self._common)
+            label = Label((position, self.number, self.label.checksum, self._common.checksum), pairs)
             call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
             self._calls.append((self._queue.submit(call), call))
         if self.shows is not None and self._first_step is None and len(self._calls) == len(buckets):
@@ -572,6 +574,15 @@ class OpenStep:
         for bucket in self._buckets[len(self._calls) :]:
             with bucket.backend.on_stream(bucket.last_gradient):
                 bucket.add_deferred()
+
+
+def _contents(
+    position: int, tensors: Sequence[TensorSpec], number: int, label: Label, common: Label
+) -> list[tuple[str, object]]:
+    """Return what the ranks must share in the call of a bucket."""
+    call, *settings = common.pairs()
+    names = listed([spec.name for spec in tensors])
+    return [call, ("step", number), *label.pairs(), *settings, ("bucket", f"{position} ({names})")]
 
 
 def error_of(handle: Handle) -> BaseException | None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
 from sparsecomm.signals import Opened, deferred
@@ -145,7 +145,7 @@ def _gather(
     transport: Transport, label: str, words: list[int], interrupts: Interrupts
 ) -> tuple[list[int], BaseException | None]:
     """Return the words of all ranks, and an error or ``None``: see `_gather_lines`."""
-    call = WordsGather(transport, words, zlib.crc32(label.encode()) or 1)
+    call = WordsGather(transport, words, Label.of(("call", label)))
     handle, failure = queue_of(transport).submit(call), None
     while True:
         try:

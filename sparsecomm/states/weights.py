@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsecomm.calls.arguments import naming_rank
 from sparsecomm.calls.collectives import WordsComparison, WordsGather
+from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError, listed
@@ -67,10 +68,9 @@ def compare_weights(
     try:
         comparison = call(lambda transport: WeightComparison(transport, named))
     except CollectiveMismatchError as error:
-        first = named[0][0] if named else "none"
         raise CollectiveMismatchError(
-            f"check_weights: ranks differ in the number, order, names, types or shapes of their tensors, or make other "
-            f"calls; this rank has {len(named)} tensors, the first of them {first}. {error}"
+            f"{error}. In check_weights, all ranks need the same number, order, names, types and shapes of tensors; "
+            f"this rank has {len(named)}"
         ) from error
     comparison.check()
 
@@ -80,13 +80,13 @@ class WeightComparison(WordsComparison):
 
     def __init__(self, transport: Transport, named: list[tuple[str, Any]]) -> None:
         """Compute the checksums of tensors, unless there is only one rank."""
-        self._descriptions: list[str] = []
+        self._descriptions: list[tuple[str, str]] = []
         checksums = []
         for name, tensor in named if transport.size > 1 else ():
             description, data = interop.content(tensor, name)
-            self._descriptions.append(f"{name}, {description}")
+            self._descriptions.append((name, description))
             checksums.append(checksum(data))
-        super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._descriptions]).encode()) or 1)
+        super().__init__(transport, checksums, Label.of(("call", "check_weights"), *self._descriptions))
 
     def check(self) -> None:
         """Raise `WeightMismatchError` if the call has found a difference."""
@@ -95,9 +95,9 @@ class WeightComparison(WordsComparison):
             rank = firsts.index(first)
             differing = [r for r, position in enumerate(firsts) if position < len(tensors)]
             raise WeightMismatchError(
-                f"{tensors[first]}: the weights of rank {rank} differ from rank 0's. Of {len(tensors)} tensors, "
-                f"this is the first that differs; {format_ranks(differing)} of {len(firsts)} differ from rank 0. "
-                "Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
+                f"{', '.join(tensors[first])}: the weights of rank {rank} differ from rank 0's. Of {len(tensors)} "
+                f"tensors, this is the first that differs; {format_ranks(differing)} of {len(firsts)} differ from rank "
+                "0. Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
                 "sparsecomm.torch.broadcast_parameters)"
             )
 
@@ -115,7 +115,7 @@ class FirstStep(WordsGather):
         self._buffers = list(buffers)
         contents = [gradients, {name: checksum(interop.content(each, name)[1]) for name, each in buffers.items()}]
         words = [zlib.crc32(repr(sorted(each.items())).encode()) or 1 if each else 0 for each in contents]
-        super().__init__(transport, words, zlib.crc32(self.name.encode()))
+        super().__init__(transport, words, Label.of(("call", self.name)))
 
     def warn(self) -> None:
         """Warn if the call has found all gradients equal, or buffers that differ."""

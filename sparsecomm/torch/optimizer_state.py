@@ -84,7 +84,8 @@ def comparable(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tenso
     State that belongs to no parameter is included. Other objects are represented by the name of their type.
     """
     state = {name: optimizer.state[p] for name, p in sorted(named.items()) if p in optimizer.state}
-    groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    names = {id(p): name for name, p in named.items()}
+    groups = [{**group, "params": [names.get(id(p)) for p in group["params"]]} for group in optimizer.param_groups]
     foreign = [{key: value} for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
     return _plain([state, groups, foreign])
 

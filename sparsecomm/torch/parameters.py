@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from sparsecomm.calls.collectives import sparse_allreduce
+from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import Label
+from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
@@ -76,9 +77,8 @@ class TrainedParameters:
         if shards and comm.size > 1:
             _compare(
                 comm,
-                ["shards", *shards],
-                f"the ranks of comm hold different shards; rank {comm.rank} has {len(shards)} DTensors, beginning with "
-                f"{shards[0]}. Pass ranks that hold the same shards: {_HYBRID}",
+                Label.of(("call", "comparison of shards"), *shards),
+                f"The ranks of comm hold different shards; pass ranks that hold the same: {_HYBRID}",
             )
         return comm
 
@@ -161,12 +161,11 @@ def broadcast_parameters(
     transport = transport_of(comm)
     if not isinstance(root, int) or not 0 <= root < transport.size:
         raise InvalidInputError(f"root={root!r}: must be a rank from 0 to {transport.size - 1}")
-    described = [_describe(name, t) for name, t in named]
     _compare(
         transport,
-        [f"broadcast from {root}", *described],
-        f"broadcast_parameters: ranks differ in root, or in the number, names, types or shapes of their tensors; rank "
-        f"{transport.rank} has root={root} and {len(named)} tensors, beginning with {[*described, 'none'][0]}",
+        Label.of(("call", "broadcast_parameters"), ("root", root), *(_describe(name, t) for name, t in named)),
+        "In broadcast_parameters, all ranks need the same root and the same number, names, types and shapes of "
+        f"tensors; rank {transport.rank} has {len(named)}",
     )
     for _, tensor in named:
         tensor = local(tensor)
@@ -252,23 +251,23 @@ def _dimension_name(mesh: DeviceMesh, d: int) -> str:
     return f"dimension {d}" if mesh.mesh_dim_names is None else f"dimension {mesh.mesh_dim_names[d]!r}"
 
 
-def _compare(transport: Transport, texts: list[str], problem: str) -> None:
-    """Raise `CollectiveMismatchError`, beginning with ``problem``, if the ranks' ``texts`` differ. Collective."""
-    try:  # a dense sum, which fails on all ranks if their labels differ
-        sparse_allreduce(np.zeros(1, np.float32), 1, comm=transport, algorithm="dense", label="\n".join(texts))
+def _compare(transport: Transport, label: Label, advice: str) -> None:
+    """Raise `CollectiveMismatchError`, ending with ``advice``, if the ranks' labels differ. Collective."""
+    try:
+        queue_of(transport).call(WordsGather(transport, [], label))
     except CollectiveMismatchError as error:
-        raise CollectiveMismatchError(f"{problem}. {error}") from error
+        raise CollectiveMismatchError(f"{error}. {advice}") from error
 
 
-def _describe(name: str, t: DTensor) -> str:
-    """Return a tensor's name, dtype and shape as text, and which shard of it this rank has."""
-    text = f"{name}, {t.dtype} {tuple(t.shape)}"
+def _describe(name: str, t: DTensor) -> tuple[str, str]:
+    """Return a tensor's name; and as text its dtype and shape, and which shard of it this rank has."""
+    text = f"{t.dtype} {tuple(t.shape)}"
     if not is_sharded(t):
-        return text
+        return name, text
     mesh = t.device_mesh
     where = [
         f"{placement}: {at} of {mesh.size(d)}"
         for d, (placement, at) in enumerate(zip(t.placements, mesh.get_coordinate() or [], strict=False))
         if not placement.is_replicate()
     ]
-    return f"{text}, {', '.join(where) or 'whole'}"
+    return name, f"{text}, {', '.join(where) or 'whole'}"

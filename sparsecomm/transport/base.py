@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOST",
     "MAX_CALL_BYTES",
+    "MAX_CONTENTS_BYTES",
     "Bytes",
     "Comm",
     "MessageMemory",
@@ -46,6 +47,7 @@ _NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSEC
 _READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
 _settings: tuple[object, ...] = ()
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
+MAX_CONTENTS_BYTES = 200_000  # maximum size of the contents passed to `Transport.exchange_contents`
 
 Comm: TypeAlias = "MPI.Intracomm | torch.distributed.ProcessGroup | Transport | None"
 Mismatch = Callable[[bytes, int], SparseCommError]
@@ -261,6 +263,19 @@ class Transport(ABC):
         Ranks that wait in the same call raise `CollectiveMismatchError` if ``error`` is one, and otherwise a
         `TransportError` with this rank and its reason. Does nothing outside of a call.
         """
+
+    def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
+        """Exchange the contents of the current call with ``peer``, whose call differs, before `abort`.
+
+        Signal handlers wait until it returns.
+
+        Returns:
+            The peer's contents, perhaps damaged; ``None`` if they do not arrive within a few seconds.
+
+        Raises:
+            CollectiveMismatchError, TransportError: meanwhile a rank has left the call.
+        """
+        return None
 
     def awaited(self, call: bytes) -> bool:
         """Return whether another rank has reported that it waits for this rank in the next call. Call it between calls.

@@ -6,6 +6,8 @@ Besides the data of calls, ranks send each other control messages. Their kinds a
   call 17 raises and leaves the call. This ends a cycle of waiting ranks before the timeout.
 - `LEFT`: "I left call 17 with this error". Ranks that wait in call 17 leave it, too.
 - `OUT_OF_STEP`: "I left call 17 because the ranks' calls are out of step". Ranks in call 17 or later leave it.
+- `CONTENTS`: "Your call 17 differs from mine, which contains ...", in several pieces. The receiver answers with its own
+  contents and leaves the call, too, so that both ranks can say what differs.
 - `REALIGN`: "I wait for all ranks in `realign`, and my last call was 17". Ranks in a call leave it. The message has a
   round number: if `realign` is called again after a timeout, it begins the next round, which all ranks join.
 
@@ -29,9 +31,19 @@ from sparsecomm.errors import (
     describe,
 )
 from sparsecomm.signals import poll
-from sparsecomm.transport.base import HOST, MAX_CALL_BYTES, Bytes, MessageMemory, Mismatch, TrafficCounters, Transport
+from sparsecomm.transport.base import (
+    HOST,
+    MAX_CALL_BYTES,
+    MAX_CONTENTS_BYTES,
+    Bytes,
+    MessageMemory,
+    Mismatch,
+    TrafficCounters,
+    Transport,
+)
 
 __all__ = [
+    "CONTENTS",
     "LEFT",
     "LEFT_BY_DEATH",
     "LEFT_BY_MISMATCH",
@@ -46,13 +58,15 @@ __all__ = [
     "unreadable_error",
 ]
 
-WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN = range(6)
+WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN, CONTENTS = range(7)
 _ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
 _KIND_OF_ERROR = {error: kind for kind, error in _ERRORS.items()}
 MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the receiver
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
+_PIECE = MAX_CONTROL_BYTES - 2  # bytes of contents in a message, after the number of pieces that follow
+_CONTENTS_TIME = 3.0  # seconds to wait for the contents of another rank
 _SKIPPED_WAIT = 0.1  # seconds for which a rank that skipped a call waits in the next one for reports of other ranks
 _GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
 _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the same call on all ranks."
@@ -71,18 +85,25 @@ class ControlMessage:
     @property
     def fault(self) -> str:
         """Why this is not a valid control message; empty if it is."""
-        if not (WAITING <= self.kind <= REALIGN and 0 <= self.number < _MAX_NUMBER):
+        if not (WAITING <= self.kind <= CONTENTS and 0 <= self.number < _MAX_NUMBER):
             return f"a control message of kind {self.kind} about call {self.number}"
         if len(self.text) > MAX_CONTROL_BYTES:
             return f"a control message of {len(self.text)} bytes"
         if self.kind == REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
             return f"a control message about round {self.text!r}"
+        if self.kind == CONTENTS and (len(self.text) < 2 or self.pieces_left * _PIECE >= MAX_CONTENTS_BYTES):
+            return f"a control message with contents that begin with {self.text[:2]!r}"
         return ""
 
     @property
     def round_no(self) -> int:
         """The round number of a `REALIGN` message."""
         return int.from_bytes(self.text, "big")
+
+    @property
+    def pieces_left(self) -> int:
+        """The number of pieces that follow this `CONTENTS` message."""
+        return int.from_bytes(self.text[:2], "big")
 
     @property
     def reason(self) -> tuple[str, str]:
@@ -111,6 +132,7 @@ class FailureDetector(Transport):
         self._others_informed = False  # whether the other ranks know that this call has failed
         self._received_reason: ControlMessage | None = None  # the report that made this rank leave the call
         self._control: list[ControlMessage] = []  # about this call and later ones
+        self._contents: dict[int, list[ControlMessage]] = {}  # rank -> the pieces of its latest contents
         self._unreadable: dict[int, TransportError] = {}  # sender of an invalid message -> the error to raise
         self._waiting_in: dict[int, int] = {}  # rank -> the latest call in which it reported to wait
         self._out_of_step = False  # whether this call failed because the ranks' calls are out of step
@@ -227,6 +249,15 @@ class FailureDetector(Transport):
             self._add_unreadable(message.rank, fault)
         elif message.kind == REALIGN:
             self._rounds[message.rank] = message.round_no, message.number
+        elif message.kind == CONTENTS:
+            pieces = self._contents.get(message.rank, [])
+            if not pieces or message.number > pieces[0].number:
+                self._contents[message.rank] = [message]
+            elif message.number == pieces[0].number and pieces[-1].pieces_left:
+                if message.pieces_left == pieces[-1].pieces_left - 1:
+                    pieces.append(message)
+                else:
+                    self._add_unreadable(message.rank, "pieces of a call's contents in another order")
         elif len(self._control) >= _MAX_STORED:
             fault = f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
             self._add_unreadable(message.rank, fault)
@@ -257,6 +288,29 @@ class FailureDetector(Transport):
                 if message.number < self.number and message.kind != WAITING:
                     self._abandon(message.number)
             self._control = [m for m in self._control if m.number >= self.number or m.kind == OUT_OF_STEP]
+
+    def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
+        deadline, sent, lost = self.clock() + min(self.timeout, _CONTENTS_TIME), set[int](), False
+        pieces = [contents[begin : begin + _PIECE] for begin in range(0, len(contents), _PIECE)]
+        while True:
+            for rank in {peer, *self._ranks_that_differ()} - sent:
+                for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+                    with suppress(TransportError):  # the rank may be dead
+                        self._send_control(rank, CONTENTS, left.to_bytes(2, "big") + piece)
+                sent.add(rank)
+            if peer in self._ranks_that_differ() and not self._contents[peer][-1].pieces_left:
+                return b"".join(message.text[2:] for message in self._contents[peer])
+            self._check_leavers()
+            if lost or self.clock() >= deadline:
+                return None
+            try:
+                self._receive_control(0.05)
+            except TransportError:  # messages may have arrived before a connection broke
+                lost = True
+
+    def _ranks_that_differ(self) -> list[int]:
+        """Return the ranks that have sent contents of this call."""
+        return [rank for rank, pieces in self._contents.items() if pieces[0].number == self.number]
 
     # -- waits --------------------------------------------------------------------------------------------------------
 
@@ -314,6 +368,13 @@ class FailureDetector(Transport):
         for message in current:
             if message.text != self._call and self._mismatch is not None:
                 raise self._mismatch(message.text, message.rank)
+        for rank in self._ranks_that_differ():
+            error = CollectiveMismatchError(
+                f"rank {rank} found that rank {self.rank} makes another call; make the same calls in the same order on "
+                "all ranks"
+            )
+            error.peer = rank
+            raise error
 
     def _check_ahead(self, peer: int, waited: float) -> None:
         """Raise if ``peer`` waits in a later call, and therefore sends nothing more in this one."""
@@ -384,6 +445,7 @@ class FailureDetector(Transport):
         """Forget all calls up to ``number``; the next call is ``number + 1``."""
         self.number = number
         self._control = [message for message in self._control if message.number > number]
+        self._contents.clear()
         self._waiting_in.clear()
 
 

@@ -107,28 +107,43 @@ class CallSignature:
         algorithm = name.rstrip(b"\0").decode("ascii", "replace")
         return cls(algorithm, dtype, op, wire, n, k, costs, label, chunk, shape, bool(flags & 2), bool(flags & 4))
 
-    def describe(self, shape: str = "") -> str:
-        """Return the signature as text for users, with the ``shape`` of x if given."""
-        op = OPS[self.op] if self.op < len(OPS) else f"op {self.op}"
-        dtype = _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}")
-        wire = WIRE_NAMES.get(self.wire, f"format {self.wire}")
-        chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
-        chunk = f" by chunks of {self.chunk}" if self.chunk else ""
-        labelled = f", label {self.label:08x} (checksum)" if self.label else ""
-        shaped = f" of {shape}" if shape else ""
-        given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
+    @property
+    def _names(self) -> tuple[str, str, str]:
+        """The names of the operation, the dtype and the wire format."""
         return (
-            f"{self.algorithm} {op} of n={self.n} {dtype}{shaped}, k={self.k}{chunk}, wire {wire}"
-            f"{f', with {given}' if given else ''}{chosen}{labelled}"
+            OPS[self.op] if self.op < len(OPS) else f"op {self.op}",
+            _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}"),
+            WIRE_NAMES.get(self.wire, f"format {self.wire}"),
         )
 
-    def mismatch(
-        self, rank: int, theirs: bytes, their_rank: int, shape: tuple[int, ...] = ()
-    ) -> CollectiveMismatchError:
-        """Return the error for a message of another call; it names the fields that differ.
+    def contents(self, shape: tuple[int, ...]) -> list[tuple[str, object]]:
+        """Return the fields by name, without the label, for a comparison with another rank. ``shape``: of x."""
+        op, dtype, wire = self._names
+        return [
+            ("shape", shape),
+            ("dtype", dtype),
+            ("op", op),
+            ("chunk", self.chunk or None),
+            ("k", self.k),
+            *((name, "passed" if getattr(self, name) else "not passed") for name in _OPTIONAL),
+            ("measured costs", f"{self.costs:08x} (checksum)" if self.costs else None),
+            ("chosen algorithm", self.algorithm),
+            ("chosen wire format", wire),
+        ]
 
-        ``theirs`` is the header from ``their_rank``; ``shape`` is x's shape on this rank.
-        """
+    def describe(self) -> str:
+        """Return the signature as text for users."""
+        op, dtype, wire = self._names
+        chosen = f", measured costs {self.costs:08x} (checksum)" if self.costs else ""
+        chunk = f" by chunks of {self.chunk}" if self.chunk else ""
+        given = " and ".join(name for name in _OPTIONAL if getattr(self, name))
+        return (
+            f"{self.algorithm} {op} of n={self.n} {dtype}, k={self.k}{chunk}, wire {wire}"
+            f"{f', with {given}' if given else ''}{chosen}"
+        )
+
+    def mismatch(self, rank: int, theirs: bytes, their_rank: int) -> CollectiveMismatchError:
+        """Return the error for ``theirs``, the header from ``their_rank``; it names the fields that differ."""
         other = CallSignature.unpack(theirs)
         if other is None:
             return CollectiveMismatchError(
@@ -137,12 +152,7 @@ class CallSignature:
             )
         mine = CallSignature.unpack(self.pack())  # cuts a long name
         fields = [f.name for f in dataclasses.fields(self) if getattr(mine, f.name) != getattr(other, f.name)]
-        advice = "make the same calls in the same order on all ranks"
-        if "label" in fields:
-            advice += (
-                "; a label covers the name, the shapes of JAX arrays, or a Reducer's step and its tensors, their order "
-                "and settings"
-            )
+        advice = "make the same calls in the same order on all ranks, with the same labels, tensors and settings"
         if fields and set(fields) <= {"costs", "algorithm", "wire"} and self.costs != other.costs:
             advice = (
                 'the ranks use different measured costs, by which "auto" selects; give all ranks the same profile '
@@ -153,8 +163,7 @@ class CallSignature:
         for name in _OPTIONAL:
             if name in fields:
                 advice += f"; pass {name}= on all ranks, or on none"
-        shapes = "", ""
-        if "shape" in fields:
-            shapes = f"shape {shape}", "another shape" if other.shape else f"shape ({other.n},)"
-        made = f"rank {rank} made {self.describe(shapes[0])}; rank {their_rank} made {other.describe(shapes[1])}"
-        return CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
+        made = f"rank {rank} made {self.describe()}; rank {their_rank} made {other.describe()}"
+        error = CollectiveMismatchError(f"calls differ in {', '.join(fields)}: {made}; {advice}")
+        error.peer = their_rank
+        return error

@@ -295,7 +295,11 @@ class Messages:
 
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
-        return self._call().mismatch(self._rank, theirs, rank, self._shape)
+        return self._call().mismatch(self._rank, theirs, rank)
+
+    def contents(self) -> list[tuple[str, object]]:
+        """Return the fields of the call signature by name, without the label."""
+        return self.call.contents(self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for an unexpected message from ``source`` with the content ``seen``."""

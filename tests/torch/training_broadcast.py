@@ -91,7 +91,7 @@ def tensors_that_differ_between_ranks() -> None:
     ):
         given, group = of_odd if RANK == ODD else others, dist.new_group(backend="gloo")
         root = int(given is root_of_odd)
-        with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"rank {RANK} has root={root} .*rank \d"):
+        with soon(), pytest.raises(sc.CollectiveMismatchError, match=rf"is .* on rank \d and .*rank {RANK} has \d"):
             broadcast_parameters(given, root, comm=group)
         assert all(tensor.eq(1).all() for tensor in given.values())
         dist.barrier()
@@ -169,5 +169,5 @@ def a_rank_that_loads_no_state_but_goes_on() -> None:
     state = optimizer.state_dict()
     loss = model(torch.ones(3)).sum()
     go_on = loss.backward if RANK == ODD else partial(optimizer.load_state_dict, state)
-    with soon(), pytest.raises(sc.CollectiveMismatchError, match="words of all ranks"):
+    with soon(), pytest.raises(sc.CollectiveMismatchError, match=r"call is .* on rank 0 and .* on rank"):
         go_on()

@@ -23,6 +23,7 @@ import pytest
 
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, TimeoutError, TransportError
 from sparsecomm.transport import Transport, transport_of
+from sparsecomm.transport.base import MAX_CONTENTS_BYTES
 from tests import threads
 from tests.waiting import SOON, until
 
@@ -283,6 +284,52 @@ def a_mismatch_found_by_one_is_a_mismatch_for_all(comm: Ranks) -> None:
             raise CollectiveMismatchError("k = 1 here, k = 2 there")
         transport.receive(neighbours(transport)[1])
     ring(transport)
+
+
+@case(ranks=2)
+def ranks_whose_calls_differ_exchange_their_contents(comm: Ranks) -> None:
+    """One rank finds out, and the other one answers; all others hear of it at the end."""
+    transport = comm.new()
+    for size in (1, 998, 999, MAX_CONTENTS_BYTES):
+        ours, theirs = (noise(size, rank).tobytes() for rank in ((ODD, 0) if comm.rank == ODD else (0, ODD)))
+        with soon(), pytest.raises(CollectiveMismatchError) as caught, call(transport):
+            try:
+                if comm.rank == 0:
+                    error = CollectiveMismatchError("they differ")
+                    error.peer = ODD
+                    raise error
+                transport.receive(0)
+            except CollectiveMismatchError as error:
+                received = theirs if error.peer is None else transport.exchange_contents(error.peer, ours)
+                raise
+        assert received == theirs
+        assert caught.value.peer == {0: ODD, ODD: 0}.get(comm.rank)
+        ring(transport)
+
+
+@case(ranks=2)
+def a_rank_that_does_not_answer_with_contents(comm: Ranks) -> None:
+    """It leaves the call with an exception, or does nothing. The other one does not wait for long."""
+    transport = comm.new()
+    for kind in (KeyError, KeyboardInterrupt, None):
+        with comm.timeout(0.6), soon(), pytest.raises((CollectiveMismatchError, TransportError)), call(transport):
+            if comm.rank == 0:
+                if kind is None:
+                    assert transport.exchange_contents(ODD, b"contents") is None
+                else:
+                    with pytest.raises(TransportError, match=f"rank {ODD} left call .* {kind.__name__}"):
+                        transport.exchange_contents(ODD, b"contents")
+                raise CollectiveMismatchError("they differ")
+            try:
+                transport.receive(0)
+            except CollectiveMismatchError:
+                if comm.rank == ODD and kind is not None:
+                    transport.abort(kind("on purpose"))
+                if comm.rank == ODD:
+                    transport.receive(0)
+                raise
+        comm.barrier()
+        ring(transport)
 
 
 @case(ranks=2)

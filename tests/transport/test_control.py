@@ -12,6 +12,7 @@ import sparsecomm as sc
 from sparsecomm.transport import Request, control
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 from sparsecomm.transport.control import (
+    CONTENTS,
     LEFT,
     LEFT_BY_DEATH,
     OUT_OF_STEP,
@@ -144,6 +145,9 @@ def test_control_messages_wait_for_their_call_and_end_with_it() -> None:
         (1, REALIGN, b"\xff" * 8),
         (1, REALIGN, b"\0" * 9),
         (1, LEFT, b"x" * 1001),
+        (1, CONTENTS, b"\0"),
+        (1, CONTENTS, b"\0\0" + b"x" * 999),
+        (1, CONTENTS, b"\0\xc9a"),  # 201 more pieces
     ],
 )
 def test_what_no_rank_sends_ends_the_call_once(number: int, kind: int, text: bytes) -> None:
@@ -178,8 +182,45 @@ def test_a_flood_of_control_messages_ends_the_call(monkeypatch: pytest.MonkeyPat
         rank.check()
 
 
+def test_a_flood_of_contents_takes_no_memory_and_ends_the_call() -> None:
+    rank = four()[0]
+    rank.begin(b"call")
+    for number in range(2, 1000):
+        rank._add_control(ControlMessage(3, number, CONTENTS, b"\0\x64" + b"x" * 990))
+    rank.check()  # they are about later calls
+    assert sum(map(len, rank._contents.values())) == 1
+    for left in (100, 100, 99):
+        rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([0, left]) + b"x"))
+    assert sum(map(len, rank._contents.values())) == 3
+    with pytest.raises(sc.TransportError, match="rank 0 received from rank 2 pieces of a call's contents"):
+        rank.check()
+
+
+def test_contents_of_earlier_calls_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_CONTENTS_TIME", 0.01)
+    ranks = four(gone=(3,))
+    for number in (1, 2):
+        for rank in ranks:
+            assert rank.begin(b"call") == number
+        if number == 1:
+            assert ranks[1].exchange_contents(0, b"old") is None
+            with pytest.raises(sc.CollectiveMismatchError, match="rank 1 found that rank 0 makes another call"):
+                ranks[0].check()
+            assert ranks[0].exchange_contents(1, b"ours") == b"old"
+    for peer in (1, 3):
+        assert ranks[0].exchange_contents(peer, b"new") is None
+    with pytest.raises(sc.CollectiveMismatchError, match="rank 0 found"):
+        ranks[1].check()
+    ranks[2].abort(KeyError())
+    with pytest.raises(sc.TransportError, match="rank 2 left call 2"):
+        ranks[0].exchange_contents(1, b"new")
+    assert ranks[1].exchange_contents(0, b"theirs") == b"new"
+
+
 numbers = st.one_of(st.integers(-1, 4), st.sampled_from([2**62 - 1, 2**62]), st.integers(-(2**63), 2**63 - 1))
-kinds = st.one_of(st.sampled_from([WAITING, LEFT, 2, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN]), st.integers(0, 255))
+kinds = st.one_of(
+    st.sampled_from([WAITING, LEFT, 2, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN, CONTENTS]), st.integers(0, 255)
+)
 texts = st.one_of(st.binary(max_size=40), st.binary(min_size=8, max_size=8), st.just(b"\xc2\xb2,1;\xff"))
 
 

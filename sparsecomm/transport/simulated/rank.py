@@ -16,7 +16,7 @@ import numpy as np
 from sparsecomm.errors import InvalidInputError, SparseCommError, TransportError, pip_install
 from sparsecomm.signals import poll, swap
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Request
-from sparsecomm.transport.control import REALIGN, WAITING, ControlMessage, FailureDetector
+from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 
 __all__ = ["MessageCost", "Network", "Scheduler", "SimulatedTransport", "World"]
 
@@ -172,6 +172,11 @@ class World:
             t._send_control(source, WAITING, t._call)
         if [t for t, _ in stuck if t._wake_if_raises(t._check_waiters)]:
             return
+        if unanswered := [t for t in self.ranks if t._listening and t._in_call]:
+            for t in unanswered:
+                t.compute(t.timeout)
+                t.wake()
+            return
         for_finished = [(t, source) for t, source in stuck if not self.ranks[source]._sleeps]
         for t, source in for_finished or stuck:
             state = f"rank {source} has finished" if for_finished else ""
@@ -245,7 +250,7 @@ class SimulatedTransport(FailureDetector):
         receiver = self._world.ranks[to]
         receiver._add_control(ControlMessage(self.rank, self.number, kind, text))
         receiver._control_arrived = self.seconds + self._world.network.between.alpha
-        if kind == REALIGN and receiver._listening:
+        if kind != WAITING and receiver._listening:
             receiver.wake(receiver._control_arrived)
 
     def _receive_control(self, seconds: float) -> None:

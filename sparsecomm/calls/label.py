@@ -1,0 +1,116 @@
+"""`Label`: names and values that the calls of all ranks must share. `difference` names the first one that differs.
+
+Calls that match compare only a checksum. After a mismatch, two ranks exchange the names and values: see `Call`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from sparsecomm.transport.base import MAX_CONTENTS_BYTES
+
+__all__ = ["UNLABELLED", "Label", "Pairs", "by_name", "difference", "pack"]
+
+Pairs: TypeAlias = Iterable[tuple[str, object]]  # names and values
+_MAX_UNPACKED = 1 << 24  # bytes
+_MAX_TEXT = 1000  # characters of a name or a value that are compared
+_MAX_SHOWN = 100  # characters of a name or a value in an error
+
+
+class Label:
+    """Names and values that all ranks of a call must share.
+
+    Attributes:
+        checksum: the checksum that messages carry; 0 for none.
+        pairs: returns the names and values, the most telling ones first. Called only after a mismatch.
+    """
+
+    __slots__ = ("checksum", "pairs")
+
+    def __init__(self, compared: object, pairs: Callable[[], Pairs]) -> None:
+        """``compared``: plain values whose ``repr`` is equal if the calls match."""
+        self.checksum, self.pairs = zlib.crc32(repr(compared).encode()) or 1, pairs
+
+    @classmethod
+    def of(cls, *pairs: tuple[str, object]) -> Label:
+        """Return a label that compares all of these names and values."""
+        return cls(pairs, lambda: pairs)
+
+    def __add__(self, other: Label) -> Label:
+        return Label((self.checksum, other.checksum), lambda: [*self.pairs(), *other.pairs()])
+
+
+UNLABELLED = Label.of(("call", "sparse_allreduce"), ("label", "''"))
+UNLABELLED.checksum = 0
+
+
+def by_name(option: str, values: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Return the values of an option by tensor, or one pair if they are equal."""
+    if len({str(value) for value in values.values()}) == 1:
+        return [(option, next(iter(values.values())))]
+    return [(f"{option} of {name}", value) for name, value in values.items()]
+
+
+def pack(pairs: Pairs) -> bytes:
+    """Return names and values as bytes for another rank. If there are too many, the last ones are left out."""
+    texts = [str(each).replace("\n", " ")[:_MAX_TEXT] for pair in pairs for each in pair]
+    while True:
+        unpacked = "\n".join(texts).encode(errors="backslashreplace")
+        if len(unpacked) <= _MAX_UNPACKED and len(packed := zlib.compress(unpacked)) <= MAX_CONTENTS_BYTES:
+            return packed
+        texts = [*texts[: len(texts) // 4 * 2], ""]  # an odd number of texts: some are left out
+
+
+def difference(packed: Mapping[int, bytes]) -> str:
+    """Return the first difference between two ranks in words, lower rank first; "" if there is none.
+
+    ``packed``: the packed names and values by rank. Of a rank that sent other bytes, nothing is known.
+    """
+    (low, first), (high, second) = ((rank, _unpack(packed[rank])) for rank in sorted(packed))
+    (ours, all_ours), (theirs, all_theirs) = first, second
+    ours, theirs = _aligned(ours, theirs), _aligned(theirs, ours)
+    our_names, their_names = dict(ours), dict(theirs)
+    for i in range(max(len(ours), len(theirs))):
+        (name, ours_is), (other, theirs_is) = (each[i] if i < len(each) else ("", "") for each in (ours, theirs))
+        if name == other:
+            found = name, ours_is, theirs_is
+        elif name and name not in their_names and all_theirs:
+            found = name, ours_is, "missing"
+        elif other and other not in our_names and all_ours:
+            found = other, "missing", theirs_is
+        elif not name or not other:
+            return ""
+        else:
+            found = f"number {i + 1} in the order", name, other
+        if found[1] != found[2]:
+            shown = _shown(*found[1:])
+            return f"{_shown(found[0])[0]} is {shown[0]} on rank {low} and {shown[1]} on rank {high}"
+    return ""
+
+
+def _unpack(packed: bytes) -> tuple[list[tuple[str, str]], bool]:
+    """Return the names and values, and whether none were left out."""
+    try:
+        texts = zlib.decompressobj().decompress(packed, _MAX_UNPACKED).decode(errors="replace").split("\n")
+    except zlib.error:
+        return [], False
+    return list(zip(texts[::2], texts[1::2], strict=False)), len(texts) % 2 == 0
+
+
+def _aligned(pairs: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return pairs with an option that all tensors share by tensor, if ``others`` have it by tensor: see `by_name`."""
+    by_option: dict[str, list[str]] = {}
+    for name, _ in others:
+        by_option.setdefault(name.partition(" of ")[0], []).append(name)
+    by_option |= {name: [name] for name, _ in others}
+    return [(each, value) for name, value in pairs for each in by_option.get(name, [name])]
+
+
+def _shown(*texts: str) -> list[str]:
+    """Return texts of another rank as printable, and long ones from shortly before their first difference on."""
+    differing = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    begin = max(0, next(differing, 0) - _MAX_SHOWN // 2)
+    cut = (text[begin : begin + _MAX_SHOWN] for text in texts)
+    return ["".join(c if c.isprintable() else " " for c in ("..." if begin else "") + text) for text in cut]
