@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch does not list it
 
+from sparsecomm.calls.label import Label
 from sparsecomm.checks import to_float, with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
@@ -72,6 +73,7 @@ class GradientExchange(TrainedParameters):
         names: the names of all parameters, also of frozen ones, by ``id(parameter)``.
         connected: True after the first use of `reducer`, which places it on the parameters' devices.
         exchanged: True while gradients are means that no optimizer step has used yet.
+        num_steps: steps of the optimizer, which all ranks must share; counted anew after `load_with` and `rebuild`.
         step_failed: True after an optimizer step that used means has raised: weights may have changed in part.
     """
 
@@ -111,7 +113,7 @@ class GradientExchange(TrainedParameters):
         self.connected, self._warned = False, False
         self._outs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # gradients, and contiguous memory for means
         self._new: dict[str, torch.Tensor] = {}  # for the means of parameters without a gradient on this rank
-        self.exchanged = self.step_failed = False
+        self.exchanged, self.step_failed, self.num_steps = False, False, 0
 
     @property
     def reducer(self) -> Reducer:
@@ -174,6 +176,7 @@ class GradientExchange(TrainedParameters):
         if not reducer.pending:
             self.check_frozen()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
+            reducer.label = Label.of(("optimizer steps", self.num_steps))
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())
                 if self._scale is not None and scale != self._scale:
@@ -289,7 +292,7 @@ class GradientExchange(TrainedParameters):
         transport, self.comm = transport_of(comm), comm
         if self.connected:
             self.connect()
-        rebuilt = self.reducer.rebuild(transport, joining=joining)
+        rebuilt, self.num_steps = self.reducer.rebuild(transport, joining=joining), 0
         for name in self.reducer.unsummed:
             if self.named[name].requires_grad:
                 self.named[name].grad = torch.zeros_like(self.named[name])
@@ -324,7 +327,7 @@ class GradientExchange(TrainedParameters):
 
     def on_state_loaded(self) -> None:
         """Let the next step compare the weights again, because they were loaded."""
-        self._reducer.weights_checked = None
+        self._reducer.weights_checked, self.num_steps = None, 0
 
 
 @deferred

@@ -172,18 +172,18 @@ class SparseOptimizer(torch.optim.Optimizer):
                 exchange.synchronize()
             return loss
 
-        if not exchange.attached:
+        if not exchange.attached or makes_empty_state():
             return super().step(closure)
         exchange.check_frozen()
         exchange.check_consistent()
-        if closure is None and not exchange.exchanged and not makes_empty_state():
+        if closure is None and not exchange.exchanged:
             exchange.synchronize()
         try:
             loss = super().step(None if closure is None else evaluate)
         except BaseException:
             exchange.step_failed, exchange.exchanged = exchange.exchanged, False
             raise
-        exchange.exchanged = False
+        exchange.exchanged, exchange.num_steps = False, exchange.num_steps + 1
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # so PyTorch does not add step hooks here: `super().step` runs them
