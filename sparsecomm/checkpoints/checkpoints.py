@@ -28,7 +28,7 @@ from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.signals import deferred
 from sparsecomm.states import loading
-from sparsecomm.states.loading import Interrupts, Prepared, Undo
+from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "CheckpointFolder", "load", "save"]
@@ -224,6 +224,8 @@ class CheckpointFolder:
                 continue
             try:
                 states = self._read(checkpoint, objects)
+            except InterruptedElsewhereError:
+                raise
             except InvalidInputError as error:
                 _log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
