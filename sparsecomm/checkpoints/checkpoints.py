@@ -158,8 +158,8 @@ class CheckpointFolder:
         checkpoint = CheckpointId(max(1, survey.last.run + (step <= survey.last.step)), step, self._transport.size)
         if checkpoint.run > MAX_RUN:
             raise InvalidInputError(
-                f"rank {rank}: {folder} contains a file of {survey.last} with the largest run number, {MAX_RUN}, in its "
-                "name, so no checkpoint can follow it; remove that file"
+                f"rank {rank}: {folder} contains a file of {survey.last} with the largest run number, {MAX_RUN}, in "
+                "its name, so no checkpoint can follow it; remove that file"
             )
         path = checkpoint.path(folder, rank, self._form.suffix)
         part = part_of(path)

@@ -42,6 +42,7 @@ from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
@@ -318,7 +319,11 @@ class LazyAdamW:
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
-        *totals, any_gradient = self._reducer.opening_call("moments", partial(_average_squares, squares))[1].to_dense()
+        call, means = self._reducer.opening_call("moments", partial(_average_squares, squares))
+        *totals, any_gradient = means.to_dense()
+        if not np.isfinite(totals).all():
+            bad = (name for i, name in enumerate(self.specs) if not math.isfinite(squares[i]))
+            _log_skipped(self._reducer.step, cause_of(call.transport.rank, next(bad, None)))
         if not np.isfinite(totals).all() or not any_gradient:
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -357,11 +362,7 @@ class LazyAdamW:
         if not done.usable:
             self._drop_overflows()
             self.done = done
-            _log.warning(
-                "step %s: a gradient of some rank is not finite, or the step would make weights or moments infinite; "
-                "no rank updates its weights",
-                done.number,
-            )
+            _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
             self._pending = list(self._updates(done.left, rules))
@@ -468,6 +469,10 @@ class LazyAdamW:
         """Return all moments by name and field. They must be equal on all ranks."""
         fields = ((name, *item) for name, moments in self.moments.items() for item in moments._asdict().items())
         return {f"{name}.{field}": array for name, field, array in fields}
+
+
+def _log_skipped(step: int, cause: str) -> None:
+    _log.warning("step %s: %s; no rank updates its weights", step, cause)
 
 
 def _average_squares(squares: Array, transport: Transport) -> SumCall:

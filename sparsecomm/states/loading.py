@@ -27,7 +27,8 @@ from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
-    "DAMAGED", "InterruptedElsewhereError", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "load", "reading",
+    "DAMAGED", "InterruptedElsewhereError", "Interrupts", "Prepared", "Undo", "as_float", "check_equal",
+    "compared_text", "load", "reading",
 ]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"

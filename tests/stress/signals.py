@@ -109,8 +109,9 @@ class Signals(Attack):
                     reducer = sc.Reducer({"x": integers(0)}, 0.1)
                     objects = {"step": step, "x": integers(step).tolist(), "reducer": reducer}
                     saves, began = step % 2 == 0, time.perf_counter()
-                    act = partial(module.save, folder, step, objects) if saves else partial(module.load, folder, objects)
-                    found, raised = storm(act, error, *rng.uniform(1e-4, (1.2 * usual, 0.3 * usual)) * (step > 0))
+                    act = partial(module.save, folder, step) if saves else partial(module.load, folder)
+                    times = rng.uniform(1e-4, (1.2 * usual, 0.3 * usual)) * (step > 0)  # no signals in the first save
+                    found, raised = storm(partial(act, objects), error, *times)
                     usual = usual if raised else average(time.perf_counter() - began, usual)
                     last = module.load(folder, objects)
                     what = f"{name}, {'save' if saves else 'load'} {step}"
