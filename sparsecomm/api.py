@@ -162,7 +162,7 @@ def realign(comm: Comm = None) -> None:
 
     Raises:
         InvalidInputError: the communicator cannot be used.
-        TimeoutError: a rank did not call it for ``SPARSECOMM_TIMEOUT`` seconds. Call it again to retry.
+        TimeoutError: a rank did not call it within the timeout. Call it again to retry.
         RankFailedError, TransportError: a rank died, or MPI failed.
     """
     transport = transport_of(comm)

@@ -43,9 +43,12 @@ def alone() -> bool:
     return _number("SPARSECOMM_ALONE", 0, 0, 1) == 1
 
 
-def timeout() -> float:
-    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for another rank (default 300, from 0.001 to 10^6)."""
-    return _number("SPARSECOMM_TIMEOUT", 300.0, 1e-3, _MAX_TIMEOUT)
+def timeout(default: float = 300.0) -> float:
+    """Return ``SPARSECOMM_TIMEOUT``: seconds to wait for another rank (from 0.001 to 10^6).
+
+    ``default``: 300, or the timeout of a process group.
+    """
+    return _number("SPARSECOMM_TIMEOUT", min(max(default, 1e-3), _MAX_TIMEOUT), 1e-3, _MAX_TIMEOUT)
 
 
 def connections() -> int:

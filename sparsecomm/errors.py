@@ -37,7 +37,7 @@ class TransportError(SparseCommError):
 
 
 class TimeoutError(TransportError, builtins.TimeoutError):
-    """A rank did not answer within ``SPARSECOMM_TIMEOUT`` seconds."""
+    """A rank did not answer within ``SPARSECOMM_TIMEOUT`` seconds, or the ``timeout`` of a process group."""
 
 
 class RankFailedError(TransportError):

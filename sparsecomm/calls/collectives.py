@@ -171,7 +171,7 @@ def sparse_allreduce(
     Raises:
         InvalidInputError: an argument cannot be used. Nothing was sent or written; other ranks still wait.
         CollectiveMismatchError: the ranks made different calls. Every rank raises it.
-        TimeoutError: a rank did not answer for ``SPARSECOMM_TIMEOUT`` seconds.
+        TimeoutError: a rank did not answer within the timeout: ``SPARSECOMM_TIMEOUT``, or the process group's.
         RankFailedError: a rank died.
         TransportError: another rank left the call, or MPI failed.
 

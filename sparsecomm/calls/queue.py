@@ -234,8 +234,8 @@ class Handle:
         call, and an interrupt also ends the call, as in `sparse_allreduce`.
 
         Args:
-            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, at the latest by
-                ``SPARSECOMM_TIMEOUT``.
+            timeout: maximum number of seconds to wait. ``None`` waits until the call ends, at the latest
+                with the error of a timeout.
 
         Raises:
             TimeoutError: the call is not done yet. It continues; wait again.

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sparsecomm.checkpoints import lock
-from sparsecomm.checkpoints.files import SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
+from sparsecomm.checkpoints.files import MAX_RUN, SUFFIXES, CheckpointId, Folder, Format, find, part_of, remove, sync
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.signals import deferred
 from sparsecomm.states import loading
-from sparsecomm.states.loading import Interrupts, Prepared, Undo
+from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
 __all__ = ["Checkpoint", "CheckpointFolder", "load", "save"]
@@ -156,6 +156,11 @@ class CheckpointFolder:
         folder, rank = self._folder, self._transport.rank
         survey = self._survey("save")
         checkpoint = CheckpointId(max(1, survey.last.run + (step <= survey.last.step)), step, self._transport.size)
+        if checkpoint.run > MAX_RUN:
+            raise InvalidInputError(
+                f"rank {rank}: {folder} contains a file of {survey.last} with the largest run number, {MAX_RUN}, in "
+                "its name, so no checkpoint can follow it; remove that file"
+            )
         path = checkpoint.path(folder, rank, self._form.suffix)
         part = part_of(path)
 
@@ -195,7 +200,7 @@ class CheckpointFolder:
             return
         for older, ranks in find(self._folder, self._form.suffix).items():
             if older < oldest and older.step <= step:
-                for rank in ranks.keys() & set(older.ranks_for(self._transport)):
+                for rank in [rank for rank in ranks if rank in older.ranks_for(self._transport)]:
                     path = older.path(self._folder, rank, self._form.suffix)
                     remove(path)
                     remove(part_of(path))
@@ -224,6 +229,8 @@ class CheckpointFolder:
                 continue
             try:
                 states = self._read(checkpoint, objects)
+            except InterruptedElsewhereError:
+                raise
             except InvalidInputError as error:
                 _log.warning("the checkpoint of %s is skipped: %s", checkpoint, error)
                 refused = refused or error
@@ -307,7 +314,7 @@ class CheckpointFolder:
 
         def look(undo: Undo) -> Prepared:
             seen = [
-                [*checkpoint, any(ranks.values()), ranks.keys() >= set(checkpoint.ranks_for(self._transport))]
+                [*checkpoint, any(ranks.values()), all(r in ranks for r in checkpoint.ranks_for(self._transport))]
                 for checkpoint, ranks in find(self._folder, self._form.suffix).items()
             ]
             foreign = any(find(self._folder, suffix) for suffix in SUFFIXES if suffix != self._form.suffix)

@@ -18,12 +18,13 @@ from sparsecomm.states import values
 from sparsecomm.states.schema import check, is_state, reshard
 from sparsecomm.transport import Transport
 
-__all__ = ["SUFFIXES", "CheckpointId", "Folder", "Format", "find", "part_of", "remove", "sync"]
+__all__ = ["MAX_RUN", "SUFFIXES", "CheckpointId", "Folder", "Format", "find", "part_of", "remove", "sync"]
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
 SUFFIXES = (".npz", ".pt", ".arrays")  # .arrays: files of earlier development versions
-_NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,18}))?(\.[a-z]+)(\.part)?")
+_NAME = re.compile(r"step(\d{1,18})-rank(\d{1,9})-of(\d{1,9})(?:-run(\d{1,15}))?(\.[a-z]+)(\.part)?")
+MAX_RUN = 10**15 - 1  # more cannot be in a name; a save may write only names that `find` sees
 _VERSION = 1
 _MAX_SAVE_IDS = 1000
 _save_ids: dict[tuple[int, ...], str] = {}  # of files that were read, by `_key`, which changes with the file
@@ -68,8 +69,9 @@ def find(folder: Path, suffix: str) -> dict[CheckpointId, dict[int, bool]]:
     for file in files:
         if (name := _NAME.fullmatch(file)) and name[5] == suffix:
             step, rank, size, run, renamed = int(name[1]), int(name[2]), int(name[3]), int(name[4] or 1), not name[6]
-            if rank < size:
-                ranks = found.setdefault(CheckpointId(run, step, size), {})
+            checkpoint = CheckpointId(run, step, size)
+            if rank < size and checkpoint.path(folder, rank, suffix).name == file.removesuffix(".part"):
+                ranks = found.setdefault(checkpoint, {})
                 ranks[rank] = ranks.get(rank, False) or renamed
     return dict(sorted(found.items(), reverse=True))
 

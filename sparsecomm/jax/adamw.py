@@ -112,7 +112,7 @@ def sparse_adamw(
             return tree_step(sent, schedule, state.residuals, "model", 0, options, state.step, 4096, comm, True, shared)
 
         finite = all_finite((squares, sums))
-        means, residuals, after_skip, finite = training_step(quotients, finite, state.residuals, exchange)
+        means, residuals, after_skip, finite = training_step(quotients, finite, state.residuals, exchange, comm)
         dense = _is_dense(schedule, state.step)
 
         def leaf(

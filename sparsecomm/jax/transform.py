@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,14 +16,18 @@ from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.jax.exchange import Comm, Density, call_from_xla
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
+from sparsecomm.reducer.step import cause_of
 from sparsecomm.states.weights import check_every, check_weights
 from sparsecomm.tensors.sparse import Array
+from sparsecomm.transport import transport_of
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
 
 __all__ = ["SparsifyState", "all_finite", "check_parameters", "check_wire", "select", "sparsify", "training_step"]
+
+_log = logging.getLogger("sparsecomm")
 
 
 class SparsifyState(NamedTuple):
@@ -97,7 +102,8 @@ def sparsify(
         def exchange(sent: PyTree) -> tuple[PyTree, PyTree]:
             return tree_step(sent, schedule, state.residuals, scope, dense_below, record, state.step, chunk, comm, True)
 
-        means, residuals, after_skip, usable = training_step(updates, all_finite(grads), state.residuals, exchange)
+        finite = all_finite(grads)
+        means, residuals, after_skip, usable = training_step(updates, finite, state.residuals, exchange, comm)
         return select(usable, means, jax.tree.map(jnp.zeros_like, means)), SparsifyState(
             state.step + usable, select(usable, residuals, after_skip)
         )
@@ -106,7 +112,7 @@ def sparsify(
 
 
 def training_step(
-    grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]]
+    grads: PyTree, finite: jax.Array, residuals: PyTree, exchange: Callable[[PyTree], tuple[PyTree, PyTree]], comm: Comm
 ) -> tuple[PyTree, PyTree, PyTree, jax.Array]:
     """Average gradients over all ranks. If one rank's are not ``finite``, it sends NaN, so that all skip the step.
 
@@ -120,7 +126,27 @@ def training_step(
         kept = jnp.where(jnp.isfinite(old), old, 0) + jnp.where(finite, g, 0).astype(old.dtype)
         return jnp.where(jnp.isinf(mean), 0, kept)  # an infinite sum has overflowed
 
-    return means, after, jax.tree.map(skipped, grads, residuals, means), all_finite(means)
+    usable = all_finite(means)
+    _warn_unless(usable, grads, comm)
+    return means, after, jax.tree.map(skipped, grads, residuals, means), usable
+
+
+def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:
+    """Log which of this rank's gradients is not finite, or that it is another rank's, unless a step is usable."""
+    leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
+
+    def host(*finite: Array) -> list[Array]:
+        here = (jax.tree_util.keystr(path) for (path, _), each in zip(leaves, finite, strict=True) if not each)
+        _log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
+        return []
+
+    def warn(_: object) -> list[jax.Array]:
+        return call_from_xla(host, [], *(jnp.isfinite(leaf).all() for _, leaf in leaves))
+
+    if isinstance(usable, jax.core.Tracer):
+        jax.lax.cond(usable, lambda _: [], warn, None)
+    elif not usable:
+        warn(None)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

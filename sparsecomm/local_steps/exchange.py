@@ -307,6 +307,7 @@ class FragmentExchange:
         self._sums: Mapping[str, SparseVector] = {}  # without sums that are zero
         self._means: dict[str, Array] = {}  # used instead of sums if the exchange was loaded from a state
         self._overflows: dict[str, Array] = {}  # the indices at which the outer step would overflow
+        self._cause = ""  # why it is not finite, if this is known
         self._stepped: set[str] = set()  # names whose global parameter has been updated
         self._was_trained: dict[str, bool] = {}  # if late: whether this rank has trained the parameter
         self._written: set[str] = set()  # names whose local parameter has been written
@@ -412,6 +413,7 @@ class FragmentExchange:
             return
         self._sums, self.without_gradient = step.left, step.without_gradient
         self.outcome = Outcome.USABLE if step.usable else Outcome.NOT_FINITE
+        self._cause = step.cause.replace("gradient", "pseudo-gradient")
         if raised is not None or (different is not None and not isinstance(different, SparseCommError)):
             raise raised or different  # type: ignore[misc]  # an interrupt after the sums were complete
         if different is not None:
@@ -475,8 +477,8 @@ class FragmentExchange:
         if self.outcome is Outcome.NOT_FINITE:
             for name, indices in self._overflows.items():  # drop these entries, which would overflow again
                 self._reducer.residual(name).reshape(-1)[indices] = 0
-            text = "rank %s: round %s, fragment %s was not applied: a pseudo-gradient, or the outer step, is not finite"
-            _log.warning(text, rank, self.round, self.fragment)
+            text = "round %s, fragment %s was not applied: %s"
+            _log.warning(text, self.round, self.fragment, self._cause or f"rank {rank}: it was not finite when saved")
             names += [name for name in shared.specs if name not in names and not shared.finite(name, parameters[name])]
         alpha = self._rules.alpha if usable and not self.late else 0.0
         for name in names:

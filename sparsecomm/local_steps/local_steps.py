@@ -10,7 +10,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from sparsecomm import config, transport
+from sparsecomm import transport
 from sparsecomm.checks import quote, to_bool, to_float, with_options
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.local_steps.deadline import Deadline
@@ -330,7 +330,7 @@ class LocalSteps:
     def expected_seconds(self, step: int) -> float | None:
         """See `Program`."""
         started, schedule = self._timer.started, self._schedule
-        if started is None or self._timer.clock() - started > config.timeout():
+        if started is None or self._timer.clock() - started > self._connect().timeout:
             return None
         for exchange in self._exchanges.values():
             exchange.wait()

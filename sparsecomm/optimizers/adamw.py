@@ -43,6 +43,7 @@ from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer import Rebuilt, Reducer, Step
+from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
 from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
@@ -376,8 +377,12 @@ class LazyAdamW:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
-        call = partial(_average_squares, squares, Label.of(("call", "first moments of AdamW"), *shapes))
-        *totals, any_gradient = self._reducer.opening_call("moments", call)[1].to_dense()
+        label = Label.of(("call", "first moments of AdamW"), *shapes)
+        call, means = self._reducer.opening_call("moments", partial(_average_squares, squares, label))
+        *totals, any_gradient = means.to_dense()
+        if not np.isfinite(totals).all():
+            bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
+            _log_skipped(self._reducer.step, cause_of(call.transport.rank, next(bad, None)))
         if not np.isfinite(totals).all() or not (any_gradient or self.moments):
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
@@ -417,11 +422,7 @@ class LazyAdamW:
         if not done.usable:
             self._drop_overflows()
             self.done = done
-            _log.warning(
-                "step %s: a gradient of some rank is not finite, or the step would make weights or moments infinite; "
-                "no rank updates its weights",
-                done.number,
-            )
+            _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
             self._pending = list(self._updates(done.left, rules))
@@ -525,6 +526,10 @@ class LazyAdamW:
         """Return all moments by name and field. They must be equal on all ranks."""
         fields = ((name, *item) for name, moments in self.moments.items() for item in moments._asdict().items())
         return {f"{name}.{field}": array for name, field, array in fields}
+
+
+def _log_skipped(step: int, cause: str) -> None:
+    _log.warning("step %s: %s; no rank updates its weights", step, cause)
 
 
 def _average_squares(squares: Array, label: Label, transport: Transport) -> SumCall:

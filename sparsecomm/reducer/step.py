@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Accept", "Add", "Bucket", "BucketCall", "OpenStep", "Step", "error_of"]
+__all__ = ["Accept", "Add", "Bucket", "BucketCall", "OpenStep", "Step", "cause_of", "error_of"]
 
 # ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
 # returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
@@ -55,6 +56,7 @@ class Step:
             their parameters or the optimizer's state.
         nonfinite: whether a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks.
             Such entries of residuals and velocities were set to zero.
+        cause: why the step is ``nonfinite`` or not ``usable``. The rank whose gradient is not finite names the tensor.
     """
 
     number: int
@@ -63,6 +65,13 @@ class Step:
     left: Mapping[str, SparseVector] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
     nonfinite: bool = False
+    cause: str = ""
+
+
+def cause_of(rank: int, name: str | None) -> str:
+    """Return `Step.cause` if ``name`` is the first tensor whose gradient is not finite on this rank, or ``None``."""
+    where = "a gradient of another rank" if name is None else f"the gradient of {name} on this rank"
+    return f"rank {rank}: {where} is not finite{', or a sum overflows' if name is None else ''}"
 
 
 class Bucket:
@@ -80,6 +89,7 @@ class Bucket:
         missing: names of tensors for which `take` was not called in this step.
         outs: this step's outputs for sums by name.
         last_gradient: the gradient that was taken last in this step.
+        nonfinite: names of tensors whose gradients were dropped in this step because they were not finite.
         last_plan: the plan of the latest call; ``None`` before the first call.
     """
 
@@ -120,7 +130,7 @@ class Bucket:
         self.outs: dict[str, Tensor] = {}
         self.last_gradient: Tensor | None = None
         self._present: set[str] = set()  # names for which this rank has a gradient
-        self._nonfinite: set[str] = set()  # names whose gradient was dropped because it was not finite
+        self.nonfinite: set[str] = set()
         self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
@@ -151,9 +161,9 @@ class Bucket:
                 if spec.size:
                     residual = self.backend.as_tensor(self.residuals[name], spec.shape)
                     if not add(self.backend, gradient, residual, self.settings.decay, self.settings.skip_nonfinite):
-                        self._nonfinite.add(name)
+                        self.nonfinite.add(name)
             elif self.settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
-                self._nonfinite.add(name)
+                self.nonfinite.add(name)
             elif scale == 1.0 and self._may_defer:
                 self._deferred[name] = gradient
             elif spec.size:
@@ -233,11 +243,18 @@ class Bucket:
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
                 self.residuals[name][:] = 0
-        if self._nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
+        if self.nonfinite:  # contribute one NaN, which all ranks will see, instead of the residual
             poison = self._zeros()
-            self._views(poison)[min(self._nonfinite)][:1] = float("nan")
+            self._views(poison)[min(self.nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
         return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
+
+    def nonfinite_names(self, taken: SparseVector | None) -> set[str]:
+        """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``."""
+        if self.nonfinite or taken is None:
+            return self.nonfinite
+        indices = taken.indices[~np.isfinite(taken.values)]  # calls CuPy for CuPy's arrays
+        return {self.tensors[bisect_right(self._offsets, int(index)) - 1].name for index in indices[:1]}
 
     def absent(self) -> list[str]:
         """Return the names of tensors without a gradient on this rank."""
@@ -323,6 +340,7 @@ class BucketCall(SumCall):
         largest: the largest magnitude of the result, if it was computed.
         finite: whether the result is finite, the same on all ranks. Not computed, and True, for dense sums without
             ``skip_nonfinite``.
+        nonfinite_here: names of tensors whose gradients are known not to be finite on this rank, if the result is not.
         left: results of tensors without an output, by name.
         without_gradient: names for which no rank has a gradient.
     """
@@ -338,6 +356,7 @@ class BucketCall(SumCall):
         skip = bucket.settings.skip_nonfinite
         super().__init__(plan, contribution, label, within=within, commits=not skip, submitted=True)
         self.finite, self.largest = True, 0.0
+        self.nonfinite_here: set[str] = set()
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
         self._absent = frozenset(bucket.absent())
@@ -400,6 +419,8 @@ class BucketCall(SumCall):
             values = result.dense if isinstance(result, DenseSum) else result.values
             self.largest = backend.largest(backend.as_tensor(values, values.shape))
             self.finite = math.isfinite(self.largest)
+            if not self.finite:
+                self.nonfinite_here = self._bucket.nonfinite_names(self.contribution.taken)
         if self._skip:
             self._result = result
         else:
@@ -562,8 +583,13 @@ class OpenStep:
                 if not finite and not skips:
                     bucket.drop_nonfinite()
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
-        step = Step(self.number, self.density, usable, left, without, nonfinite=not finite and not skips)
-        return error, step
+        cause = ""
+        if not finite:
+            here = {name for _, call in self._calls for name in call.nonfinite_here}
+            cause = cause_of(self._transport.rank, next((name for name in self._specs if name in here), None))
+        elif not usable:
+            cause = f"rank {self._transport.rank}: it would make a parameter or the optimizer's state infinite"
+        return error, Step(self.number, self.density, usable, left, without, not finite and not skips, cause)
 
     def abandon(self) -> None:
         """End the step, and add the gradients of calls that were not made to the residuals."""

@@ -38,7 +38,7 @@ cdef class NotingHandler:
     """
 
     cdef int number
-    cdef object handler
+    cdef readonly object handler
     cdef sigaction_t before
 
     def __call__(self, number, frame):

@@ -20,20 +20,26 @@ from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, describe, text_of
-from sparsecomm.signals import Opened, deferred
+from sparsecomm.signals import Opened, deferred, interrupt_in
 from sparsecomm.states.values import checksum
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
 __all__ = [
-    "DAMAGED", "Interrupts", "Prepared", "Undo", "as_float", "check_equal", "compared_text", "load", "reading",
+    "DAMAGED", "InterruptedElsewhereError", "Interrupts", "Prepared", "Undo", "as_float", "check_equal",
+    "compared_text", "load", "reading",
 ]  # fmt: skip
 
 DAMAGED = "the checkpoint may be damaged: load an older one"
 Undo = list[Callable[[], object]]  # idempotent functions that undo the changes of `prepare`
 Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
 _MAX_ERROR = 1000  # characters of an error that are sent to other ranks
+_INTERRUPT = "interrupt"  # follows the name of an exception that a signal handler raised
+
+
+class InterruptedElsewhereError(InvalidInputError):
+    """A signal handler of another rank has raised, which says nothing about the state."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +93,19 @@ def load(
     undo: Undo = []
     prepared: Prepared | None = None
     own_error: BaseException | None = None
+    interrupt: BaseException | None = None
     pending: Interrupts = [] if interrupts is None else interrupts
     try:
         with Opened():  # allow Ctrl-C here: ``prepare`` reads files and runs user code
             prepared = prepare(undo)
         lines = ["", prepared.note, *(compared_text(prepared.common[key]) for key in keys)]
     except BaseException as raised:  # other ranks wait for this one
-        own_error = _name_rank(raised, rank, action)
-        text = text_of(own_error) if isinstance(own_error, Exception) else type(own_error).__name__
-        lines = [text[:_MAX_ERROR] or "no message"]
+        interrupt = interrupt_in(raised)
+        if interrupt is not None:
+            own_error, lines = interrupt, [type(interrupt).__name__, _INTERRUPT]
+        else:
+            own_error = _name_rank(raised, rank, action)
+            lines = [text_of(own_error)[:_MAX_ERROR] or "no message"]
     try:
         lines_by_rank, error = _gather_lines(transport, f"load {label} {[*keys]}", lines, pending)
     except BaseException as raised:
@@ -104,8 +114,8 @@ def load(
     if lines_by_rank:
         refusal = own_error or _compare(lines_by_rank, keys, rank, action)
         error = error or refusal
-    elif own_error is not None and not isinstance(own_error, Exception):  # Ctrl-C
-        error = own_error
+    elif interrupt is not None:
+        error = interrupt
     elif isinstance(error, CollectiveMismatchError):
         mismatch = CollectiveMismatchError(f"a rank does not {action}. {error}")
         mismatch.__cause__ = error
@@ -165,7 +175,7 @@ def _compare(lines_by_rank: list[list[str]], keys: Sequence[str], rank: int, act
     """
     for other, lines in enumerate(lines_by_rank):
         if lines[0]:
-            return InvalidInputError(
+            return (InterruptedElsewhereError if lines[1:] == [_INTERRUPT] else InvalidInputError)(
                 f"rank {rank}: rank {other} cannot {action}, so all ranks raise. Its error: {lines[0]}"
             )
     for i, key in enumerate(keys, 2):
@@ -223,10 +233,8 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: b
             return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 
-def _name_rank(error: BaseException, rank: int, action: str) -> BaseException:
-    """Return an exception of this rank as an `InvalidInputError` that names the rank; an interrupt stays as it is."""
-    if not isinstance(error, Exception):
-        return error
+def _name_rank(error: BaseException, rank: int, action: str) -> InvalidInputError:
+    """Return an exception of this rank as an `InvalidInputError` that names the rank."""
     text = text_of(error)
     if not isinstance(error, InvalidInputError):
         text = f"trying to {action} raised {describe(error)}"

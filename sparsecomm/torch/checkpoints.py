@@ -19,6 +19,7 @@ from sparsecomm.checkpoints.checkpoints import Checkpoint, CheckpointFolder
 from sparsecomm.checkpoints.files import Folder, Format
 from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.signals import deferred, poll
 from sparsecomm.states.schema import is_state
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.optimizer_state import mapped
@@ -65,10 +66,15 @@ def load(
 
 
 class TorchFormat(Format):
-    """The format of ``torch.save`` (.pt), read with ``weights_only=True``, which runs no code."""
+    """The format of ``torch.save`` (.pt), read with ``weights_only=True``, which runs no code.
+
+    Reading and writing run within the gate for signals, because PyTorch's C++ code calls methods of Python files: an
+    exception there can abort the process.
+    """
 
     suffix = ".pt"
 
+    @deferred
     def dump(self, file: BinaryIO, value: dict[str, Any]) -> None:
         trial = io.BytesIO()
         try:  # test whether the types can be loaded again; the elements of tensors are left out
@@ -80,9 +86,13 @@ class TorchFormat(Format):
                 f"objects: {unknown[1] if unknown else error} cannot be loaded again; expected tensors, numbers, "
                 "strings, and lists and dictionaries of them, or types given to torch.serialization.add_safe_globals"
             ) from error
+        written = _PolledFile(file)
         with _checksums():
-            torch.save(value, file)
+            torch.save(value, written)  # type: ignore[arg-type] # it calls no other methods
+        if written.error is not None:
+            raise written.error
 
+    @deferred
     def parse(self, file: BinaryIO, path: Path, *, arrays: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # files are never overwritten
 
@@ -92,6 +102,29 @@ class TorchFormat(Format):
 
     def for_world(self, states: list[Any], rank: int, size: int) -> Any:
         return super().for_world([mapped(state, torch.Tensor, _refuse_sharded) for state in states], rank, size)
+
+
+class _PolledFile:
+    """A file for ``torch.save`` that raises nothing: it stores the first exception, and drops all later data.
+
+    Handlers of signals run before each write.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: BaseException | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            if self.error is None:
+                poll()
+                self._file.write(data)
+        except BaseException as error:
+            self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing; the owner of the file flushes it."""
 
 
 def _drop_elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,9 +197,10 @@ class Stateful:
         keys = {source: key for key in state if (source := self._parse_key(key)) is not None}
         own = (transport.rank, transport.size)
         size = transport.size if own in keys else max(size for _, size in keys)
+        missing = next((rank for rank in range(size) if own not in keys and (rank, size) not in keys), None)
+        if missing is not None:
+            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing} of {size}")
         sources = [own] if own in keys else [(rank, size) for rank in range(size)]
-        if missing := [source for source in sources if source not in keys]:
-            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0][0]} of {size}")
         data = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
         states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
         self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))

@@ -241,9 +241,9 @@ class GradientExchange(TrainedParameters):
         if done.nonfinite and not self._warned:
             self._warned = True
             warnings.warn(
-                f"gradients of step {done.number} were not finite on some rank; such entries were dropped from the "
-                "residuals. If you use a torch.amp.GradScaler, pass it as scaler=: residuals then follow the loss "
-                "scale, and no gradient of a skipped step is lost",
+                f"step {done.number}: {done.cause}. Entries that are not finite were dropped from the residuals. If "
+                "you use a torch.amp.GradScaler, pass it as scaler=: residuals then follow the loss scale, and no "
+                "gradient of a skipped step is lost",
                 stacklevel=2,
             )
         return done

@@ -176,6 +176,7 @@ class Transport(ABC):
         counters: traffic of this rank.
         node_of_rank: node number of each rank. Nodes are numbered from 0 in the order of their first ranks.
         num_nodes: number of nodes.
+        timeout: maximum seconds of a wait, in the latest call.
         skipped: name of the error that kept this rank from beginning a call. It may be one call behind the other ranks.
             Empty if there was none since its last successful call.
         library: name and version of the library that moves the bytes.
@@ -192,6 +193,7 @@ class Transport(ABC):
     counters: TrafficCounters
     node_of_rank: Sequence[int]
     num_nodes: int
+    timeout: float
     library: str
     device_memory = False
     simulated = False
@@ -321,7 +323,7 @@ class Transport(ABC):
             expected: the expected maximum size in bytes. It saves copying a long message; longer messages work, too.
 
         Raises:
-            TimeoutError: nothing arrived for `sparsecomm.config.timeout` seconds.
+            TimeoutError: nothing arrived for `timeout` seconds.
             RankFailedError: the rank is dead, according to MPI or to a broken connection.
             TransportError: a rank left the call with an error, or the underlying library failed.
             CollectiveMismatchError: a rank found that the calls do not match.
@@ -364,7 +366,7 @@ class Transport(ABC):
             root: a rank.
 
         Raises:
-            TimeoutError: no data arrived for `sparsecomm.config.timeout` seconds. ``data`` may still be overwritten.
+            TimeoutError: no data arrived for `timeout` seconds. ``data`` may still be overwritten.
             RankFailedError, TransportError: a rank died, or the underlying library failed.
         """
         if self.rank == root:

@@ -70,7 +70,11 @@ _CONTENTS_TIME = 3.0  # seconds to wait for the contents of another rank
 _SKIPPED_WAIT = 0.1  # seconds for which a rank that skipped a call waits in the next one for reports of other ranks
 _GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
 _HOW_TO_REALIGN = "Call sparsecomm.realign(comm) on all ranks, then make the same call on all ranks."
-_IF_SLOW = "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds)."
+_IF_SLOW = {
+    "communicator": "If it is only slow, increase SPARSECOMM_TIMEOUT (seconds).",
+    "process group": "If it is only slow, increase the timeout= of the process group, which SPARSECOMM_TIMEOUT "
+    "(seconds) overrides.",
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +122,7 @@ class FailureDetector(Transport):
     All transports inherit call numbers, the checks that end a wait, `realign` and `close` from it.
     """
 
-    timeout: float  # maximum seconds of a wait in the current call
+    _ranks_are = "communicator"  # or "process group": what connects the ranks
 
     def __init__(self, node_of_rank: Sequence[int], num_nodes: int = 0) -> None:
         """Start outside of a call. ``num_nodes``: number of nodes; 0: count them."""
@@ -139,6 +143,7 @@ class FailureDetector(Transport):
         self._peer_ahead: tuple[int, int, float] = 0, 0, 0.0  # this call, the peer that is ahead, when this was noticed
         self._round = 0  # the latest round of `realign` in which this rank took part
         self._rounds: dict[int, tuple[int, int]] = {}  # rank -> its latest round of `realign`, and its last call
+        self._read_timeout()
 
     # -- for each transport to implement ------------------------------------------------------------------------------
 
@@ -399,7 +404,7 @@ class FailureDetector(Transport):
         return TimeoutError(
             f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in call {self.number}{state}. "
             f"Rank {peer} may be dead or stuck, or it does not make this call: make the same calls in the same order "
-            f"on all ranks. {_IF_SLOW}"
+            f"on all ranks. {_IF_SLOW[self._ranks_are]}"
         )
 
     def _pause(self, seconds: float) -> None:
@@ -422,7 +427,7 @@ class FailureDetector(Transport):
             if self.clock() >= deadline:
                 raise TimeoutError(
                     f"rank {self.rank} waited {self.timeout:g} s in sparsecomm.realign() for {format_ranks(missing)}. "
-                    f"Call it on all ranks. {_IF_SLOW}"
+                    f"Call it on all ranks. {_IF_SLOW[self._ranks_are]}"
                 )
             self._pause(0.05)
             self._check_unreadable()
@@ -458,13 +463,13 @@ def unreadable_error(rank: int, source: int, description: str) -> TransportError
 
 
 def missing_ranks_error(rank: int, seconds: float, group: str, missing: str) -> TimeoutError:
-    """Return the error for ranks that do not make the first call on a ``group``.
+    """Return the error for ranks that do not make the first call on a ``group``: "communicator" or "process group".
 
     ``missing``: the ranks and a verb for the text "... not called", such as "rank 3 has".
     """
     return TimeoutError(
         f"rank {rank} waited {seconds:g} s for the first call on this {group}, which all its ranks must make: "
-        f"{missing} not called. {_IF_SLOW}"
+        f"{missing} not called. {_IF_SLOW[group]}"
     )
 
 

@@ -338,7 +338,7 @@ def test_a_checkpoint_exists_after_an_interrupt_anywhere(
             with interrupted(step):
                 try:
                     sc.save(tmp_path, step + 1, {"x": step + 1}, comm=transport)
-                except (InterruptError, sc.InvalidInputError):  # of an interrupt while the rank prepared
+                except InterruptError:
                     raised = True
             loaded = sc.load(tmp_path, {"x": None}, comm=transport)
             last = loaded.step if loaded else 0

@@ -113,6 +113,33 @@ def test_all_ranks_raise_if_no_checkpoint_can_be_loaded(
     assert lost != "all damaged" or saved[1].name in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("planted", "refused"),
+    [
+        ("step999999999999999999-rank0-of2-run999999999999999999", False),  # is ignored
+        ("step9-rank0-of2-run999999999999999", True),
+        ("step9-rank0-of2-run999999999999998", False),
+        ("step999999999999999999-rank0-of999999999", False),  # a set of all its ranks would fill the memory
+        ("step1-rank0-of2-run0000000000000009", False),
+        ("step1-rank0-of2-run\u0669", False),  # an Arabic nine
+    ],
+)
+def test_numbers_in_names_of_planted_files_do_not_hide_checkpoints(
+    planted: str, refused: bool, module: Any, tmp_path: Path
+) -> None:
+    save(module, tmp_path, 1)
+    (tmp_path / f"{planted}{suffix(module)}").touch()
+    if refused:
+        for error in errors(2, lambda transport: module.save(tmp_path, 2, {"x": 2}, comm=transport)):
+            assert isinstance(error, sc.InvalidInputError)
+            assert re.search(r"a file of step 9 .* largest run number, 9{15}, .*; remove that file", str(error))
+        assert load(module, tmp_path) == [1, 1]
+        return
+    for step in (3, 4, 5):
+        save(module, tmp_path, step)
+        assert load(module, tmp_path) == [step, step]
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_checkpoint_exists_once_one_rank_has_renamed_its_file(
     own: bool, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

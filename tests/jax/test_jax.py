@@ -252,7 +252,7 @@ SPARSIFY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", SPARSIFY)
-def test_sparsify_skips_steps_that_are_not_finite(way: str) -> None:
+def test_sparsify_skips_steps_that_are_not_finite(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """A NaN is applied by nobody, and stays nowhere."""
     optax = pytest.importorskip("optax", reason="optax is not installed")
     pytest.importorskip("greenlet")
@@ -288,6 +288,10 @@ def test_sparsify_skips_steps_that_are_not_finite(way: str) -> None:
         assert same(params, results[0][0])
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, residuals)))
         assert any(leaf.any() for leaf in jax.tree.leaves(residuals)) == (way != "dense")
+    wheres = ["a gradient of another rank", "a gradient of another rank", "the gradient of ['w'] on this rank"]
+    assert [text.partition(" is not")[0] for text in sorted(caplog.messages)] == [
+        f"rank {rank}: {where}" for rank, where in enumerate(wheres)
+    ]
 
 
 def test_sparsify_says_that_optax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

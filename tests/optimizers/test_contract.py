@@ -91,7 +91,9 @@ def test_at_density_1_it_is_adamw(make: Any, P: int, rule: dict[str, Any]) -> No
 @pytest.mark.parametrize("P", [1, 3])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e20, 3e38])
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(make: Any, P: int, bad: float, when: int) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
+    make: Any, P: int, bad: float, when: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The other ranks' gradients stay in their residuals."""
     P = ranks_of(make, P)
 
@@ -116,6 +118,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(make: Any, P:
         return optimizer
 
     check_equal(run(P, program))
+    if make is not OfJax:
+        where = "a gradient of another rank is not finite"
+        for rank in range(P - 1):
+            assert f"step {when}: rank {rank}: {where}" in caplog.text
+        assert f"rank {P - 1}: the gradient of matrix on this rank is not finite; no rank" in caplog.text
 
 
 @every_adapter

@@ -231,7 +231,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_used_by_none(P: int, scope: st
                     mine[poisoned].reshape(-1)[3] = bad
                     given_[poisoned][...] = 0
                 before = residuals(reducer)
-                usable = reducer.reduce(mine).usable
+                usable, cause = (done := reducer.reduce(mine)).usable, done.cause
+                where = f"the gradient of {poisoned} on this" if transport.rank == P - 1 else "a gradient of another"
+                expected = "" if usable else f"rank {transport.rank}: {where} rank is not finite"
+                assert cause[: len(expected) or None] == expected
                 steps.append((usable, before, given_, mine, residuals(reducer)))
             assert reducer.counters.skipped == 2
             return steps

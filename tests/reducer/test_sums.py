@@ -317,6 +317,8 @@ def test_what_is_not_finite_does_not_come_back(algorithm: Any, momentum: float) 
             done = reducer.reduce({"x": x})
             assert done.usable
             found.append(done.nonfinite)
+            where = "the gradient of x on this rank" if bad else "a gradient of another rank"
+            assert done.cause.startswith(f"rank {transport.rank}: {where} is not finite" if step == 1 else "")
             assert np.isfinite(x).all() == (step != 1)
             assert step != 1 or np.isnan(x[0])
             kept = reducer.residual("x")

@@ -3,11 +3,21 @@
 In every second call a signal comes at a random time, and its handler raises. Then the ranks realign, and make a call
 without signals, which must be right. After every call each rank's residual must be `residual + x`, or committed with
 the result in out; where the call had not begun, both are as they were. A wait as long as the timeout is a hang.
+
+``--over files``: signals come again and again while one rank saves and loads checkpoints, and their handler always
+raises. Only its exceptions may surface, and the newest checkpoint or the one before it is complete.
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -16,6 +26,7 @@ from numpy.typing import NDArray
 
 import sparsecomm as sc
 from sparsecomm.transport import simulated
+from tests.interrupts import InterruptError
 from tests.stress.harness import MAX_FAILURES, Attack, Ranks
 from tests.stress.one_call import ALGORITHMS, Alarm, Call, Interrupted, integers
 
@@ -26,13 +37,16 @@ class Signals(Attack):
     options = (
         ("calls", 100_000, "on each number of ranks"),
         ("ranks", (1, 2, 3), ""),
-        ("over", ("simulated", "mpi", "gloo"), ""),
+        ("over", ("simulated", "mpi", "gloo", "files"), "files: on one rank"),
     )
 
     def run(self) -> None:
         for over, P in product(self.given.over, self.given.ranks):
             self.given.over, self.given.ranks = [over], [P]
-            if over == "simulated":
+            if over == "files":
+                if P == 1:
+                    self._save_and_load()
+            elif over == "simulated":
                 self._simulate(P)
             else:
                 self.start_ranks(P, 300 + self.given.calls * SECONDS_PER_CALL, over)
@@ -85,6 +99,36 @@ class Signals(Attack):
             if len(self.report.failures) > MAX_FAILURES:
                 break
 
+    def _save_and_load(self) -> None:
+        os.environ["SPARSECOMM_ALONE"] = "1"
+        rng = np.random.default_rng(self.report.seed)
+        for name, error in product(("sparsecomm", "sparsecomm.torch"), (Interrupted, InterruptError)):
+            module, usual, newest = import_module(name), 1e-2, 0
+            with tempfile.TemporaryDirectory() as folder:
+                for step in range(self.given.calls // 4):
+                    reducer = sc.Reducer({"x": integers(0)}, 0.1)
+                    objects = {"step": step, "x": integers(step).tolist(), "reducer": reducer}
+                    saves, began = step % 2 == 0, time.perf_counter()
+                    act = partial(module.save, folder, step) if saves else partial(module.load, folder)
+                    times = rng.uniform(1e-4, (1.2 * usual, 0.3 * usual)) * (step > 0)  # no signals in the first save
+                    found, raised = storm(partial(act, objects), error, *times)
+                    usual = usual if raised else average(time.perf_counter() - began, usual)
+                    last = module.load(folder, objects)
+                    what = f"{name}, {'save' if saves else 'load'} {step}"
+                    if type(raised) not in (error, type(None)):
+                        self.fail(f"{what}: raised {raised!r}")
+                    if last.step not in (step, newest)[: 1 + (raised is not None or not saves)]:
+                        self.fail(f"{what}: of steps {newest} and {step} there is {last.step}; {raised!r}")
+                    if found is not None and found.step != newest:
+                        self.fail(f"{what}: step {newest} was there, and {found.step} was loaded")
+                    if [last.values["step"], last.values["x"]] != [last.step, integers(last.step).tolist()]:
+                        self.fail(f"{what}: wrong values of step {last.step}")
+                    newest = last.step
+                    self.counts[f"{name}: {'saves' if saves else 'loads'}{' that raised' if raised else ''}"] += 1
+                    self.progress(f"{step:,} of {self.given.calls // 4:,} saves and loads by {name}")
+                    if step % 20 == 0:
+                        gc.collect()
+
     def _new(self, number: int, rank: int, P: int, residual: NDArray[Any]) -> tuple[Call, bool]:
         x = integers(self.report.seed, number * P, rank, 20 * P)
         call = Call(ALGORITHMS[number // 2 % len(ALGORITHMS)], x, residual)
@@ -129,3 +173,21 @@ def not_begun(call: Call) -> bool:
 
 def average(seconds: float, usual: float) -> float:
     return usual + 0.05 * (min(seconds, 0.01) - usual)
+
+
+def storm(act: Callable[[], Any], error: type[BaseException], first: float, again: float) -> tuple[Any, Any]:
+    """Return what an action returns and what it raises while signals come, whose handler raises every time."""
+    found = raised = None
+
+    def handle(_: int, frame: Any) -> None:
+        if frame.f_code is not storm.__code__:
+            raise error
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, first, again)
+    try:
+        found = act()
+    except BaseException as caught:
+        raised = caught
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return found, raised

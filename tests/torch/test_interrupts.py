@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import io
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from mpi4py import MPI
 
 import sparsecomm as sc
 from sparsecomm.torch import DistributedOptimizer, SparseAdamW
+from sparsecomm.torch.checkpoints import TorchFormat
 from tests import interrupts
 from tests.interrupts import InterruptError, interrupted
 
@@ -165,3 +169,27 @@ def test_a_step_of_adamw_interrupted_anywhere_goes_on(which: int) -> None:
             assert (ours == theirs).all(), at
         at += 1
     assert at >= 2
+
+
+def test_an_interrupted_save_ends_with_the_exception_of_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's writer ends a file when it is destroyed; if it then calls a closed Python file, the process aborts."""
+    opener, written = torch.serialization._opener, []
+    monkeypatch.setattr(opener, "__enter__", lambda self: interrupt_second(self.file_like))
+
+    def interrupt_second(writer: Any) -> Any:
+        if isinstance(writer, torch._C.PyTorchFileWriter):
+            written.append(1)
+            if len(written) == 2:  # the first one tries whether all types can be loaded
+                signal.raise_signal(interrupts.SIGNAL)
+        return writer
+
+    class File(io.BytesIO):
+        def write(self, data: Any) -> int:
+            signal.raise_signal(interrupts.SIGNAL)
+            return super().write(data)
+
+    with interrupted(), File() as file, pytest.raises(InterruptError) as caught:
+        TorchFormat().dump(file, {"x": torch.zeros(9)})
+    assert len(written) == 2
+    del caught
+    gc.collect()

@@ -162,13 +162,14 @@ def a_gradient_scaler_that_was_not_passed() -> None:
         for step in range(4):
             way.optimizer.zero_grad()
             by_rank = gradients_by_rank(step, shapes=SHAPES)
+            whose = "the gradient of a on this rank" if RANK == ODD else "a gradient of another rank"
             if step == 1:
                 for gradient in by_rank[ODD].values():
                     gradient.fill_(torch.inf)
                 by_rank[ODD]["a"][0] = torch.nan
             loss = scaler.scale(way.run(by_rank[RANK]))
             if step == 1:
-                with pytest.warns(UserWarning, match=r"step 1 were not finite.*scaler="):
+                with pytest.warns(UserWarning, match=rf"step 1: rank {RANK}: {whose} is not finite.*scaler="):
                     loss.backward()
             else:
                 loss.backward()

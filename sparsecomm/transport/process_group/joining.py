@@ -25,7 +25,7 @@ from sparsecomm.transport import job
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.transport.process_group import _connections
 from sparsecomm.transport.process_group.rendezvous import rendezvous
-from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered
+from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered, timeout_of
 from sparsecomm.transport.scheduling import be_prompt
 
 __all__ = ["existing", "of", "own_address"]
@@ -72,7 +72,7 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
 
     Raises:
         InvalidInputError: this process is not a member of the group, or the group was destroyed.
-        TimeoutError: a rank did not make the first call within ``SPARSECOMM_TIMEOUT`` seconds. Try again.
+        TimeoutError: a rank did not make the first call within the group's timeout. Try again.
         TransportError: the ranks could not be connected.
     """
     if isinstance(group, int):  # torch's value for processes outside of the group
@@ -86,7 +86,7 @@ def of(group: dist.ProcessGroup | int) -> ProcessGroupTransport:
             "the default process group of torch.distributed has one",
             "Let torch.distributed.init_process_group() read the world size from the environment.",
         )
-    timeout, own = config.timeout(), None
+    timeout, own = timeout_of(group), None
     while True:
         with _lock:
             joining = _joinings.get(group)

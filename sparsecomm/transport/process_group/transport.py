@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, RankFailedError, TransportError
 from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import job
@@ -24,7 +25,7 @@ from sparsecomm.transport.base import HOST, Bytes, MessageMemory, PeerTraffic, R
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.process_group import _connections
 
-__all__ = ["ProcessGroupTransport", "is_registered"]
+__all__ = ["ProcessGroupTransport", "is_registered", "timeout_of"]
 
 Connections = _connections.Connections
 DATA, GOODBYE, SENT = _connections.DATA, _connections.GOODBYE, _connections.SENT
@@ -43,6 +44,15 @@ def is_registered(group: dist.ProcessGroup) -> bool:
         return dist.get_rank(group) >= 0
     except (ValueError, RuntimeError):  # the group was destroyed, or torch.distributed is not initialized
         return False
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return ``SPARSECOMM_TIMEOUT`` if it is set, and otherwise the ``timeout`` of a process group, in seconds."""
+    try:  # there is no public function
+        found = max(group._get_backend(device).options._timeout for device in group._device_types)
+    except (AttributeError, RuntimeError, ValueError):  # a backend without options
+        found = dist.constants.default_pg_timeout
+    return config.timeout(found.total_seconds())
 
 
 class _Request(Request):
@@ -65,12 +75,13 @@ class ProcessGroupTransport(FailureDetector):
 
     threaded = True
     library = "TCP"
+    _ranks_are = "process group"
 
     def __init__(self, group: dist.ProcessGroup, connections: Connections, node_of_rank: Sequence[int]) -> None:
         """Use ``connections`` to all other ranks, and close them at the end."""
+        self._group = weakref.ref(group)
         super().__init__(node_of_rank)
         self.rank, self.size = group.rank(), group.size()
-        self._group = weakref.ref(group)
         self._process = os.getpid()
         self._open = True
         self._lost: dict[int, TransportError] = {}  # rank -> the error to raise, because its connection is lost
@@ -96,6 +107,10 @@ class ProcessGroupTransport(FailureDetector):
             )
         if not self._is_usable():
             raise InvalidInputError("this transport is closed: its process group was destroyed")
+
+    def _read_timeout(self) -> None:
+        if (group := self._group()) is not None:
+            self.timeout = timeout_of(group)
 
     def _prepare_call(self) -> None:
         if self._messages:

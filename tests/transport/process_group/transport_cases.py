@@ -10,7 +10,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import sparsecomm as sc
 from sparsecomm.transport import control as sc_control
 from sparsecomm.transport import transport_of
 from sparsecomm.transport.process_group import joining
+from sparsecomm.transport.process_group.transport import timeout_of
 from tests.transport import conformance
 from tests.transport.conformance import CASES, ODD, call, noise, ring, setting, soon
 from tests.waiting import SOON, until, until_awaited
@@ -159,6 +162,36 @@ def a_peer_that_sends_what_is_no_message() -> None:
             with soon(), named, call(transport):
                 transport.receive(ODD)
         dist.barrier()
+
+
+def the_timeout_is_that_of_the_group() -> None:
+    """At the first call and at later ones, also after it was changed; ``SPARSECOMM_TIMEOUT`` overrides it."""
+
+    def alone(act: Callable[[], Any], seconds: float) -> None:
+        if RANK == 0:
+            why = rf"waited {seconds} s for .*increase the timeout= of the process group, which SPARSECOMM_TIMEOUT"
+            with soon(), pytest.raises(sc.TimeoutError, match=why):
+                act()
+        dist.barrier()
+
+    def wait() -> None:
+        with call(transport_of(group)):
+            transport_of(group).receive(NEXT)
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))
+    assert timeout_of(group) == 77.0
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), group)
+    alone(lambda: transport_of(group), 0.3)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), group)
+    works(group)
+    assert transport_of(group).timeout == 77.0
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), group)
+    alone(wait, 0.2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), group)
+    with setting("SPARSECOMM_TIMEOUT", 0.1):
+        alone(wait, 0.1)
+    sc.realign(group)
+    works(group)
 
 
 def ranks_of_another_version() -> None:
@@ -328,6 +361,7 @@ CASES_OF_THIS = [
     what_a_transport_says_of_itself,
     links_are_measured_at_the_first_call,
     what_is_no_group,
+    the_timeout_is_that_of_the_group,
     ranks_of_another_version,
     an_address_that_leads_nowhere,
     many_groups,
