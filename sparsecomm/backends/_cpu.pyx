@@ -5,6 +5,7 @@ cimport cython
 from libc.string cimport memset
 from libcpp.vector cimport vector
 
+from contextvars import copy_context
 from functools import wraps
 
 import numpy as np
@@ -13,6 +14,7 @@ from sparsecomm import config
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
+from sparsecomm.tensors._dlpack import address
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport.base import HOST
 
@@ -216,14 +218,38 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
     return <Kind> <int> kind.code
 
 
-def default_float_mode(function):
-    """Decorate a function to run in the default float mode: round to nearest even, with denormals.
+class Errstate:
+    """NumPy 1's `numpy.errstate`, with the methods of the context variable that NumPy 2 uses."""
 
-    Programs may change the mode of their threads, and NumPy computes in the mode of the calling thread.
+    def set(self, value):
+        former = np.geterrobj()
+        np.seterrobj(value)
+        return former
+
+    def reset(self, former):
+        np.seterrobj(former)
+
+
+with np.errstate(all="ignore"):
+    if hasattr(np, "geterrobj"):
+        ERRSTATE, IGNORE = Errstate(), np.geterrobj()
+    else:
+        ((ERRSTATE, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
+
+
+def default_float_mode(function):
+    """Decorate a function to run in the default float mode: round to nearest even, with denormals, without errors.
+
+    NumPy computes in the float mode of the calling thread, and warns or raises by its `numpy.errstate`. Programs may
+    change both. A function that calls the user's code must not be decorated.
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):
-        return call_in_default_mode(function, args, kwargs)
+        former = ERRSTATE.set(IGNORE)
+        try:
+            return call_in_default_mode(function, args, kwargs)
+        finally:
+            ERRSTATE.reset(former)
     return in_default_mode
 
 
@@ -270,7 +296,9 @@ class CpuBackend(Backend):
     def memory_of(self, tensor):
         return interop.as_numpy(tensor)
 
-    def as_tensor(self, array, shape):
+    def as_tensor(self, array, shape, dtype=None):
+        if dtype is not None:
+            return Tensor(address(array), len(array), shape, dtype, interop.CPU, False, array)
         return interop.tensor(array.reshape(shape), "array", writable=True)
 
     def zeros(self, count, dtype):

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
 from sparsecomm.backends.adamw import Moments, adamw_step, unit
+from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
@@ -96,8 +97,11 @@ class Backend:
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         """Return an array of ``count`` zeros."""
 
-    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        """Return a flat float32 or float64 array as a writable tensor of ``shape``. Shares memory."""
+    def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
+        """Return a flat array as a writable tensor of ``shape``. Shares memory.
+
+        ``dtype``: of a 16-bit array; float32 and float64 arrays do not need it.
+        """
 
     def memory_of(self, tensor: Tensor) -> Array:
         """Return the elements of a tensor of this device as a flat array, bfloat16 as uint16. Shares memory."""
@@ -199,6 +203,12 @@ class Backend:
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its dtype."""
+
+    def rounded(self, entries: SparseVector, dtype: DType) -> SparseVector:
+        """Return the sum that `densify` writes to a tensor of a 16-bit dtype."""
+        narrow = self.as_tensor(self.zeros(entries.size, dtype.view), entries.shape, dtype)
+        self.densify(narrow, entries)
+        return self.nonzeros(self.accumulate(narrow, None), entries.shape)
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] = 0, without finding the entries of a `DenseSum`."""
