@@ -237,11 +237,18 @@ with np.errstate(all="ignore"):
         ((ERRSTATE, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
 
 
-def default_float_mode(function):
-    """Decorate a function to run in the default float mode: round to nearest even, with denormals, without errors.
+def float_mode_only(function):
+    """As `default_float_mode`, but NumPy warns or raises as the program has set it: for functions that call user code."""
+    @wraps(function)
+    def in_default_mode(*args, **kwargs):
+        return call_in_default_mode(function, args, kwargs)
+    return in_default_mode
 
-    NumPy computes in the float mode of the calling thread, and warns or raises by its `numpy.errstate`. Programs may
-    change both. A function that calls the user's code must not be decorated.
+
+def default_float_mode(function):
+    """Decorate a function to run in the default float mode: round to nearest even, with denormals. NumPy never raises.
+
+    NumPy computes in the mode of the calling thread, and warns or raises as `numpy.seterr` says. Programs change both.
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):
@@ -434,6 +441,7 @@ class CpuBackend(Backend):
         return total
 
     mixed = default_float_mode(Backend.mixed)
+    adamw_overflows = default_float_mode(Backend.adamw_overflows)
 
     def mix_into(self, Tensor x not None, cnp.ndarray values not None, double weight):
         c_mix(dense(x), weight, checked(values, width(x), "values", x.size), self.threads)

@@ -68,6 +68,8 @@ class Backend:
     dtype or, for a 16-bit x, also float32. It is updated in place. Vectors passed to one method have the same size and
     value dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's) if memory runs out.
 
+    A backend wraps inherited methods that compute in `default_float_mode`, unless all callers are wrapped.
+
     A backend has one owner and serves one thread at a time: see `sparsecomm.backends.Backends`.
     """
 
@@ -183,7 +185,7 @@ class Backend:
         return True
 
     def scale(self, dense: Tensor, factor: float) -> None:
-        """Set dense = factor * dense, rounded once. A backend wraps this method in `default_float_mode`."""
+        """Set dense = factor * dense, rounded once."""
         if dense.dtype.itemsize > 2:
             memory = self.memory_of(dense)
             memory *= factor
@@ -278,9 +280,8 @@ class Backend:
         `adamw`, without the residual.
         """
         xp = library_of(moments.mean)
-        with np.errstate(over="ignore", invalid="ignore"):
-            index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
-            fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
+        index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
+        fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
         bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
         positions = xp.flatnonzero(bad)
         return positions if isinstance(entries, DenseSum) else entries.indices[positions]
