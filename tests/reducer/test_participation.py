@@ -179,7 +179,7 @@ def test_a_rank_without_a_gradient_gets_what_the_outputs_of_other_ranks_hold(
     if op == "mean_of_contributors" and algorithm != "auto" and sc.algorithms()[algorithm].cannot_count_contributors:
         pytest.skip("the library refuses it")
     out_dtype = data.DTYPES[dtype] if narrow or dtype == "float64" else np.float32
-    extremes = np.array([-1e-9, 1e-9, 6.5e4, -6.5e4, 3.38e38, -2.0**-133])
+    extremes = np.array([-1e-9, 1e-9, 6.5e4, -6.5e4, 3.38e38, -(2.0**-133)])
 
     def program(transport: simulated.SimulatedTransport) -> list[bytes]:
         mine = {}
