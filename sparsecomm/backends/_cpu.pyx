@@ -230,11 +230,13 @@ class Errstate:
         np.seterrobj(former)
 
 
+cdef object ERRSTATE, IGNORE
 with np.errstate(all="ignore"):
     if hasattr(np, "geterrobj"):
         ERRSTATE, IGNORE = Errstate(), np.geterrobj()
     else:
         ((ERRSTATE, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
+cdef object set_errstate = ERRSTATE.set, reset_errstate = ERRSTATE.reset
 
 
 def float_mode_only(function):
@@ -252,11 +254,11 @@ def default_float_mode(function):
     """
     @wraps(function)
     def in_default_mode(*args, **kwargs):
-        former = ERRSTATE.set(IGNORE)
+        former = set_errstate(IGNORE)
         try:
             return call_in_default_mode(function, args, kwargs)
         finally:
-            ERRSTATE.reset(former)
+            reset_errstate(former)
     return in_default_mode
 
 
