@@ -218,25 +218,14 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
     return <Kind> <int> kind.code
 
 
-class Errstate:
-    """NumPy 1's `numpy.errstate`, with the methods of the context variable that NumPy 2 uses."""
-
-    def set(self, value):
-        former = np.geterrobj()
-        np.seterrobj(value)
-        return former
-
-    def reset(self, former):
-        np.seterrobj(former)
-
-
-cdef object ERRSTATE, IGNORE
-with np.errstate(all="ignore"):
-    if hasattr(np, "geterrobj"):
-        ERRSTATE, IGNORE = Errstate(), np.geterrobj()
-    else:
-        ((ERRSTATE, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
-cdef object set_errstate = ERRSTATE.set, reset_errstate = ERRSTATE.reset
+# Set NumPy's errstate so that it ignores errors, and reset it. NumPy 2 keeps it in a context variable.
+cdef object IGNORE = None, set_errstate, reset_errstate
+if hasattr(np, "geterrobj"):
+    set_errstate, reset_errstate = lambda _: np.seterr(all="ignore"), lambda former: np.seterr(**former)
+else:
+    with np.errstate(all="ignore"):
+        ((variable, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
+    set_errstate, reset_errstate = variable.set, variable.reset
 
 
 def float_mode_only(function):
