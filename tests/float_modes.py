@@ -1,4 +1,4 @@
-"""Modes of the processor's arithmetic that a program, or a library of it, may have set in a thread."""
+"""Modes of the processor's arithmetic, and of NumPy's, that a program or a library may have set in a thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ _OFFSET, _BITS = {
     "x86_64": (4, {"flush": 0x8040, "upward": 0x4000}),
     "aarch64": (0, {"flush": 1 << 24, "upward": 1 << 22}),
 }.get(platform.machine(), (0, {}))
-MODES = ("flush", "upward")
+MODES = ("flush", "upward", "raise", "warn")  # the last two are NumPy's; pytest makes warnings errors
 
 
 @contextmanager
 def in_mode(name: str) -> Iterator[None]:
     """Set a mode of `MODES` in this thread. It must still be set at the end, as what is called must leave it alone."""
+    if name in ("raise", "warn"):
+        with np.errstate(all=name):
+            expected = np.geterr()
+            yield
+            assert np.geterr() == expected, "the caller's errstate was changed"
+        return
     try:
         libm = ctypes.CDLL("libm.so.6")
         get, set_ = libm.fegetmode, libm.fesetmode

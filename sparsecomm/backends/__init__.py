@@ -8,9 +8,10 @@ from sparsecomm.backends import _cpu
 from sparsecomm.backends.base import Backend, Timeline
 from sparsecomm.tensors.interop import Device
 
-__all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "of"]
+__all__ = ["AT_ONCE", "Backend", "Backends", "CpuBackend", "Timeline", "default_float_mode", "float_mode_only", "of"]
 
-AT_ONCE, CpuBackend, default_float_mode = _cpu.AT_ONCE, _cpu.CpuBackend, _cpu.default_float_mode
+AT_ONCE, CpuBackend = _cpu.AT_ONCE, _cpu.CpuBackend
+default_float_mode, float_mode_only = _cpu.default_float_mode, _cpu.float_mode_only
 
 
 class Backends:

@@ -5,6 +5,7 @@ cimport cython
 from libc.string cimport memset
 from libcpp.vector cimport vector
 
+from contextvars import copy_context
 from functools import wraps
 
 import numpy as np
@@ -13,6 +14,7 @@ from sparsecomm import config
 from sparsecomm.backends.base import Backend
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
+from sparsecomm.tensors._dlpack import address
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport.base import HOST
 
@@ -216,14 +218,36 @@ cdef Kind checked_kind(kind, cbool float64_values) except *:
     return <Kind> <int> kind.code
 
 
-def default_float_mode(function):
-    """Decorate a function to run in the default float mode: round to nearest even, with denormals.
+# Set NumPy's errstate so that it ignores errors, and reset it. NumPy 2 keeps it in a context variable.
+cdef object IGNORE = None, set_errstate, reset_errstate
+if hasattr(np, "geterrobj"):
+    set_errstate, reset_errstate = lambda _: np.seterr(all="ignore"), lambda former: np.seterr(**former)
+else:
+    with np.errstate(all="ignore"):
+        ((variable, IGNORE),) = (item for item in copy_context().items() if item[0].name == "numpy.ufunc.extobj")
+    set_errstate, reset_errstate = variable.set, variable.reset
 
-    Programs may change the mode of their threads, and NumPy computes in the mode of the calling thread.
-    """
+
+def float_mode_only(function):
+    """As `default_float_mode`, but NumPy warns or raises as the program has set it: for functions that call user code."""
     @wraps(function)
     def in_default_mode(*args, **kwargs):
         return call_in_default_mode(function, args, kwargs)
+    return in_default_mode
+
+
+def default_float_mode(function):
+    """Decorate a function to run in the default float mode: round to nearest even, with denormals. NumPy never raises.
+
+    NumPy computes in the mode of the calling thread, and warns or raises as `numpy.seterr` says. Programs change both.
+    """
+    @wraps(function)
+    def in_default_mode(*args, **kwargs):
+        former = set_errstate(IGNORE)
+        try:
+            return call_in_default_mode(function, args, kwargs)
+        finally:
+            reset_errstate(former)
     return in_default_mode
 
 
@@ -270,7 +294,9 @@ class CpuBackend(Backend):
     def memory_of(self, tensor):
         return interop.as_numpy(tensor)
 
-    def as_tensor(self, array, shape):
+    def as_tensor(self, array, shape, dtype=None):
+        if dtype is not None:
+            return Tensor(address(array), len(array), shape, dtype, interop.CPU, False, array)
         return interop.tensor(array.reshape(shape), "array", writable=True)
 
     def zeros(self, count, dtype):
@@ -406,6 +432,7 @@ class CpuBackend(Backend):
         return total
 
     mixed = default_float_mode(Backend.mixed)
+    adamw_overflows = default_float_mode(Backend.adamw_overflows)
 
     def mix_into(self, Tensor x not None, cnp.ndarray values not None, double weight):
         c_mix(dense(x), weight, checked(values, width(x), "values", x.size), self.threads)

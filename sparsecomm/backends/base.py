@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.backends import keys
 from sparsecomm.backends.adamw import Moments, adamw_step, unit
+from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Tensor, library_of
 from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
@@ -67,6 +68,8 @@ class Backend:
     dtype or, for a 16-bit x, also float32. It is updated in place. Vectors passed to one method have the same size and
     value dtype. Every method raises `MemoryError` (on a CUDA device, CuPy's) if memory runs out.
 
+    A backend wraps inherited methods that compute in `default_float_mode`, unless all callers are wrapped.
+
     A backend has one owner and serves one thread at a time: see `sparsecomm.backends.Backends`.
     """
 
@@ -96,8 +99,11 @@ class Backend:
     def zeros(self, count: int, dtype: DTypeLike) -> Array:
         """Return an array of ``count`` zeros."""
 
-    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
-        """Return a flat float32 or float64 array as a writable tensor of ``shape``. Shares memory."""
+    def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
+        """Return a flat array as a writable tensor of ``shape``. Shares memory.
+
+        ``dtype``: of a 16-bit array; float32 and float64 arrays do not need it.
+        """
 
     def memory_of(self, tensor: Tensor) -> Array:
         """Return the elements of a tensor of this device as a flat array, bfloat16 as uint16. Shares memory."""
@@ -179,7 +185,7 @@ class Backend:
         return True
 
     def scale(self, dense: Tensor, factor: float) -> None:
-        """Set dense = factor * dense, rounded once. A backend wraps this method in `default_float_mode`."""
+        """Set dense = factor * dense, rounded once."""
         if dense.dtype.itemsize > 2:
             memory = self.memory_of(dense)
             memory *= factor
@@ -199,6 +205,12 @@ class Backend:
 
     def densify(self, out: Tensor, entries: SparseVector) -> None:
         """Set out = 0, then out[indices] = values, rounded to nearest even to its dtype."""
+
+    def rounded(self, entries: SparseVector, dtype: DType) -> SparseVector:
+        """Return the sum that `densify` writes to a tensor of a 16-bit dtype."""
+        narrow = self.as_tensor(self.zeros(entries.size, dtype.view), entries.shape, dtype)
+        self.densify(narrow, entries)
+        return self.nonzeros(self.accumulate(narrow, None), entries.shape)
 
     def clear(self, dense: Tensor, entries: SparseVector) -> None:
         """Set dense[indices] = 0, without finding the entries of a `DenseSum`."""
@@ -268,9 +280,8 @@ class Backend:
         `adamw`, without the residual.
         """
         xp = library_of(moments.mean)
-        with np.errstate(over="ignore", invalid="ignore"):
-            index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
-            fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
+        index, before, (change, m, v, _) = self._adamw(weights, moments, entries, *numbers)
+        fits = abs(before[index] + change) < weights.dtype.rounds_to_infinity
         bad = ~(xp.isfinite(m) & xp.isfinite(v) & (fits | ~xp.isfinite(before[index])))
         positions = xp.flatnonzero(bad)
         return positions if isinstance(entries, DenseSum) else entries.indices[positions]

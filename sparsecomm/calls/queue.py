@@ -404,10 +404,12 @@ class CallQueue:
             self.use_measured(None)
             raise
         finally:
-            self._leave_refused()
+            if self._handles:
+                self._leave_refused()
             self._caller = 0
             self._calling.release()
-            self._run_postponed()
+            if self._postponed:
+                self._run_postponed()
 
     def submit(self, task: Task) -> Handle:
         """Submit a call, and return its handle."""

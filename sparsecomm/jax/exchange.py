@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sparsecomm.backends import default_float_mode
+from sparsecomm.backends import default_float_mode, float_mode_only
 from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
@@ -96,7 +96,7 @@ class TreeExchange:
         outputs = call_from_xla(host, leaves + residuals, jnp.asarray(step), *numbers, *leaves, *residuals)
         return outputs[:count], outputs[count:]
 
-    @default_float_mode  # XLA's threads flush denormals
+    @float_mode_only  # XLA's threads flush denormals
     def on_host(
         self, step: int | Array, leaves: Sequence[object], residuals: Sequence[object], label: Label
     ) -> tuple[list[Array], list[Array]]:
@@ -170,16 +170,17 @@ def _label(step: int, names: Iterable[str], numbers: Sequence[jax.Array | Array]
     return Label.of(("call", "a sum of JAX arrays"), ("step", step), *zip(names, rounded, strict=True))
 
 
+@default_float_mode
 def _split(bucket: LeafBucket, flat: _AnyArray, like: Sequence[_AnyArray], into: list[_AnyArray]) -> None:
     """Split ``flat`` into the leaves of a bucket, with shapes and types as in ``like``, and store them in ``into``."""
     begin = 0
     for i in bucket.leaves:
         part = flat[begin : begin + like[i].size].reshape(like[i].shape)
-        with np.errstate(over="ignore"):  # a sum too large for float16 is infinite, as in `out` of sparse_allreduce
-            into[i] = part.astype(like[i].dtype, copy=False)
+        into[i] = part.astype(like[i].dtype, copy=False)
         begin += like[i].size
 
 
+@default_float_mode
 def _concatenated(arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """Return a flat, aligned copy."""
     flat = _empty(sum(a.size for a in arrays), dtype)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsecomm.backends import Backends, default_float_mode
+from sparsecomm.backends import Backends, default_float_mode, float_mode_only
 from sparsecomm.backends.base import on_streams
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
@@ -186,19 +186,18 @@ class GlobalParameters:
         ``largest`` is an upper bound of magnitudes in ``mean``. Without ``outer``, the step subtracts the mean.
         """
         parameter, indices, limit = self._arrays[name], None, self._limits[name]
-        with np.errstate(over="ignore", invalid="ignore"):
-            if outer is not None:
-                after = outer.preview(name, parameter, self.dense(name, mean))
-            elif not isinstance(mean, DenseSum):
-                indices = mean.indices
-                parameter = parameter[indices]
-                after = parameter - mean.values
-            else:
-                bound = min(limit, float(np.finfo(parameter.dtype).max)) * (1 - 1e-6)  # sums are rounded
-                if not parameter.size or float(abs(parameter).max()) + largest < bound:
-                    return np.empty(0, np.int64)
-                after = parameter - mean.dense
-            bad = (~(abs(after) < limit) & (abs(parameter) < limit)).nonzero()[0]
+        if outer is not None:
+            after = outer.preview(name, parameter, self.dense(name, mean))
+        elif not isinstance(mean, DenseSum):
+            indices = mean.indices
+            parameter = parameter[indices]
+            after = parameter - mean.values
+        else:
+            bound = min(limit, float(np.finfo(parameter.dtype).max)) * (1 - 1e-6)  # sums are rounded
+            if not parameter.size or float(abs(parameter).max()) + largest < bound:
+                return np.empty(0, np.int64)
+            after = parameter - mean.dense
+        bad = (~(abs(after) < limit) & (abs(parameter) < limit)).nonzero()[0]
         return bad if indices is None else indices[bad]
 
     def dense(self, name: str, entries: SparseVector | None) -> Array:
@@ -244,8 +243,7 @@ def _rounded(values: Array, dtype: DType) -> Array:
     if dtype.itemsize > 2:
         return values
     if dtype is not BFLOAT16:
-        with np.errstate(over="ignore"):
-            return values.astype(dtype.view)
+        return values.astype(dtype.view)
     bits = values.view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
@@ -460,7 +458,7 @@ class FragmentExchange:
 
     # -- means are applied --------------------------------------------------------------------------------------------
 
-    @default_float_mode
+    @float_mode_only
     def apply(self, parameters: Mapping[str, object], rank: int) -> list[str]:
         """Apply an exchange that has ended. Return the names of the local parameters that were replaced.
 
@@ -490,6 +488,7 @@ class FragmentExchange:
                     shared.record_mixed(name, parameters[name])
         return names
 
+    @default_float_mode
     def _save_unsent(self, parameters: Mapping[str, object]) -> None:
         """Add this rank's training, which a late exchange does not contain, to the residuals."""
         shared = self._shared
@@ -500,8 +499,8 @@ class FragmentExchange:
                 trained = local.size > 0 and shared.trained(name, local)
                 if trained:
                     residual = self._reducer.residual(name).reshape(-1)
-                    with np.errstate(over="ignore", invalid="ignore"):  # the next exchange multiplies by the decay
-                        unsent = shared.difference(name, local) / residual.dtype.type(self._rules.decay)
+                    decay = residual.dtype.type(self._rules.decay)  # by which the next exchange multiplies
+                    unsent = shared.difference(name, local) / decay
                     if np.isfinite(unsent).all():
                         residual += unsent
                         shared.unsent.add(name)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sparsecomm.backends import default_float_mode
 from sparsecomm.checks import quote, to_bool, to_float
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.loading import Undo, as_float, reading
@@ -65,6 +66,7 @@ class NesterovSGD:
         self.nesterov = to_bool("nesterov", nesterov)
         self._velocities: dict[str, Array] = {}
 
+    @default_float_mode
     def step(self, name: str, parameter: Array, gradient: Array) -> None:
         """See `OuterOptimizer.step`. An interrupt leaves the step unmade or completely made."""
         change, velocity = self._change(name, gradient)

@@ -195,8 +195,7 @@ def updates_of(
 def _maxima(table: Array) -> tuple[float, float, float, float]:
     """Return the last fields of `Update`."""
     kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        kept, new = kept_mean / np.sqrt(kept_squares), new_mean / np.sqrt(new_squares)
+    kept, new = kept_mean / np.sqrt(kept_squares), new_mean / np.sqrt(new_squares)
     kept, new = np.where(kept_mean == 0, 0, kept), np.where(new_mean == 0, 0, new)
     return float(new_squares.max()), float(rate.max()), float(kept.max()), float(new.max())
 
@@ -410,6 +409,7 @@ class LazyAdamW:
 
         self._reducer.push_with(name, gradient, add)
 
+    @default_float_mode
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
         """Apply the sums of a reducer's step to weights in place. A step that is not usable changes no weights.
 
@@ -449,6 +449,7 @@ class LazyAdamW:
 
     # -- overflows ----------------------------------------------------------------------------------------------------
 
+    @default_float_mode
     def _accept(
         self,
         weights: Mapping[str, object],

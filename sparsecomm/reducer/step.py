@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -27,6 +27,7 @@ from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
 from sparsecomm.states.weights import FirstStep, checksum
+from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, DType
 from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
@@ -40,6 +41,7 @@ Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]
 # Returns whether a step is usable, given `Step.left` and the largest magnitude in all sums.
 Accept: TypeAlias = Callable[[Mapping[str, SparseVector], float], bool]
 
+_NARROW = FLOAT16, BFLOAT16
 _ABSENCE = 1 << 19  # round number of the exchange of absent gradients, above those of algorithms
 
 
@@ -52,6 +54,8 @@ class Step:
         usable: if False, apply nothing: a gradient was not finite on some rank (with ``skip_nonfinite``), or the step
             would make a sum, a parameter or the optimizer's state infinite.
         left: sums that had no ``out``, by name. This rank had no gradient for these tensors, but another rank had one.
+            If another rank's ``out`` has 16-bit elements, the sum is rounded to its dtype, so that ``to_dense()``
+            returns the numbers of that ``out``.
         without_gradient: names of tensors for which no rank had a gradient, the same on all ranks. Do not change
             their parameters or the optimizer's state.
         nonfinite: whether a sparse sum contains NaN or infinity (without ``skip_nonfinite``), the same on all ranks.
@@ -269,11 +273,12 @@ class Bucket:
             backend.clear(velocity, result)
 
     def write(
-        self, backend: Backend, result: SparseVector, without_gradient: Collection[str]
+        self, backend: Backend, result: SparseVector, without_gradient: Collection[str], narrow: Mapping[str, DType]
     ) -> dict[str, SparseVector]:
         """Write the result to `outs`, and return the results of tensors without an output by name.
 
-        Tensors ``without_gradient`` have no gradient on any rank, and are skipped.
+        Tensors ``without_gradient`` have no gradient on any rank, and are skipped. ``narrow``: the dtypes of other
+        ranks' 16-bit outputs, to which results without an output here are rounded.
         """
         left = {}
         parts = [result] if len(self.tensors) == 1 else backend.split_at_indices(result, self._offsets)
@@ -284,7 +289,7 @@ class Bucket:
                 backend.densify(self.outs[spec.name], part)
             else:
                 part.shape = spec.shape
-                left[spec.name] = part
+                left[spec.name] = backend.rounded(part, narrow[spec.name]) if spec.name in narrow else part
         return left
 
     @default_float_mode
@@ -333,7 +338,8 @@ class BucketCall(SumCall):
     """The call that sums a bucket.
 
     A rank without a gradient for a tensor contributes zeros and marks its messages as incomplete. All ranks see the
-    mark when the algorithm returns. They then exchange which gradients are absent, in one more trip.
+    mark when the algorithm returns. They then exchange which gradients are absent, and which outputs have 16-bit
+    elements, in one more trip.
 
     Attributes:
         names: names of the bucket's tensors.
@@ -360,6 +366,7 @@ class BucketCall(SumCall):
         self.left: dict[str, SparseVector] = {}
         self.without_gradient: frozenset[str] = frozenset()
         self._absent = frozenset(bucket.absent())
+        self._narrow = {name: out.dtype for name, out in bucket.outs.items() if out.dtype in _NARROW}  # later, of all
         self.names = [spec.name for spec in bucket.tensors]
         self._bucket, self._counters, self._skip = bucket, counters, skip
         self._write_seconds = 0.0
@@ -386,17 +393,22 @@ class BucketCall(SumCall):
     def _exchange(self) -> SparseVector:
         result = super()._exchange()
         if self.plan.comm.incomplete:
-            self.without_gradient = self._gather_absent()
+            self._gather_absent()
         return result
 
-    def _gather_absent(self) -> frozenset[str]:
-        """Return the names for which no rank has a gradient. Collective."""
-        bits = [name in self._absent for name in self.names]
+    def _gather_absent(self) -> None:
+        """Find the names for which no rank has a gradient, and the dtypes of 16-bit outputs. Collective."""
+        count, bits = len(self.names), [name in self._absent for name in self.names]
+        for dtype in _NARROW:
+            bits += [self._narrow.get(name) is not dtype for name in self.names]
         words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
         common = [-1] * len(words)
         for theirs in gather_words(self.plan.comm, words, _ABSENCE):
             common = [a & b for a, b in zip(common, theirs, strict=True)]
-        return frozenset(name for i, name in enumerate(self.names) if common[i // 64] >> i % 64 & 1)
+        on_all = [common[i // 64] >> i % 64 & 1 for i in range(len(bits))]
+        self.without_gradient = frozenset(compress(self.names, on_all))
+        for i, dtype in enumerate(_NARROW, 1):
+            self._narrow |= {name: dtype for j, name in enumerate(self.names, i * count) if not on_all[j]}
 
     def settle(self, *, usable: bool) -> None:
         """With ``skip_nonfinite``, update the residual. ``usable``: the result is applied, on all ranks."""
@@ -428,7 +440,7 @@ class BucketCall(SumCall):
         taken = self.contribution.num_taken
         self._counters.selected += bucket.size if taken is None else taken
         self._counters.applied += result.size if isinstance(result, DenseSum) else result.nnz
-        self.left = bucket.write(backend, result, self.without_gradient)
+        self.left = bucket.write(backend, result, self.without_gradient, self._narrow)
         self._write_seconds = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:

@@ -27,8 +27,11 @@ cdef dict noted = {}  # the handlers of signals that have arrived since, by sign
 cdef long long openings = 0  # number of times that the handlers of noted signals had a chance to run
 
 
+cdef unsigned long main_thread = threading.main_thread().ident
+
+
 cdef bint in_main_thread():
-    return PyThread_get_thread_ident() == <unsigned long>threading.main_thread().ident
+    return PyThread_get_thread_ident() == main_thread
 
 
 cdef class NotingHandler:
@@ -160,6 +163,8 @@ cdef int leave() except -1:
 
 def open_in_child():
     """Open the gate in a process that was forked within it: it handles its own signals."""
+    global main_thread
+    main_thread = threading.main_thread().ident
     noted.clear()
     open_gate()
 

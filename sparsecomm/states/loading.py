@@ -229,7 +229,7 @@ def as_float(value: Any, key: str, shape: tuple[int, ...], dtype: DType, copy: b
             raise InvalidInputError(f"state: {key} has elements of type {array.dtype}; expected floats; {DAMAGED}")
         if array.shape != shape:
             raise InvalidInputError(f"state: {key} has shape {array.shape}; expected {shape}")
-        with np.errstate(over="raise"):
+        with np.errstate(all="ignore", over="raise"):
             return array.astype(dtype.accumulator, order="C", copy=copy).reshape(-1)
 
 

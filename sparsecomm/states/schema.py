@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
+from sparsecomm.backends import default_float_mode
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, reading
@@ -254,6 +255,7 @@ _HEADER = {
 }
 
 
+@default_float_mode
 def _sums(by_rank: list[dict[str, Any]], rank: int, size: int) -> dict[str, Array]:
     """Return the sums of the arrays of the old ranks ``rank``, ``rank + size``, and so on, by name."""
     arrays = [{name: np.asarray(array) for name, array in own.items()} for own in by_rank]

@@ -45,7 +45,7 @@ __all__ = [
 _find_variable = os.environ._data.get  # type: ignore[attr-defined]
 _NAMES = "SPARSECOMM_TIMEOUT", "SPARSECOMM_THREADS", "SPARSECOMM_SIMD", "SPARSECOMM_PROFILE", "XDG_CACHE_HOME"
 _READ_IN_CALLS = tuple(name.encode() for name in _NAMES)
-_settings: tuple[object, ...] = ()
+_settings: list[object] = []
 MAX_CALL_BYTES = 256  # maximum size of the call description passed to `Transport.begin`
 MAX_CONTENTS_BYTES = 200_000  # maximum size of the contents passed to `Transport.exchange_contents`
 
@@ -202,10 +202,10 @@ class Transport(ABC):
     queue: Any = None  # the layer above defines its type
 
     @staticmethod
-    def settings() -> tuple[object, ...]:
-        """Return the values of the environment variables that calls read: the same tuple object until one changes."""
+    def settings() -> list[object]:
+        """Return the values of the environment variables that calls read: the same object until one changes."""
         global _settings
-        before, found = _settings, tuple([_find_variable(name) for name in _READ_IN_CALLS])
+        before, found = _settings, [*map(_find_variable, _READ_IN_CALLS)]
         if found != before:
             _settings = found
             return found

@@ -187,11 +187,13 @@ class FailureDetector(Transport):
 
     def _prepare_call(self) -> None:
         """Raise if other ranks have already left this call. Subclasses first discard messages of earlier calls."""
-        self._check_leavers()
-        deadline = self.clock() + _SKIPPED_WAIT if self.skipped else 0.0
-        while self.skipped and (remaining := deadline - self.clock()) > 0:
-            self._pause(remaining)
+        if self._control or self._unreadable or self._rounds:
             self._check_leavers()
+        if self.skipped:
+            deadline = self.clock() + _SKIPPED_WAIT
+            while (remaining := deadline - self.clock()) > 0:
+                self._pause(remaining)
+                self._check_leavers()
 
     def _read_timeout(self) -> None:
         if (settings := self.settings()) is not self._settings:
@@ -288,11 +290,10 @@ class FailureDetector(Transport):
 
     def _drop_old_control(self) -> None:
         """Drop control messages about earlier calls, and abandon those calls that other ranks have left."""
-        if self._control:
-            for message in self._control:
-                if message.number < self.number and message.kind != WAITING:
-                    self._abandon(message.number)
-            self._control = [m for m in self._control if m.number >= self.number or m.kind == OUT_OF_STEP]
+        for message in self._control:
+            if message.number < self.number and message.kind != WAITING:
+                self._abandon(message.number)
+        self._control = [m for m in self._control if m.number >= self.number or m.kind == OUT_OF_STEP]
 
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         deadline, sent, lost = self.clock() + min(self.timeout, _CONTENTS_TIME), set[int](), False

@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from mpi4py import MPI
 
@@ -130,7 +129,8 @@ class MpiTransport(_mpi.Endpoint, FailureDetector):
             token, number, kind = _CONTROL.unpack_from(message)
             if token == self._token:
                 self._add_control(ControlMessage(rank, number, kind, message[_CONTROL.size :]))
-        self._drop_old_control()
+        if self._control:
+            self._drop_old_control()
 
     def peers(self) -> list[PeerTraffic]:
         return [PeerTraffic(rank, *self.traffic(rank)) for rank in range(self.size) if rank != self.rank]
@@ -291,8 +291,10 @@ def existing(comm: MPI.Intracomm | None) -> MpiTransport | None:
     """Return the transport of a communicator (``None``: COMM_WORLD), or ``None`` if it has none yet. See `usable`."""
     setup: object = None
     if _key != MPI.KEYVAL_INVALID and _mpi.usable():
-        with suppress(MPI.Exception):  # it was freed
+        try:
             setup = (MPI.COMM_WORLD if comm is None else comm).Get_attr(_key)
+        except MPI.Exception:
+            setup = None  # it was freed
     if isinstance(setup, _Setup):
         return setup.transport
     usable(comm)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsecomm.backends import keys as selection_keys
+from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, DType
 from sparsecomm.tensors.kinds import KINDS, ValueKind
 from sparsecomm.tensors.sparse import SparseVector
 from tests import data, reference
@@ -152,3 +153,19 @@ def test_clear(device: Device, dtype: str) -> None:
         assert data.same_bits(dense, expected)
 
     run()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("kind", ["normal", "NaN and infinities", "huge range", "denormals"])
+def test_rounded_sums(device: Device, kind: str, dtype: DType, dense: bool) -> None:
+    """As arrays of the dtype hold them, without zeros."""
+    v = vector(300, 7, kind=kind)
+    whole = np.zeros(1000, np.float32)
+    whole[v.indices] = v.values
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = reference.canonical(whole.astype(data.DTYPES[dtype.name]).astype(np.float32))
+    entries = device.backend.nonzeros(device.array(whole), (1000,)) if dense else put(device, v)
+    found = device.backend.rounded(entries, dtype)
+    device.wait()
+    same(found, (np.flatnonzero(expected), expected[expected != 0]))

@@ -1,4 +1,4 @@
-"""Whatever mode a program has set its thread to, denormals flushed or rounding changed: the bits are the same."""
+"""Whatever mode a program has set its thread to, also NumPy's for errors: the bits are the same, and nothing raises."""
 
 from __future__ import annotations
 
@@ -199,3 +199,81 @@ def test_local_steps(mode: str, outer: Any) -> None:
         return [*tensors.values(), *local.global_parameters().values()]
 
     same_in_every_mode(mode, program)
+
+
+def huge(n: int, dtype: str, seed: int) -> np.ndarray:
+    """Return numbers whose sums and squares overflow, some zeros, and some whose quotients are denormals."""
+    rng = np.random.default_rng(seed)
+    array: np.ndarray = (rng.standard_normal(n) * rng.choice([0.0, 1e38, 1e30, 1e-38], n)).clip(-3e38, 3e38)
+    return array.astype(dtype)
+
+
+@pytest.mark.parametrize("numbers", [small, huge])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["queue", "dense", "momentum", "clip", "skip", "adamw", "outer"])
+def test_trainings(way: str, mode: str, numbers: Callable[[int, str, int], np.ndarray]) -> None:
+    options: dict[str, Any] = {
+        "momentum": {"momentum": 0.9, "decay": 0.7},
+        "clip": {"clip": 1e-3, "op": "mean_of_contributors"},
+        "skip": {"skip_nonfinite": True, "momentum": 0.5},
+    }.get(way, {})
+
+    def program(transport: simulated.SimulatedTransport, in_mode: Any) -> list[Any]:
+        weights, residual, found = np.ones(100, np.float32), np.zeros(100, np.float32), list[Any]()
+        with in_mode():
+            if way == "adamw":
+                adamw = sc.SparseAdamW({"w": weights}, density=0.3, comm=transport, dense_steps=0, betas=(0.9, 0.99))
+            elif way == "outer":
+                local = sc.LocalSteps({"w": weights}, 0.3, sync_every=2, comm=transport, outer=sc.NesterovSGD())
+            elif options:
+                reducer = sc.Reducer({"w": weights}, 0.3, comm=transport, dense_below=0, **options)
+        for step in range(6):
+            x = numbers(100, "float32", 10 * step + transport.rank)
+            if way == "outer":
+                with np.errstate(over="ignore"):
+                    weights += x
+            with in_mode():
+                if way == "adamw":
+                    adamw.step({"w": x})
+                elif way == "outer":
+                    local.step({"w": weights})
+                elif options:
+                    reducer.reduce({"w": x})
+                    residual = reducer.residual("w").copy()
+                elif way == "queue":
+                    sc.isparse_allreduce(x, 30, comm=transport, residual=residual, op="mean", out=x).wait()
+                else:
+                    sc.sparse_allreduce(x, 1.0, comm=transport, residual=residual, algorithm="dense", op="mean", out=x)
+            found += [weights.copy(), residual.copy(), x]
+        return found
+
+    same_in_every_mode(mode, program)
+
+
+def test_user_code_runs_under_its_own_errstate() -> None:
+    """Schedules, observers of steps and outer optimizers."""
+    seen = []
+
+    def density(step: int) -> float:
+        seen.append(("density", *np.geterr().values()))
+        return 0.5
+
+    class Outer(sc.NesterovSGD):
+        def step(self, name: str, parameter: np.ndarray, gradient: np.ndarray) -> None:
+            seen.append(("step", *np.geterr().values()))
+            super().step(name, parameter, gradient)
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        weights = {"w": np.ones(10, np.float32)}
+        with np.errstate(all="raise", under="print"):
+            on_step = lambda *_: seen.append(("on_step", *np.geterr().values()))  # noqa: E731
+            sc.Reducer(weights, density, comm=transport, on_step=on_step).reduce(weights)
+            local = sc.LocalSteps(weights, density, sync_every=1, comm=transport, outer=Outer(), on_step=on_step)
+            weights["w"] += 1
+            local.step(weights)
+            adamw = sc.SparseAdamW(weights, density=density, comm=transport, on_step=on_step)
+            adamw.step(weights)
+
+    simulated.run(2, program)
+    assert {name for name, *_ in seen} == {"density", "on_step", "step"}
+    assert {tuple(its) for _, *its in seen} == {("raise", "raise", "print", "raise")}

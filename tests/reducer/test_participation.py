@@ -164,3 +164,45 @@ def test_a_complete_step_sends_nothing_more_and_each_incomplete_call_one_small_m
         assert all(more - nbytes < 200 * (number - messages) for number, more in others)
 
     run(2, program)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("scope", ["tensor", "model"])
+@pytest.mark.parametrize("op", ["sum", "mean", "mean_of_contributors"])
+@pytest.mark.parametrize("dtype", list(data.DTYPES))
+@pytest.mark.parametrize("algorithm", [*sc.algorithms(), "auto"])
+def test_a_rank_without_a_gradient_gets_what_the_outputs_of_other_ranks_hold(
+    algorithm: str, dtype: str, op: str, scope: str, narrow: bool
+) -> None:
+    """Bit for bit, also where 16-bit outputs round to zero or infinity, and where outputs have the sums' dtype."""
+    if op == "mean_of_contributors" and algorithm != "auto" and sc.algorithms()[algorithm].cannot_count_contributors:
+        pytest.skip("the library refuses it")
+    out_dtype = data.DTYPES[dtype] if narrow or dtype == "float64" else np.float32
+    extremes = np.array([-1e-9, 1e-9, 6.5e4, -6.5e4, 3.38e38, -(2.0**-133)])
+
+    def program(transport: simulated.SimulatedTransport) -> list[bytes]:
+        mine = {}
+        for name, n in {"x": 300, "y": 7}.items():
+            mine[name] = data.gradient("normal", n, dtype, transport.rank)
+            with np.errstate(over="ignore"):
+                mine[name][: len(extremes)] = extremes.astype(data.DTYPES[dtype])
+        reducer, found = sc.Reducer(mine, 1.0, comm=transport, algorithm=algorithm, op=op, scope=scope), []
+        for step in range(2):
+            outs = {name: np.full(array.shape, 7, out_dtype) for name, array in mine.items()}
+            absent = {"y"} if transport.rank == step else {"x", "y"} if transport.rank == 2 else set()
+            for name, gradient in mine.items():
+                reducer.push(name, *((None,) if name in absent else (gradient, outs[name])))
+            left = reducer.wait().left
+            assert left.keys() == absent
+            for name in absent:
+                whole = left[name].to_dense()
+                with np.errstate(over="ignore"):
+                    assert whole.astype(out_dtype).astype(whole.dtype).tobytes() == whole.tobytes()
+                left[name].to_dense(outs[name])
+                assert left[name].nnz == np.count_nonzero(whole)
+            found += [out.tobytes() for out in outs.values()]
+        return found
+
+    first, *others = run(3, program)
+    assert all(found == first for found in others)

@@ -123,9 +123,9 @@ class ExecutionContext(Backend):
         self.runtime.clear(made)
         return made
 
-    def as_tensor(self, array: Array, shape: tuple[int, ...]) -> Tensor:
+    def as_tensor(self, array: Array, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         address, device = self.runtime.address(array), Device("cuda", self.runtime.device)
-        return Tensor(address, len(array), shape, dtype_of(array), device, False, array)
+        return Tensor(address, len(array), shape, dtype or dtype_of(array), device, False, array)
 
     def prepare(
         self, file: str, name: str, types: tuple[str, ...], blocks: int, threads: int, arguments: Arguments
