@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import to_bool, with_options
@@ -150,6 +151,7 @@ class SparseAdamW(SparseOptimizer):
             raise InvalidInputError(f"add_param_group: {_ADVICE}")
         super().add_param_group(param_group)
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless backward passes have done so, and update the parameters. Collective.
 
@@ -302,7 +304,9 @@ class AdamWExchange(AutogradExchange):
     def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
-    @deferred
+    def _leave_to_step(self) -> None:
+        """Leave the exchange to `step`, which makes the same one: gradients stay those of this rank."""
+
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.connected else None
         if self.exchanged and last is not None and last.usable and self._pass_id is None and self.exchanging:

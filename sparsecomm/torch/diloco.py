@@ -20,6 +20,7 @@ from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["DiLoCo"]
 
 
+@deferred
 class DiLoCo(Adapter):
     """Trains a model by local steps. Once per round, averages the ranks' changes of the parameters sparsely.
 
@@ -113,6 +115,7 @@ class DiLoCo(Adapter):
 
     # -- local steps ---------------------------------------------------------------------------------------------------
 
+    @deferred
     def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
         if changes_nothing(inner, self._parameters.named.values()):

@@ -3,6 +3,7 @@
 # Without `from __future__ import annotations`: DDP reads the annotations of `sparse_hook`, and requires types.
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "changes_nothing", "in_backward_pass", "is_zero",
-    "new_future", "queue_callback", "sparse_hook",
+    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "changes_nothing", "in_backward_pass",
+    "in_compiled_autograd", "is_zero", "new_future", "queue_callback", "sparse_hook",
 ]  # fmt: skip
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -414,6 +415,11 @@ class SparseState(GradientExchange):
 
     def run_hook(self, bucket: GradBucket) -> Future:
         """Push the gradients of a bucket of DDP. With the last one, wait for the means."""
+        if not hasattr(bucket, "is_last"):
+            raise InvalidInputError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" is not supported, because DDP then has no buckets; '
+                'leave it at "ddp_optimizer", and torch._dynamo.config.compiled_autograd at False'
+            )
         if bucket.index() == 0:
             self._means = []
             if self._in_pass:
@@ -447,6 +453,7 @@ class SparseState(GradientExchange):
         queue_callback(partial(queue_callback, partial(self._write_unused, before)))
         return future
 
+    @deferred
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
         """Write the means that DDP does not write: those of parameters that no rank used in this pass.
 
@@ -472,6 +479,7 @@ class SparseState(GradientExchange):
                 future.set_result(buffer)
 
 
+@deferred
 def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
 
@@ -506,6 +514,11 @@ def is_zero(gradient: torch.Tensor) -> bool:
 def in_backward_pass() -> bool:
     """Return whether this thread is in a backward pass, as `queue_callback` requires."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether compiled autograd runs this backward pass. It drops the callbacks of `queue_callback`."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

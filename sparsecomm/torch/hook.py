@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import (
     ExchangeOptions,
@@ -79,7 +80,10 @@ def keep_local(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(None, _local_hook)
 
 
+@deferred
 def _local_hook(state: object, bucket: GradBucket) -> Future:
+    if not hasattr(bucket, "is_last"):  # compiled autograd calls hooks for single gradients, and takes no result
+        return torch.futures.Future()
     if not in_backward_pass():
         raise InvalidInputError(
             "DistributedDataParallel.join() is not supported after keep_local(), because a rank that has no more "
@@ -153,3 +157,9 @@ class ShardedState(AutogradExchange):
 
     def __repr__(self) -> str:
         return f"ShardedState({super().__repr__()})"
+
+    def _leave_to_step(self) -> None:
+        raise InvalidInputError(
+            "register_fsdp does not support compiled autograd, which does not say when a backward pass ends; set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
+from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.checks import quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
@@ -160,6 +161,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """End the exchange, and leave the model as it was before. Residuals are dropped."""
         self._exchange.remove()
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless a backward pass has done so, and make the optimizer's own step."""
         exchange = self._exchange

@@ -119,6 +119,7 @@ def unwrapped_names(names: Iterable[str]) -> list[str]:
     return found
 
 
+@deferred
 def broadcast_parameters(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
 ) -> None:
