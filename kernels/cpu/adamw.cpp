@@ -123,7 +123,7 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
                     std::copy_n(square + from, size, block.square);
                     std::copy_n(unsent + from, size, block.residual);
                     std::copy_n(value + from, size, block.quotient);
-                    for (size_t j = 0; j < size; j++) block.carried[j] = last[from + j] ? square[from + j] : 0;
+                    for (size_t j = 0; j < size; j++) block.carried[j] = last[from + j] || block.mean[j] != 0 ? square[from + j] : 0;
                     adamw_of(Accumulator())(block, unit_tiny, tiny);
                     for (size_t j = 0; j < size; j++) weight[from + j] = canonical<W>(W::narrow(block.weight[j]));
                     std::copy_n(block.mean, size, mean + from);
@@ -151,7 +151,7 @@ void adamw(Dense weights, Moments moments, void* residual, Sparse means, bool in
             const auto i = index[e];
             const Accumulator* of = row_of(i);
             Accumulator w = W::widen(weight[i]), m = mean[i], v = square[i];
-            adamw_step<Accumulator>(w, m, v, value[e], last[i] ? v : 0, of[0], of[1], of[2], of[3], of[4], of[5], unit_tiny, tiny);
+            adamw_step<Accumulator>(w, m, v, value[e], last[i] || m != 0 ? v : 0, of[0], of[1], of[2], of[3], of[4], of[5], unit_tiny, tiny);
             if (const auto kept = unsent[i]; kept != 0) unsent[i] = in_new_unit<Accumulator>(kept, square[i], v, unit_tiny);
             mean[i] = m;
             square[i] = v;

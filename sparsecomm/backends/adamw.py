@@ -17,7 +17,7 @@ class Moments(NamedTuple):
 
     Attributes:
         mean, squares: moving averages of gradients and of their squares, in the accumulator dtype.
-        last: int32, number of the latest step that updated each weight; 0: none.
+        last: int32, number of the latest step that updated each weight; 0 where the mean is 0, too: none.
     """
 
     mean: Array

@@ -285,7 +285,7 @@ class Backend:
         quotient = entries.dense if isinstance(entries, DenseSum) else entries.values
         rows = xp.asarray(table)[xp.minimum(xp.maximum(step - last[index], 0), len(table) - 1)]
         before = self.memory_of(weights) if weights.dtype.itemsize > 2 else self.accumulate(weights, None)
-        w, m, v, first = before[index], mean[index], squares[index], last[index] == 0
+        w, m, v, first = before[index], mean[index], squares[index], (last[index] == 0) & (mean[index] == 0)
         coefficients = [rows[:, j] for j in range(6)]
         changes = adamw_step(xp, w, quotient, m, v, first, coefficients, real(unit_eps), real(eps))
         return index, before, changes

@@ -121,7 +121,7 @@ def sparse_adamw(
             waited = jnp.maximum(step - last, 1).astype(v.dtype)
             rows = coefficients(jnp, waited, t, jnp.asarray(rate, v.dtype), (b1, b2), jnp.asarray(decay, v.dtype))
             change, new_m, new_v, factor = adamw_step(
-                jnp, p.astype(v.dtype), mean, m, v, last == 0, rows, tiny, step_eps(jnp, tiny, b2, t)
+                jnp, p.astype(v.dtype), mean, m, v, (last == 0) & (m == 0), rows, tiny, step_eps(jnp, tiny, b2, t)
             )
             hit = finite & (dense | (mean != 0))
             moved = jnp.where(hit, change, 0).astype(p.dtype)

@@ -20,7 +20,7 @@ starts at `START` (1 - b2) times the mean square of the tensor's first gradient,
 for which no rank has a gradient makes no step: neither its weights nor its t change.
 
 **Overflows.** A step that would make a weight or a moment infinite is skipped on all ranks. All ranks hold the same
-moments, weights and sums, so they decide the same. `Update.bounds_after` usually proves without a pass over memory
+moments, weights and sums, so they decide the same. `Update.bounds_after` usually proves without a pass over the moments
 that nothing can overflow. Near the largest number of a dtype it cannot. `Backend.adamw_overflows` then computes the
 updates without applying them.
 """
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from sparsecomm.backends import Backend, Backends, default_float_mode
-from sparsecomm.backends.adamw import Moments
+from sparsecomm.backends.adamw import Moments, unit
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError
@@ -47,7 +47,7 @@ from sparsecomm.states.loading import as_float, reading
 from sparsecomm.states.schema import is_count
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
-from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, specs_of, to_host
+from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_host, library_of, specs_of, to_host
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
@@ -130,7 +130,7 @@ class AdamWRule(NamedTuple):
         return np.stack(rows, axis=1).astype(dtype)
 
 
-# Bounds on second moments, on |mean| / (sqrt(second moment) + eps), and on magnitudes of weights.
+# Bounds on second moments and on |mean| / (sqrt(second moment) + eps), and the smallest eps for which the latter holds.
 Bounds: TypeAlias = tuple[float, float, float]
 
 
@@ -158,19 +158,19 @@ class Update(NamedTuple):
         """The last arguments of `Backend.adamw` and `Backend.adamw_overflows`."""
         return self[1:6]
 
-    def bounds_after(self, bounds: Bounds, largest: float, dtype: DType) -> Bounds | None:
+    def bounds_after(self, bounds: Bounds, largest: float, weight: float, dtype: DType) -> Bounds | None:
         """Return bounds after the update of weights of ``dtype``, or ``None`` if something could overflow.
 
-        ``largest``: an upper bound of the magnitudes in the entries.
+        ``largest`` and ``weight``: upper bounds of the magnitudes of the entries and of the weights.
         """
-        square, ratio, weight = bounds
+        square, ratio, eps = bounds
         max_ = float(np.finfo(self.spec.accumulator.accumulator).max)
         gradient = largest * (math.sqrt(square) + self.unit_eps)
-        ratio = max(ratio, self.max_kept * ratio + self.max_new)
-        weight = 1.01 * (weight + self.max_rate * ratio)
-        if gradient < 0.5 * math.sqrt(max_) and weight < min(max_, dtype.rounds_to_infinity):
-            return 1.01 * (square + self.max_square * gradient**2), ratio, weight
-        return None
+        grown = self.max_kept * ratio + self.max_new  # NaN if there is no bound, as with beta2 = 0
+        ratio = grown if grown > ratio or math.isnan(grown) else ratio
+        moved = 1.01 * (weight + self.max_rate * ratio)
+        fits = gradient < 0.5 * math.sqrt(max_) and moved < min(max_, dtype.rounds_to_infinity)
+        return (1.01 * (square + self.max_square * gradient**2), ratio, eps) if fits else None
 
 
 def updates_of(
@@ -199,13 +199,11 @@ def _maxima(table: Array) -> tuple[float, float, float, float]:
     return float(new_squares.max()), float(rate.max()), float(kept.max()), float(new.max())
 
 
-def bounds_of(backend: Backend, weight: Tensor, moments: Moments, eps: float, ratio: float | None) -> Bounds:
-    """Return the maxima of weights and moments as bounds. ``ratio``: a known bound on the ratios, or ``None``."""
-    shape = (weight.size,)
-    if ratio is None or not math.isfinite(ratio):
-        ratios = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps))
-        ratio = backend.largest(backend.as_tensor(ratios, shape))
-    return backend.largest(backend.as_tensor(moments.squares, shape)), ratio, backend.largest(weight)
+def bounds_of(backend: Backend, moments: Moments, eps: float) -> Bounds:
+    """Return the maxima of moments as bounds."""
+    ratios, shape = abs(moments.mean) / (moments.squares**0.5 + moments.mean.dtype.type(eps)), moments.mean.shape
+    square, ratio = (backend.largest(backend.as_tensor(array, shape)) for array in (moments.squares, ratios))
+    return square, ratio, eps
 
 
 @deferred
@@ -216,8 +214,8 @@ class LazyAdamW:
 
     Attributes:
         specs: the weights' specs by name.
-        zeros: returns new moments of zeros for a tensor.
-        moments: moments by name; empty before the first gradients.
+        zeros: returns new moments of zeros for the tensor of a name.
+        moments: moments by name; missing before a tensor's first gradient, and after `replace` has removed them.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
     """
@@ -227,7 +225,8 @@ class LazyAdamW:
         weights: NamedTensors,
         reducer: Reducer,
         check_every: int | None,
-        zeros: Callable[[TensorSpec], Moments] | None = None,
+        zeros: Callable[[str], Moments] | None = None,
+        buffers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Begin without moments.
 
@@ -236,9 +235,10 @@ class LazyAdamW:
             reducer: sums the gradients, with `OPTIONS`.
             check_every: the checked option ``check_weights_every``.
             zeros: as in the attributes; ``None`` makes arrays on the tensor's device.
+            buffers: as in `Reducer.check_weights`.
         """
         self.specs = specs_of(weights)
-        self._reducer, self._check_every = reducer, check_every
+        self._reducer, self._check_every, self._buffers = reducer, check_every, buffers
         backends = Backends()
         self._backends = {spec.device: backends.of(spec.device) for spec in self.specs.values()}
         self._timelines = {device: backend.timeline() for device, backend in self._backends.items()}
@@ -249,20 +249,50 @@ class LazyAdamW:
     def adopt(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> None:
         """Replace the moments and the step counts, and discard everything computed from the old ones.
 
-        The weights may have been replaced, too.
+        Residuals must be in the units of the new moments. The weights may have been replaced, too.
         """
         self.moments, self.steps = dict(moments), {name: steps.get(name, 0) for name in self.specs}
+        self._units: dict[str, tuple[Array, float]] = {}  # second moments and eps of the units of residuals, by name
         self._pending: list[Update] | None = None  # the rest of an update that was interrupted
         self._planned: tuple[Mapping[str, SparseVector], list[Update]] | None = None  # sums, and their updates
         self._overflows: dict[str, Array] = {}  # indices of weights that the step would make infinite, by name
         self._bounds: dict[str, Bounds] = {}
         self._next_bounds: dict[str, Bounds] = {}  # after the update that was accepted
 
+    def replace(self, name: str, moments: Moments | None, step: int, *, keep_residual: bool) -> None:
+        """Use other moments of a tensor between steps; ``None``: begin anew at its next gradient.
+
+        ``keep_residual``: convert the residual to the new units in the next step. Otherwise drop it.
+        """
+        self.steps[name] = step
+        self._bounds.pop(name, None)
+        if moments is None:
+            self.moments.pop(name, None)
+        else:
+            self.moments[name] = moments
+        if not keep_residual and self._units.pop(name, None) is not None:
+            self._reducer.discard(name)
+
+    @default_float_mode
+    def convert_residuals(self, rules: Mapping[str, AdamWRule]) -> None:
+        """Convert residuals to the units of the moments, if moments or eps were replaced since the last step."""
+        for name, moments in self.moments.items():
+            squares, eps = moments.squares, rules[name].eps
+            old_squares, old_eps = self._units.get(name, (squares, eps))
+            if old_squares is not squares or old_eps != eps:
+                with self.on_stream(self.specs[name]), np.errstate(over="ignore"):
+                    xp, max_, real = library_of(squares), np.finfo(squares.dtype).max, squares.dtype.type
+                    residual = self._reducer.residual(name).reshape(-1)
+                    residual *= xp.minimum(unit(xp, old_squares, real(old_eps)) / unit(xp, squares, real(eps)), max_)
+                    xp.clip(residual, -max_, max_, out=residual)
+            self._units[name] = squares, eps
+
     def on_stream(self, spec: TensorSpec) -> AbstractContextManager[object]:
         """Return a context for work with the moments of a tensor on the current stream."""
         return self._timelines[spec.device].on_stream(None)
 
-    def _new(self, spec: TensorSpec) -> Moments:
+    def _new(self, name: str) -> Moments:
+        spec = self.specs[name]
         backend, dtype = self._backends[spec.device], spec.accumulator.accumulator
         return Moments(
             backend.zeros(spec.size, dtype), backend.zeros(spec.size, dtype), backend.zeros(spec.size, np.int32)
@@ -287,14 +317,14 @@ class LazyAdamW:
             scale: a factor of the gradients.
 
         Returns:
-            The outcome; pass it to `update`. ``None`` if the first moments cannot be computed yet, because no rank has
-            a gradient, or a rank's gradient is not finite or its square overflows.
+            The outcome; pass it to `update`. ``None`` if missing moments cannot be made yet, because a rank's gradient
+            is not finite or its square overflows, or because there are no moments and no rank has a gradient.
         """
         self.open(replicated, rules)
-        if not self.moments:
-            self._begin(gradients, rules, scale)
+        if missing := self.missing:
+            self._begin(missing, gradients, rules, scale)
             self._reducer.end_opening()
-            if not self.moments:
+            if self.missing:
                 return None
         for name in self.specs:
             if not self._reducer.pushed(name):
@@ -305,33 +335,45 @@ class LazyAdamW:
         """Begin a step, unless it has begun. If a check is due, compare weights and moments between the ranks."""
         reducer = self._reducer
         if not reducer.pending:
-            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()})
+            self.convert_residuals(rules)
+            reducer.check_weights(self._check_every, lambda: {**replicated, **self.replicated()}, self._buffers)
             reducer.label = f"AdamW {sorted(set(self.steps.values()))} {sorted(map(tuple, set(rules.values())))}"
 
+    @property
+    def missing(self) -> list[str]:
+        """The names of tensors without moments."""
+        complete = len(self.moments) == len(self.specs)
+        return [] if complete else [name for name in self.specs if name not in self.moments]
+
     @default_float_mode
-    def _begin(self, gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float) -> None:
-        """Make the moments from the first gradients, if they are finite on all ranks. Collective."""
-        sizes = np.array([float(spec.size) for spec in self.specs.values()])
-        largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in self.specs.values()])
+    def _begin(
+        self, names: list[str], gradients: Mapping[str, object], rules: Mapping[str, AdamWRule], scale: float
+    ) -> None:
+        """Make missing moments from the first gradients, if they are finite on all ranks. Collective."""
+        specs = [self.specs[name] for name in names]
+        sizes = np.array([float(spec.size) for spec in specs])
+        largest = np.array([float(np.finfo(spec.accumulator.accumulator).max) for spec in specs])
         squares = np.zeros(len(sizes) + 1)  # the last element: whether this rank has a gradient
-        for i, name in enumerate(self.specs):
+        for i, name in enumerate(names):
             if gradients.get(name) is not None:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
-        *totals, any_gradient = self._reducer.opening_call("moments", partial(_average_squares, squares))[1].to_dense()
-        if not np.isfinite(totals).all() or not any_gradient:
+        _, result = self._reducer.opening_call("moments", partial(_average_squares, names, squares))
+        *totals, any_gradient = result.to_dense()
+        if not np.isfinite(totals).all() or not (any_gradient or self.moments):
             return
         mean = np.array(totals) / np.maximum(sizes, 1)
         mean[mean == 0] = sum(totals) / max(sizes.sum(), 1)  # a tensor without a gradient so far
         if (mean >= largest).any():
             return
         moments = {}
-        for spec, square in zip(self.specs.values(), mean, strict=True):
+        for spec, square in zip(specs, mean, strict=True):
             with self.on_stream(spec):
-                moments[spec.name] = its = self.zeros(spec)
+                moments[spec.name] = its = self.zeros(spec.name)
                 start = START * (1 - rules[spec.name].betas[1]) * square
                 its.squares[:] = max(start, float(np.finfo(its.squares.dtype).tiny))
-        self.moments, self._bounds = moments, {}
+        self.moments |= moments
+        self._units |= {name: (its.squares, rules[name].eps) for name, its in moments.items()}
 
     def push(self, name: str, gradient: object, rule: AdamWRule, scale: float = 1.0) -> None:
         """Push ``scale`` times a gradient, divided by each weight's unit.
@@ -398,22 +440,19 @@ class LazyAdamW:
         """Return whether a step leaves all weights and moments finite: see `Reducer.wait`."""
         overflows, after = {}, {}
         for update in self._updates(sums, rules):
-            spec, name = update.spec, update.spec.name
-            weight = spec.tensor(weights[name], name)
-            bounds = self._bounds.get(name)
-            next_bounds = None if bounds is None else update.bounds_after(bounds, largest, weight.dtype)
-            if next_bounds is None:
-                backend, moments = self._backends[spec.device], self.moments[name]
-                with self._timelines[spec.device].on_stream(weight):
-                    ratio = None if bounds is None else bounds[1]
-                    self._bounds[name] = bounds = bounds_of(backend, weight, moments, update.eps, ratio)
-                    next_bounds = update.bounds_after(bounds, largest, weight.dtype)
-                    if next_bounds is None and len(
-                        indices := backend.adamw_overflows(weight, moments, *update.arguments)
-                    ):
-                        overflows[name] = indices
-            if next_bounds is not None:
-                after[name] = next_bounds
+            spec, name, next_bounds = update.spec, update.spec.name, None
+            weight, backend, moments = spec.tensor(weights[name], name), self._backends[spec.device], self.moments[name]
+            with self._timelines[spec.device].on_stream(weight):
+                magnitude, bounds = backend.largest(weight), self._bounds.get(name)  # programs change weights, too
+                if bounds is not None and bounds[2] <= update.eps:
+                    next_bounds = update.bounds_after(bounds, largest, magnitude, weight.dtype)
+                if next_bounds is None:
+                    bounds = bounds_of(backend, moments, update.eps)
+                    next_bounds = update.bounds_after(bounds, largest, magnitude, weight.dtype)
+                if next_bounds is not None:
+                    after[name] = next_bounds
+                elif len(indices := backend.adamw_overflows(weight, moments, *update.arguments)):
+                    overflows[name] = indices
         self._overflows, self._next_bounds = overflows, after
         return not overflows
 
@@ -451,13 +490,13 @@ class LazyAdamW:
         if not rebuilt.ranks_joined and not rebuilt.steps_apart:
             return
         root = next(rank for rank in range(rebuilt.size) if rank not in rebuilt.ranks_joined)
-        counts = np.array([bool(self.moments), *self.steps.values()], np.int64)
-        transport.broadcast(counts.view(np.uint8), root)
-        begun, *steps = counts.tolist()
+        counts = np.array([[name in self.moments, step] for name, step in self.steps.items()], np.int64)
+        transport.broadcast(counts.reshape(-1).view(np.uint8), root)
+        begun, steps = counts.T.tolist()
         moments = {}
-        for name, spec in self.specs.items() if begun else ():
+        for name, spec in [item for item, has in zip(self.specs.items(), begun, strict=True) if has]:
             with self.on_stream(spec):
-                moments[name] = its = self.moments.get(name) or self.zeros(spec)
+                moments[name] = its = self.moments.get(name) or self.zeros(name)
                 for array in its if spec.size else ():
                     host = to_host(array)
                     transport.broadcast(host.view(np.uint8), root)
@@ -470,9 +509,9 @@ class LazyAdamW:
         return {f"{name}.{field}": array for name, field, array in fields}
 
 
-def _average_squares(squares: Array, transport: Transport) -> SumCall:
-    """Return the call that averages ``squares`` over the ranks."""
-    args = "dense", "mean", None, None, "plain", None, 1.0, "first second moments"
+def _average_squares(names: list[str], squares: Array, transport: Transport) -> SumCall:
+    """Return the call that averages ``squares``, of the gradients of these tensors, over the ranks."""
+    args = "dense", "mean", None, None, "plain", None, 1.0, f"first second moments of {', '.join(names)}"
     return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 

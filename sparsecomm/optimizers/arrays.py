@@ -198,7 +198,7 @@ class SparseAdamW:
                 its, steps[name] = read_moments(saved[name], spec)
                 compared[name] = [*its, steps[name]]
                 with adamw.on_stream(spec):
-                    pairs = zip(its, adamw.zeros(spec), strict=True)
+                    pairs = zip(its, adamw.zeros(name), strict=True)
                     moments[name] = Moments(*(from_host(theirs, like) for theirs, like in pairs))
 
             def commit() -> None:

@@ -159,11 +159,17 @@ class Reducer:
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
-    def check_weights(self, every: int | None, tensors: Callable[[], Mapping[str, object]]) -> None:
+    def check_weights(
+        self,
+        every: int | None,
+        tensors: Callable[[], Mapping[str, object]],
+        buffers: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
         """Compare weights as `sparsecomm.check_weights` does, if that is due before this step. Collective if due.
 
         It is due in the first step, in the first step after `load_state_dict` or `rebuild`, and in all steps whose
-        number is a multiple of ``every``. With 0 only these first steps count; with ``None`` it is never due.
+        number is a multiple of ``every``. With 0 only these first steps count; with ``None`` it is never due. In first
+        steps, `wait` also compares gradients and ``buffers`` of the model, and warns: see `FirstStep`.
         """
         with self._lock:
             first = self.weights_checked is None
@@ -175,6 +181,7 @@ class Reducer:
             except WeightMismatchError:
                 self._open.opening.clear()  # so that the next call compares again
                 raise
+            self._open.buffers = buffers
 
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.
@@ -199,6 +206,7 @@ class Reducer:
         """Forget the opening calls, which have all succeeded. The first gradient does this, too."""
         with self._lock:
             if "weights" in self._open.opening:
+                self._open.shows = {} if self.weights_checked is None else None
                 self.weights_checked = self.step
             self._open.opening.clear()
 
@@ -281,6 +289,7 @@ class Reducer:
             self.count_setup()
             if error is not None:
                 raise error
+            step.warn()
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
                 self._logged = self.counters.copy()

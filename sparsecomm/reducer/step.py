@@ -23,7 +23,8 @@ from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
 from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
-from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec
+from sparsecomm.states.weights import FirstStep, checksum
+from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
@@ -423,6 +424,7 @@ class OpenStep:
         unsummed_before: names of tensors that the previous step did not sum.
         connected: whether `connect` was called; it must be before the first push.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
+        shows: checksums of gradients by name, for `FirstStep`, which also compares ``buffers()``; ``None`` later.
         density, label: density of the step, and a text that must be equal on the ranks; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
         unsummed: after `settle`, names of tensors that this step did not sum.
@@ -447,6 +449,9 @@ class OpenStep:
         self.pushed: dict[str, Tensor | None] = {}
         self.unsummed: tuple[str, ...] = ()
         self.opening: dict[str, tuple[Handle, Task]] = {}
+        self.shows: dict[str, int] | None = None
+        self.buffers: Callable[[], Mapping[str, object]] = dict
+        self._first_step: tuple[Handle, FirstStep] | None = None
         self.connected = False
         self._buckets: Sequence[Bucket] = ()
         self._calls: list[tuple[Handle, BucketCall]] = []
@@ -471,6 +476,8 @@ class OpenStep:
         """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
+            if self.shows is not None and t is not None and bucket.backend.largest(t):
+                self.shows[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
             if not self._clips:
                 bucket.take(spec, t, add=add)
             self.pushed[name] = t
@@ -516,6 +523,14 @@ class OpenStep:
             bucket = buckets[position]
             call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
             self._calls.append((self._queue.submit(call), call))
+        if self.shows is not None and self._first_step is None and len(self._calls) == len(buckets):
+            comparison = FirstStep(self._transport, self.shows, self.buffers())
+            self._first_step = self._queue.submit(comparison), comparison
+
+    def warn(self) -> None:
+        """Warn of gradients and buffers, if this was a first step: see `FirstStep`."""
+        if self._first_step is not None and error_of(self._first_step[0]) is None:
+            self._first_step[1].warn()
 
     def settle(self, accept: Accept | None = None) -> tuple[BaseException | None, Step]:
         """Wait for the step's calls, with ``accept`` as in `Reducer.wait`.

@@ -1,22 +1,24 @@
-"""`check_weights`: check that all ranks hold the same tensors."""
+"""`check_weights`: check that all ranks hold the same tensors. `FirstStep`: what the first step shows besides."""
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparsecomm.calls.arguments import naming_rank
-from sparsecomm.calls.collectives import WordsComparison
+from sparsecomm.calls.collectives import WordsComparison, WordsGather
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.checks import quote, to_int
-from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError
+from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError, listed
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["WeightComparison", "check_every", "check_weights", "compare_weights"]
+__all__ = ["FirstStep", "WeightComparison", "check_every", "check_weights", "checksum", "compare_weights"]
 
 
 @deferred
@@ -83,7 +85,7 @@ class WeightComparison(WordsComparison):
         for name, tensor in named if transport.size > 1 else ():
             description, data = interop.content(tensor, name)
             self._descriptions.append(f"{name}, {description}")
-            checksums.append(zlib.crc32(data.data) << 32 | zlib.adler32(data.data))
+            checksums.append(checksum(data))
         super().__init__(transport, checksums, zlib.crc32(repr(["weights", *self._descriptions]).encode()) or 1)
 
     def check(self) -> None:
@@ -98,6 +100,47 @@ class WeightComparison(WordsComparison):
                 "Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
                 "sparsecomm.torch.broadcast_parameters)"
             )
+
+
+class FirstStep(WordsGather):
+    """Compares gradients, which should differ between ranks, and buffers, which should not, in the first step.
+
+    Differences and equalities are mistakes in some programs and intended in others, so `warn` only warns.
+    """
+
+    name = "gradients and buffers"
+
+    def __init__(self, transport: Transport, gradients: Mapping[str, int], buffers: Mapping[str, Any]) -> None:
+        """Prepare the call. ``gradients``: checksums of the gradients that are not zero. ``buffers``: tensors."""
+        self._buffers = list(buffers)
+        contents = [gradients, {name: checksum(interop.content(each, name)[1]) for name, each in buffers.items()}]
+        words = [zlib.crc32(repr(sorted(each.items())).encode()) or 1 if each else 0 for each in contents]
+        super().__init__(transport, words, zlib.crc32(self.name.encode()))
+
+    def warn(self) -> None:
+        """Warn if the call has found all gradients equal, or buffers that differ."""
+        gradients, buffers = self.words[::2], self.words[1::2]
+        if len(gradients) > 1 and gradients[0] and len(set(gradients)) == 1:
+            warnings.warn(
+                f"the gradients of the first step are the same on all {len(gradients)} ranks, bit for bit, before "
+                "sparsecomm exchanges them. If another library averages them (DistributedDataParallel, Horovod, "
+                "FSDP), every step sends dense gradients: train the plain model. If all ranks train on the same "
+                "samples, give each its own: use a DistributedSampler, or a seed by rank",
+                stacklevel=2,
+            )
+        if 0 not in buffers and len(set(buffers)) > 1:
+            warnings.warn(
+                f"the ranks' buffers differ after the first step ({listed(self._buffers, 3)}), since each rank updates "
+                "them from its own samples. Before you evaluate or save the model, call "
+                "sparsecomm.torch.broadcast_parameters(model.named_buffers()), or average them "
+                "(docs/guides/troubleshooting.md, Buffers)",
+                stacklevel=2,
+            )
+
+
+def checksum(data: Array) -> int:
+    """Return a 64-bit checksum of bytes."""
+    return zlib.crc32(data.data) << 32 | zlib.adler32(data.data)
 
 
 def check_every(every: object) -> int | None:

@@ -7,7 +7,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -20,14 +20,15 @@ from sparsecomm.optimizers.adamw import DENSITY, OPTIONS, AdamWRule, LazyAdamW, 
 from sparsecomm.reducer import Rebuilt, Step
 from sparsecomm.reducer.options import OnStep, Schedule
 from sparsecomm.signals import deferred
+from sparsecomm.states.loading import reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.tensors.interop import TensorSpec, from_host
+from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
-from sparsecomm.torch.exchange import GradientExchange, changes_nothing
+from sparsecomm.torch.exchange import GradientExchange, makes_empty_state
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
-from sparsecomm.torch.parameters import NamedParameters, is_sharded, local
+from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
 from sparsecomm.wire import WireName
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["SparseAdamW"]
 
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
-FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # in a parameter's state, beside "step"
+FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # `Moments` in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW
 
 _ADVICE = "make a new SparseAdamW, with all groups, on all ranks"
@@ -73,8 +74,10 @@ class SparseAdamW(SparseOptimizer):
     overflowed contributes nothing to that step, and only its own scaler lowers its scale.
 
     A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
-    tensor with the step of each weight's last update. To load a state of `torch.optim.AdamW`, call
-    ``residuals_apart()`` before ``load_state_dict()``.
+    tensor with the step of each weight's last update. Between steps, a program may change, replace or delete what is in
+    ``optimizer.state``, on all ranks alike: the next step uses it. If ``exp_avg_sq`` is changed in place or deleted,
+    the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call ``residuals_apart()`` before
+    ``load_state_dict()``.
 
     Args:
         named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
@@ -120,6 +123,7 @@ class SparseAdamW(SparseOptimizer):
         defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused}
         AdamWRule.of(*settings_of(defaults))
+        model = model_of(named_parameters)  # before its generator ends
         groups, named = _groups_of(named_parameters)
         if named and all(name.startswith("module.") for name, _ in named):
             warnings.warn(
@@ -139,6 +143,7 @@ class SparseAdamW(SparseOptimizer):
         super().__init__(groups, defaults)
         self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
+        self._exchange.model = model
         self._exchange.rules()
         self._exchange.begin(by_hooks=overlap)
 
@@ -176,20 +181,21 @@ class SparseAdamW(SparseOptimizer):
                 exchange.exchanged = False
             with torch.enable_grad():
                 loss = closure()
-        if not exchange.exchanged and changes_nothing(self, exchange.named.values()) and exchange.make_empty_state():
+        if makes_empty_state():
+            exchange.make_empty_state()
             return loss
         exchange.exchange(1.0 if scale is None else 1 / float(scale), drop=overflow is not None and bool(overflow))
         exchange.apply()
         return loss
 
     def _load_own(self, state_dict: State) -> None:
-        """Load groups by PyTorch, but moments here, because PyTorch would convert them to the dtype of the weights."""
-        saved, groups = state_dict["state"], copy.deepcopy(state_dict["param_groups"])
+        """Load groups by PyTorch, but states here: PyTorch would convert moments to the dtype of the weights."""
+        saved, groups = copy.deepcopy((state_dict["state"], state_dict["param_groups"]))
         torch.optim.Optimizer.load_state_dict(self, {"state": {}, "param_groups": groups})
-        pairs = zip(self.param_groups, groups, strict=True)
-        self._exchange.load_moments(
-            {p: saved.get(i, {}) for ours, its in pairs for p, i in zip(ours["params"], its["params"], strict=True)}
-        )
+        for ours, its in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(ours["params"], its["params"], strict=True):
+                if entry := saved.get(i):
+                    self.state[p] = self._exchange.usable_state(p, entry)
 
 
 def _groups_of(named_parameters: Any) -> tuple[list[dict[str, Any]], list[tuple[str, torch.nn.Parameter]]]:
@@ -230,13 +236,14 @@ class AdamWExchange(AutogradExchange):
         self._adamw: LazyAdamW | None = None
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
+        self._adopted: dict[str, Adopted] = {}  # the states of which the moments are views, by name
         self._by_group: list[tuple[AdamWRule, list[torch.Tensor]]] = []  # from which `_rules` was made
         self._rules: dict[str, AdamWRule] = {}
 
     @property
     def adamw(self) -> LazyAdamW:
         if self._adamw is None:
-            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state)
+            self._adamw = LazyAdamW(self._contiguous(), self.reducer, self._check_every, self._new_state, self.buffers)
         return self._adamw
 
     def _contiguous(self) -> dict[str, torch.Tensor]:
@@ -258,6 +265,7 @@ class AdamWExchange(AutogradExchange):
         if self.exchanged:
             return
         rules = self.rules()
+        self.adopt_state(changeable=not self.reducer.pending)
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
 
         def wait() -> Step:
@@ -265,7 +273,7 @@ class AdamWExchange(AutogradExchange):
             return self._empty_step() if done is None else done
 
         self.ending_step(wait)
-        if not self.adamw.moments:
+        if self.adamw.missing:
             self.make_empty_state()
             self._reset(exchanged=True)
 
@@ -279,6 +287,7 @@ class AdamWExchange(AutogradExchange):
             self.exchanged = False
             return
         if self._weights is None:
+            self.adopt_state(changeable=False)
             self._weights = self._contiguous()
         self.adamw.update(self._weights, self.rules(), last)
         for name, parameter in self.named.items():
@@ -295,10 +304,13 @@ class AdamWExchange(AutogradExchange):
         return self.reducer.last or self._empty_step()
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
-        """Push a gradient during a backward pass. If there are no moments yet, leave it to `synchronize`."""
-        rules = self._rules if self.reducer.pending else self.rules()
+        """Push a gradient during a backward pass. If moments are missing, leave it to `synchronize`."""
+        if not self.reducer.pending:
+            self.rules()
+            self.adopt_state()
+        rules = self._rules
         self.adamw.open(self._replicated, rules)
-        if self.adamw.moments:
+        if not self.adamw.missing:
             self.adamw.push(name, self._shard(name, gradient), rules[name])
 
     def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -336,61 +348,101 @@ class AdamWExchange(AutogradExchange):
             self._rules, self._by_group = rules, [(rule, list(parameters)) for rule, parameters in by_group]
         return self._rules
 
-    # -- moments ------------------------------------------------------------------------------------------------------
+    # -- the state ----------------------------------------------------------------------------------------------------
 
-    def _new_state(self, spec: TensorSpec) -> Moments:
+    def adopt_state(self, *, changeable: bool = True) -> None:
+        """Use the state in the optimizer, which programs change, replace and delete between steps.
+
+        ``changeable``: whether it may have changed. Otherwise gradients have been exchanged in its units.
+        """
+        adamw, state = self.adamw, self.optimizer.state
+        for name, parameter in self.named.items():
+            entry, before = state.get(parameter), self._adopted.get(name)
+            if before is None if not entry else before is not None and before.is_in(entry):
+                continue
+            if not changeable:
+                raise InvalidInputError(
+                    f"optimizer.state: that of {name} was changed between the exchange of gradients and step(), which "
+                    "applies it; change it after step(), on all ranks"
+                )
+            moments, step = None, 0
+            if entry and _has_moments(entry):
+                entry |= self.usable_state(parameter, entry)
+                moments, step = Moments(*(_flat(entry[field]) for field in FIELDS)), int(entry["step"])
+            keep = before is not None and moments is not None and before.units_are_known()
+            adamw.replace(name, moments, step, keep_residual=keep)
+            self._note(name)
+
+    def usable_state(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the checked state of a parameter, also of dense AdamW, with moments that steps can use."""
+        name = self.names[id(parameter)]
+        if self.named.get(name) is not parameter or not _has_moments(entry):
+            return dict(entry)
+        before = self._adopted.get(name)
+        with reading(f"optimizer.state of {name}", "the state of torch.optim.AdamW for this parameter"):
+            found: dict[str, Any] = {
+                field: _host(entry.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)
+            }
+            step = float(entry["step"])
+            if (last := found["last"]) is not None and step.is_integer():
+                known = before is not None and before.tensors[-1] is entry["last_step"]
+                moved = int(step) - self.adamw.steps[name] if known else 0  # weights have waited as long as before
+                found["last"] = np.where(last > 0, (last + moved).clip(0, max(0, int(step))), 0)
+            found["step"] = int(step) if step.is_integer() else step
+        moments, count = read_moments(found, self.adamw.specs[name])
+        used = {**entry, "step": _step_tensor(count)}
+        for key, array, dtype in zip(FIELDS, moments, _dtypes(parameter), strict=True):
+            usable = _is_usable(entry.get(key), parameter, dtype)
+            if not usable:
+                used[key] = _zeros_like(parameter, dtype)
+            if not usable or key == "last_step":
+                flat = _flat(used[key])
+                flat[:] = from_host(array, flat)
+        return used
+
+    def _note(self, name: str) -> None:
+        """Note the state of a parameter, to notice when it changes."""
+        if entry := self.optimizer.state.get(self.named[name]):
+            self._adopted[name] = Adopted.of(entry)
+        else:
+            self._adopted.pop(name, None)
+
+    def _new_state(self, name: str) -> Moments:
         """Set a parameter's state in the optimizer to zeros, and return its moments."""
-        parameter = self.named[spec.name]
-        real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-        tensors = [_zeros_like(parameter, dtype) for dtype in (real, real, torch.int32)]
+        parameter = self.named[name]
+        tensors = [_zeros_like(parameter, dtype) for dtype in _dtypes(parameter)]
         self.optimizer.state[parameter] = {"step": _step_tensor(0), **dict(zip(FIELDS, tensors, strict=True))}
+        self._note(name)
         return Moments(*map(_flat, tensors))
 
     def _write_steps(self) -> None:
         for name in self.adamw.moments:
-            self.optimizer.state[self.named[name]]["step"] = _step_tensor(self.adamw.steps[name])
+            self.optimizer.state[self.named[name]]["step"].fill_(self.adamw.steps[name])
+            self._note(name)
 
-    def make_empty_state(self) -> bool:
-        """Make a state of zeros if there is none, for PyTorch to load into. Return whether there are no moments yet."""
-        if not self.adamw.moments and not self.optimizer.state:
-            for spec in self.adamw.specs.values():
-                self._new_state(spec)
-        return not self.adamw.moments
-
-    def load_moments(self, saved: Mapping[torch.Tensor, Any]) -> None:
-        """Load a saved state by parameter, also of `torch.optim.AdamW`. On an error, it may be loaded in part."""
-        if not _has_moments(saved.values()):
-            return
-        if lacking := [name for name, parameter in self.named.items() if not saved.get(parameter)]:
-            raise InvalidInputError(
-                f"state: {lacking[0]} has no moments, but other parameters have; expected all or none"
-            )
-        for name, spec in self.adamw.specs.items():
-            state = saved[self.named[name]]
-            fields = {field: _host(state.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)}
-            step = float(state["step"])
-            found, count = read_moments({**fields, "step": int(step) if step.is_integer() else step}, spec)
-            for ours, theirs in zip(self._new_state(spec), found, strict=True):
-                ours[:] = from_host(theirs, ours)
-            self.optimizer.state[self.named[name]]["step"] = _step_tensor(count)
+    def make_empty_state(self) -> None:
+        """Make a state of zeros if there is none, for PyTorch to load into."""
+        if not self.optimizer.state:
+            for name in self.named:
+                self._new_state(name)
 
     def on_state_loaded(self) -> None:
         super().on_state_loaded()
-        self._weights = None
-        state = self.optimizer.state
-        states = {name: state[p] for name, p in self.named.items() if p in state}
-        if not _has_moments(states.values()):
-            states = {}
-        moments = {name: Moments(*(_flat(its[field]) for field in FIELDS)) for name, its in states.items()}
-        self.adamw.adopt(moments, {name: int(its["step"]) for name, its in states.items()})
+        self._weights, self._adopted = None, {}
+        self.adamw.adopt({}, {})  # residuals are in the units of the state that is adopted now
+        self.adopt_state()
 
     def state_dict(self) -> StateDict:
         if self._adamw is not None:
+            if self._weights is None and not self.reducer.pending:
+                self.adopt_state()
+                self.adamw.convert_residuals(self.rules())
             self._adamw.check_complete()
         return super().state_dict()
 
     def rebuild(self, comm: Comm, *, joining: bool = False) -> Rebuilt:
         rebuilt = super().rebuild(comm, joining=joining)
+        self.adopt_state()
         self.adamw.broadcast(transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
@@ -403,9 +455,55 @@ def _same(group: tuple[AdamWRule, list[torch.Tensor]], before: tuple[AdamWRule, 
     return unchanged and all(map(operator.is_, parameters, parameters_before))
 
 
-def _has_moments(states: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether states of parameters have moments. States of zeros, before the first gradient, do not count."""
-    return any(state and (float(state["step"]) or bool(local(state["exp_avg_sq"]).any())) for state in states)
+class Adopted(NamedTuple):
+    """The state of a parameter as the optimizer has used or written it last."""
+
+    tensors: tuple[Any, ...]  # the step, and `FIELDS`
+    marks: tuple[tuple[object, ...], ...]  # they change if the contents of a tensor change
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Adopted:
+        tensors = entry.get("step"), *map(entry.get, FIELDS)
+        return cls(tensors, tuple(map(_mark, tensors)))
+
+    def is_in(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether ``entry`` is unchanged."""
+        same = all(map(operator.is_, self.tensors, (entry.get("step"), *map(entry.get, FIELDS))))
+        return same and self.marks == tuple(map(_mark, self.tensors))
+
+    def units_are_known(self) -> bool:
+        """Return whether the second moments, which may have been replaced, were not changed in place."""
+        squares: Any = self.tensors[2]
+        return bool(_mark(squares)[1:] == self.marks[2][1:])
+
+
+def _mark(tensor: Any) -> tuple[object, ...]:
+    """Return the address and the version of a tensor, which PyTorch counts up when it changes the tensor in place."""
+    if not isinstance(tensor, torch.Tensor):
+        return (tensor,)
+    shard = local(tensor) if is_sharded(tensor) else tensor
+    return shard.data_ptr(), 0 if shard.is_inference() else shard._version
+
+
+def _has_moments(entry: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's state has moments. A state of zeros, before the first gradient, does not count."""
+    squares = entry.get("exp_avg_sq")
+    return squares is None or bool(entry.get("step", 1)) or bool(local(squares).any())
+
+
+def _dtypes(parameter: torch.Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Return the dtypes of `FIELDS`."""
+    real = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    return real, real, torch.int32
+
+
+def _is_usable(tensor: Any, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether steps can change a tensor of a parameter's state in place."""
+    if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) != is_sharded(parameter) or tensor.is_inference():
+        return False
+    shard = local(tensor)
+    fits = (shard.dtype, shard.device, shard.layout) == (dtype, local(parameter).device, torch.strided)
+    return fits and shard.is_contiguous() and not shard.is_neg()
 
 
 def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -419,11 +517,11 @@ def _step_tensor(count: int) -> torch.Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
-def _host(tensor: torch.Tensor | None) -> Array | None:
-    """Return a saved tensor, or this rank's shard, as an array in host memory. A missing "last_step" is ``None``."""
+def _host(tensor: Any) -> Array | None:
+    """Return a tensor of a state, or this rank's shard, as an array in host memory; ``None`` if it is missing."""
     if tensor is None:
         return None
-    host = local(tensor).cpu()
+    host = local(tensor).to_dense().cpu().resolve_neg()
     return (host.float() if host.is_floating_point() and host.itemsize < 4 else host).numpy()
 
 

@@ -24,7 +24,7 @@ from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.exchange import changes_nothing
+from sparsecomm.torch.exchange import makes_empty_state
 from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
 from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
 from sparsecomm.transport import Comm
@@ -118,11 +118,14 @@ class DiLoCo(Adapter):
     @deferred
     def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
-        if changes_nothing(inner, self._parameters.named.values()):
+        if makes_empty_state():
             return
         if not self._compared:
             self._parameters.connect()
-            self._core.reducers[0].check_weights(0, lambda: self._parameters.with_frozen(self.global_parameters()))
+            trained = self._parameters
+            self._core.reducers[0].check_weights(
+                0, lambda: trained.with_frozen(self.global_parameters()), trained.buffers
+            )
             self._compared = True
         self._core.step(self._views())
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "changes_nothing", "in_backward_pass",
-    "in_compiled_autograd", "is_zero", "new_future", "queue_callback", "sparse_hook",
+    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "in_backward_pass", "in_compiled_autograd",
+    "is_zero", "makes_empty_state", "new_future", "queue_callback", "sparse_hook",
 ]  # fmt: skip
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -172,7 +173,7 @@ class GradientExchange(TrainedParameters):
         target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
             self.check_frozen()
-            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named))
+            reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())
                 if self._scale is not None and scale != self._scale:
@@ -489,13 +490,15 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     return state.run_hook(bucket)
 
 
-def changes_nothing(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether a step would change nothing, because all learning rates and gradients are zero.
+def makes_empty_state() -> bool:
+    """Return whether PyTorch's ``get_state_dict`` makes this step, with zeros, only to create the optimizer's state.
 
-    PyTorch's ``get_state_dict`` makes such a step. Do not exchange in it: entries of residuals would be lost.
+    It may do so on one rank alone, and entries of residuals would be lost: do not exchange.
     """
-    gradients = (local(p.grad) for p in parameters if p.grad is not None)
-    return not any(group.get("lr", 1) for group in optimizer.param_groups) and not any(g.any() for g in gradients)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_zero(gradient: torch.Tensor) -> bool:

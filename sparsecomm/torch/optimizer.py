@@ -18,7 +18,7 @@ from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.autograd import AutogradExchange
-from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, changes_nothing
+from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, makes_empty_state
 from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
@@ -178,7 +178,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return super().step(closure)
         exchange.check_frozen()
         exchange.check_consistent()
-        if closure is None and not exchange.exchanged and not changes_nothing(self, exchange.named.values()):
+        if closure is None and not exchange.exchanged and not makes_empty_state():
             exchange.synchronize()
         try:
             loss = super().step(None if closure is None else evaluate)

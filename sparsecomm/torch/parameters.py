@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,10 +43,12 @@ class TrainedParameters:
     Attributes:
         named: the parameters that require gradients, by name, without the prefixes that wrappers add.
         comm: the communicator of the ranks.
+        model: returns the model, or ``None`` if it is not known or was deleted.
     """
 
     def __init__(self, named: NamedParameters, comm: Comm, clip: object = None) -> None:
         """Check the arguments; ``clip`` is only checked, and must be ``None`` with DTensors. Nothing is sent."""
+        self.model = model_of(named)
         self.named, self._frozen = _trained_and_frozen(named)
         for name, parameter in self.named.items():
             if parameter.is_complex():
@@ -84,6 +87,18 @@ class TrainedParameters:
         frozen = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
         return {**tensors, **frozen}
 
+    def buffers(self) -> dict[str, object]:
+        """Return the model's floating-point buffers by name, such as running means."""
+        model = self.model()
+        buffers = () if model is None else model.named_buffers()
+        return {name: b for name, b in buffers if b.is_floating_point() and b.numel() and not b.is_meta}
+
+
+def model_of(named: object) -> Callable[[], torch.nn.Module | None]:
+    """Return a weak reference to the model if ``named`` is its ``named_parameters()``, a generator; else to nothing."""
+    module = getattr(getattr(named, "gi_frame", None), "f_locals", {}).get("self")
+    return weakref.ref(module) if isinstance(module, torch.nn.Module) else lambda: None
+
 
 def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     pairs = interop.named(named, "named_parameters")
@@ -105,10 +120,10 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
     return trained, frozen
 
 
-def parameters_of(model: object) -> list[tuple[str, torch.nn.Parameter]]:
+def parameters_of(model: object) -> Iterator[tuple[str, torch.nn.Parameter]]:
     if not isinstance(model, torch.nn.Module):
         raise InvalidInputError(f"model: got {type(model).__name__}; expected a torch.nn.Module")
-    return list(model.named_parameters())
+    return model.named_parameters()
 
 
 def unwrapped_names(names: Iterable[str]) -> list[str]:

@@ -155,16 +155,21 @@ def test_nothing_is_lost(P: int, wire: str) -> None:
 
 
 @pytest.mark.parametrize("density", [0.3, 1.0])
-@pytest.mark.parametrize("what", ["second moment", "weight", "float16 weight", "sum", "residual"])
+@pytest.mark.parametrize("what", ["second moment", "weight", "float16 weight", "eps", "beta2", "sum", "residual"])
 def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> None:
-    """Gradients are finite on all ranks, and so is all that they make; the next step counts again."""
-    dtype = np.float16 if what == "float16 weight" else np.float32
+    """Gradients are finite on all ranks, and so is all that they make; the next step counts again.
+
+    The program may have changed weights and eps itself, and with a beta2 of 0 no bound of the moments is known.
+    """
+    of_weight = what in ("weight", "float16 weight", "eps", "beta2")
+    dtype = np.float16 if of_weight and what != "weight" else np.float32
     big = {"second moment": 1.5e19, "sum": 1e19}.get(what, 1.0)
 
     def program(transport: simulated.SimulatedTransport) -> Arrays:
         mine, i = {"a": np.ones(64, dtype), "b": np.ones(5, dtype)}, 7
-        lr = {"weight": 3e37, "float16 weight": 2e4}.get(what, 0.1)
-        rule = {"betas": (0.9, 0.95), "weight_decay": 0.0, "eps": 1e-30 if what == "sum" else 1e-8}
+        lr = {"weight": 3e37, "eps": 600.0}.get(what, 2e4 if of_weight else 0.1)
+        betas, eps = (0.9, 0.0 if what == "beta2" else 0.95), {"sum": 1e-30, "eps": 1e3}.get(what, 1e-8)
+        rule = {"betas": betas, "weight_decay": 0.0, "eps": eps}
         optimizer = sc.SparseAdamW(mine, 0.1, comm=transport, density=density, wire="packed", **rule)
         outcomes = []
         for step in range(5):
@@ -177,9 +182,8 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
             if step == 2 and what == "residual":
                 optimizer.reducer.residual("a")[i] = np.finfo(np.float32).max
                 g["a"][i] = 1.8e19
-            if step == 2 and "weight" in what:
-                mine["a"][i], g["a"][i] = -np.finfo(dtype).max, 100
-                optimizer._adamw._bounds.clear()
+            if step == 2 and of_weight:
+                mine["a"][i], g["a"][i], optimizer.eps = -np.finfo(dtype).max, 100, 1e-8
             before, state = copy.deepcopy(mine), copy.deepcopy(optimizer.state_dict()["moments"])
             done = optimizer.step(g)
             outcomes.append(done.usable)
@@ -203,7 +207,7 @@ def test_a_step_that_would_overflow_is_no_step(what: str, density: float) -> Non
 def test_sums_are_freed_without_the_garbage_collector(density: float) -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
         optimizer = sc.SparseAdamW({"w": np.ones(1000, np.float32)}, comm=transport, density=density)
-        gradient = np.linspace(-1, 2, 1000, dtype=np.float32)
+        gradient = np.linspace(-1, 2 + transport.rank, 1000, dtype=np.float32)
 
         def step() -> weakref.ref[Any]:
             sums = optimizer.step({"w": gradient}).left["w"]

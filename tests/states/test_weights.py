@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -115,6 +116,37 @@ def test_different_tensors_are_refused_on_all_ranks(theirs: dict[str, Any]) -> N
     for error in outcomes(3, lambda rank: theirs if rank == 1 else {"a": np.ones(3)}):
         assert type(error) is sc.CollectiveMismatchError
         assert "number, order, names, types or shapes" in str(error)
+
+
+@pytest.mark.parametrize("P", [1, 2, 3])
+@pytest.mark.parametrize("same", ["gradients", "all but one", "zeros", "absent", "nothing"])
+@pytest.mark.parametrize("buffers", ["equal", "different", "missing"])
+def test_a_first_step_warns_of_equal_gradients_and_different_buffers(P: int, same: str, buffers: str) -> None:
+    def program(transport: simulated.SimulatedTransport) -> None:
+        rank = transport.rank
+        reducer = sc.Reducer({"a": np.zeros(40, np.float32), "b": np.zeros((), np.float32)}, 0.1, comm=transport)
+        statistics = {"mean": np.full(3, rank if buffers == "different" else 7.0)}
+        if buffers == "missing" and rank == 0:
+            statistics = {}
+        for step in range(2):
+            if step == 0:
+                reducer.check_weights(0, lambda: {"w": np.ones(2)}, lambda: statistics)
+            a, b = (np.full(shape, step + 2 + (same == "nothing") * rank, np.float32) for shape in (40, ()))
+            if same == "all but one":
+                a[17] += rank
+            if same == "zeros" or (same == "absent" and rank == P - 1):
+                a, b = np.zeros_like(a), np.zeros_like(b)
+            gradients = {"b": b, "a": a} if rank else {"a": a, "b": b}
+            reducer.reduce({} if same == "absent" and rank == P - 1 else gradients)
+
+    wrong = ["gradients of the first step are the same on all"] * (same == "gradients")
+    wrong += ["buffers differ after the first step ('mean')"] * (buffers == "different")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(P, program)
+    said = [str(each.message) for each in caught]
+    assert len(said) == (P * len(wrong) if P > 1 else 0)
+    assert all(sum(text in message for message in said) == P for text in wrong if P > 1)
 
 
 def test_wrong_arguments() -> None:

@@ -21,7 +21,7 @@ from tests.stress.harness import Attack, Numbered
 
 ATTACKS = (
     "calls", "messages", "peers", "inputs", "states", "files", "kills", "threads", "signals", "interrupts",
-    "endurance", "stopped", "lost", "soak", "strangers", "all",
+    "endurance", "stopped", "lost", "lives", "soak", "strangers", "all",
 )  # fmt: skip
 # What `all` runs; numbers are scaled.
 PARTS = {
@@ -45,6 +45,7 @@ PARTS = {
     "strangers": "--connections 40_000",
     "soak": "--no-network --minutes 1",
     "lost": "--runs 2",
+    "lives": "--lives 60",
 }
 
 

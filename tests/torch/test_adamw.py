@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import sparsecomm as sc  # noqa: E402
+from sparsecomm.backends.adamw import unit  # noqa: E402
 from sparsecomm.torch import SparseAdamW  # noqa: E402
 from sparsecomm.transport import simulated  # noqa: E402
 from tests.optimizers.adapters import OfTorch, OfTorchWithOverlap, gradients  # noqa: E402
@@ -117,7 +118,7 @@ def test_moments_of_bfloat16_parameters_are_saved_in_float32() -> None:
 
 def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
     def program(transport: simulated.SimulatedTransport) -> None:
-        dense, mine = OfTorch(transport), OfTorch(transport, lr=0.01, density=1.0)
+        dense, mine = OfTorch(transport), OfTorch(transport, lr=0.01, density=1.0, check_weights_every=None)
         dense.it = torch.optim.AdamW(dense.named.values(), 0.01)
         for step in range(4):
             dense.step(gradients(step, 0))
@@ -132,6 +133,42 @@ def test_a_state_of_dense_adamw_is_gone_on_with() -> None:
             mine.step(gradients(step, 0))
         for name, w in dense.weights.items():
             np.testing.assert_allclose(mine.weights[name], w, rtol=3e-6, atol=3e-6)
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("change", ["replaced", "eps", "in place", "deleted"])
+def test_residuals_keep_their_value_if_their_units_change(change: str) -> None:
+    """Or they are dropped, if their units are not known any more. Checkpoints agree with the next step."""
+
+    def program(transport: simulated.SimulatedTransport) -> None:
+        mine = OfTorch(transport, **RULE)
+        for step in range(4):
+            mine.step(gradients(step, transport.rank))
+        p, group = mine.named["matrix"], mine.it.param_groups[1]
+
+        def value() -> np.ndarray:
+            squares = mine.it.state[p]["exp_avg_sq"].numpy()
+            return mine.residuals["matrix"] * unit(np, squares, np.float32(group["eps"]))
+
+        before, squares = value(), mine.it.state[p]["exp_avg_sq"]
+        assert np.count_nonzero(before) > 100
+        if change == "replaced":
+            mine.it.state[p]["exp_avg_sq"] = squares.double() * 1000
+        elif change == "eps":
+            group["eps"] = 3.0
+        elif change == "in place":
+            squares.mul_(1000)
+        else:
+            del mine.it.state[p]
+        if change in ("replaced", "eps"):
+            assert np.array_equal(value(), before)
+        else:
+            assert not mine.residuals["matrix"].any()
+        assert mine.residuals["bias"].any()
+        for step in range(4, 8):
+            mine.step(gradients(step, transport.rank))
+        sc.check_weights(mine.weights, comm=transport)
 
     run(2, program)
 
