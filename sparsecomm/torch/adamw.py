@@ -139,9 +139,7 @@ class SparseAdamW(SparseOptimizer):
                 f"{unknown[0]} is not an option of SparseAdamW; expected some of {', '.join(known)}"
                 f"{did_you_mean(unknown[0], known)}"
             )
-        self._constructed = False
         super().__init__(groups, defaults)
-        self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         self._exchange.model = model
         self._exchange.rules()
@@ -149,12 +147,6 @@ class SparseAdamW(SparseOptimizer):
 
     # `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale.
     _step_supports_amp_scaling = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups, because the set of exchanged parameters is fixed."""
-        if self._constructed:
-            raise InvalidInputError(f"add_param_group: {_ADVICE}")
-        super().add_param_group(param_group)
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
@@ -172,7 +164,7 @@ class SparseAdamW(SparseOptimizer):
             raise InvalidInputError("step after remove(), which ended the exchange; create a new SparseAdamW")
         if self.overlap and overflow is not None:
             raise InvalidInputError("overlap=True does not support a GradScaler; leave overlap out, or use bfloat16")
-        exchange.check_frozen()
+        exchange.check_unchanged()
         exchange.check_consistent()
         exchange.rules()
         loss = None

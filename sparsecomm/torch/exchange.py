@@ -148,16 +148,6 @@ class GradientExchange(TrainedParameters):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def check_frozen(self) -> None:
-        """Check that parameters that were frozen at the beginning still are: their gradients are not exchanged."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise InvalidInputError(
-                    f"{name} was frozen when the optimizer or the model was wrapped, and requires a gradient now, "
-                    "which would not be exchanged. Call remove() of the old wrapper and wrap again after unfreezing, "
-                    "or wrap before you freeze"
-                )
-
     def check_consistent(self) -> None:
         if self.step_failed:
             raise InvalidInputError(
@@ -172,7 +162,7 @@ class GradientExchange(TrainedParameters):
         """
         target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
-            self.check_frozen()
+            self.check_unchanged()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
             if self._scaler is not None:
                 scale = float(self._scaler.get_scale())

@@ -60,6 +60,7 @@ def register(
     # DDP puts a "." before the names of parameters that the module itself holds.
     named = [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
     state = SparseState(named, density, **options)
+    state.watch(ddp.module)
     ddp.register_comm_hook(state, sparse_hook)
     return state
 
