@@ -30,6 +30,7 @@ DeviceMesh: TypeAlias = Any
 
 # Attributes that hold a wrapped module, and so appear in parameter names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HYBRID = (
     "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
     "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
@@ -174,8 +175,9 @@ def _unwritable(tensor: torch.Tensor) -> str:
 
 
 def _untrainable(parameter: torch.Tensor) -> str:
-    if parameter.is_complex():
-        return f"is {parameter.dtype}; parameters must be real. Train torch.view_as_real() of it, or freeze it"
+    if parameter.dtype not in _TRAINABLE:
+        advice = "train torch.view_as_real() of it" if parameter.is_complex() else "convert it"
+        return f"is {parameter.dtype}; expected float16, bfloat16, float32 or float64; {advice}, or freeze it"
     return _unwritable(parameter)
 
 

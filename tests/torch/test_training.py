@@ -25,7 +25,7 @@ from tests.thinning import exhaustive  # noqa: E402
 
 IMPORTS = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "sparsecomm.torch"
 PROGRAM = "import sys; from tests.torch.training_ranks import main; main(*sys.argv[1:])"
-OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "compiled", "saved", "late")
+OF_ANY_SIZE = ("ways", "hook", "optimizer", "adamw", "broadcast", "compiled", "layers", "saved", "late")
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # FSDP2 asks for means: before 2.9 gloo's reduce_scatter sums instead, and 2.6 does not get as far.
 needs_fsdp = pytest.mark.skipif(VERSION < (2, 9), reason="FSDP2 on CPUs needs PyTorch 2.9")

@@ -21,15 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
-from sparsecomm.torch import (
-    DiLoCo,
-    DistributedOptimizer,
-    SparseAdamW,
-    SparseState,
-    broadcast_parameters,
-    keep_local,
-    register,
-)
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, broadcast_parameters, keep_local, register
 from tests.thinning import covering_array
 from tests.torch.training_ranks import RANK, P, all_gather, case
 
@@ -281,17 +273,3 @@ def fused_and_foreach_optimizers() -> None:
         plain = trained(way, make=lambda p: torch.optim.SGD(p, lr=0.1, foreach=False))
         for make in (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), lambda p: torch.optim.SGD(p, 0.1, fused=True)):
             torch.testing.assert_close(trained(way, make=make), plain)
-
-
-@case
-def complex_parameters_are_refused() -> None:
-    model = nn.Linear(3, 3, dtype=torch.complex64)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for make in (
-        lambda: DistributedOptimizer(sgd, model.named_parameters()),
-        lambda: SparseAdamW(model.named_parameters()),
-        lambda: DiLoCo(model, sgd, sync_every=2),
-        lambda: SparseState(model.named_parameters()),
-    ):
-        with pytest.raises(sc.InvalidInputError, match="complex64"):
-            make()
