@@ -476,7 +476,7 @@ class OpenStep:
         """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
-            if self.shows is not None and t is not None and bucket.backend.largest(t):
+            if self.shows is not None and t is not None and 0 < bucket.backend.largest(t) < math.inf:
                 self.shows[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
             if not self._clips:
                 bucket.take(spec, t, add=add)

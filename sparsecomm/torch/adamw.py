@@ -376,9 +376,9 @@ class AdamWExchange(AutogradExchange):
                 field: _host(entry.get(key)) for field, key in zip(Moments._fields, FIELDS, strict=True)
             }
             step = float(entry["step"])
-            if (last := found["last"]) is not None and step.is_integer():
-                known = before is not None and before.tensors[-1] is entry["last_step"]
-                moved = int(step) - self.adamw.steps[name] if known else 0  # weights have waited as long as before
+            last, known = found["last"], before is not None and before.tensors[-1] is entry.get("last_step")
+            if last is not None and known and step.is_integer():  # the program may have changed the step alone
+                moved = int(step) - self.adamw.steps[name]
                 found["last"] = np.where(last > 0, (last + moved).clip(0, max(0, int(step))), 0)
             found["step"] = int(step) if step.is_integer() else step
         moments, count = read_moments(found, self.adamw.specs[name])
@@ -426,7 +426,7 @@ class AdamWExchange(AutogradExchange):
 
     def state_dict(self) -> StateDict:
         if self._adamw is not None:
-            if self._weights is None and not self.reducer.pending:
+            if self._weights is None and self._optimizer() is not None and not self.reducer.pending:
                 self.adopt_state()
                 self.adamw.convert_residuals(self.rules())
             self._adamw.check_complete()

@@ -179,7 +179,7 @@ TORCH_ADAMW = {
     "NaN": Damage(filled("state", 0, "exp_avg_sq", value=np.nan, at=-2), "squares of weight: expected finite numbers"),
     "the future": Damage(filled("state", 0, "last_step", value=99), "numbers from 0 to 3"),
     "step": Damage(lambda s: s["state"][0].update(step=_torch().tensor(3.5)) or s, "step of weight is 3.5"),
-    "none of one": Damage(removed("state", 2), "scale has no moments"),
+    "none of one": Damage(removed("state", 2), "differ in optimizer"),
     "another moment": Damage(filled("state", 0, "exp_avg", value=0.5, at=0), "rank 0 and rank 1 differ in optimizer"),
     "no residuals": Damage(removed("sparsecomm"), "a plain optimizer saved it"),
 }

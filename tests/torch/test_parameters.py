@@ -59,7 +59,7 @@ def use(transport: simulated.SimulatedTransport, m: Any) -> None:
         for p in m.parameters():
             p.grad = None
     optimizer = DistributedOptimizer(sgd(m), m.named_parameters(), 0.5, comm=transport, wire="packed_int8")
-    m[0].weight.grad = torch.full_like(m[0].weight, 1.0)
+    m[0].weight.grad = torch.full_like(m[0].weight, 1.0 + transport.rank)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 

@@ -128,7 +128,7 @@ def weights_that_differ() -> None:
         before = {key: bits(tensor) for key, tensor in model.state_dict().items()}
         spoil(model, name)
         with soon(), differs:
-            model(torch.ones(3)).sum().backward()
+            model(torch.ones(3) + dist.get_rank()).sum().backward()
         with soon(), differs:
             optimizer.synchronize()
         broadcast_parameters(model.state_dict())
@@ -136,10 +136,10 @@ def weights_that_differ() -> None:
         optimizer.synchronize()
         assert optimizer.reducer.step == 1
         spoil(model, name)  # they are looked at in the first step only
-        model(torch.ones(3)).sum().backward()
+        model(torch.ones(3) + dist.get_rank()).sum().backward()
         optimizer.load_state_dict(optimizer.state_dict())  # and in that after a checkpoint
         with soon(), differs:
-            model(torch.ones(3)).sum().backward()
+            model(torch.ones(3) + dist.get_rank()).sum().backward()
 
 
 @case_of_several
@@ -153,9 +153,9 @@ def weights_that_begin_to_differ() -> None:
                 spoil(model, "1.weight")
             if step == found:
                 with soon(), differs:
-                    ddp(torch.ones(3)).sum().backward()
+                    ddp(torch.ones(3) + dist.get_rank()).sum().backward()
                 break
-            ddp(torch.ones(3)).sum().backward()
+            ddp(torch.ones(3) + dist.get_rank()).sum().backward()
         assert state.reducer.step == (4 if found is None else found)
     for given in (-1, 1.0, True):
         with pytest.raises(sc.InvalidInputError, match=f"check_weights_every={given}: expected"):

@@ -70,7 +70,7 @@ def the_hook_writes_each_mean_once_and_moves_nothing_else() -> None:
         for _ in range(3):  # DDP makes its buckets anew after the first
             written.nbytes = 0
             with Moved() as moved_now:
-                ddp(torch.randn(2, 200)).square().mean().backward()
+                ddp(torch.randn(2, 200) + dist.get_rank()).square().mean().backward()
         moved[sparse] = moved_now.nbytes
         if sparse:
             assert written.nbytes == 4 * 200 * 200 * 4
