@@ -170,8 +170,8 @@ def _unwritable(tensor: torch.Tensor) -> str:
     """Return why the elements of a tensor cannot be written, or an empty string."""
     if why := _unreadable(tensor):
         return why
-    shares = any(stride == 0 and size > 1 for stride, size in zip(local(tensor).stride(), tensor.shape, strict=True))
-    return "has elements that share memory; give each its own, by clone()" if shares else ""
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(local(tensor).stride(), tensor.shape, strict=True))
+    return "has elements that share memory; give each its own, by clone()" if overlaps else ""
 
 
 def _untrainable(parameter: torch.Tensor) -> str:
