@@ -247,22 +247,36 @@ cdef class PollingLock:
         self.lock.release()
 
 
+cdef object uncompiled(object function, tuple args, dict kwargs):
+    """Call a function while `torch.compile`, which may be running in this thread, compiles no frames."""
+    eval_frame = sys.modules.get("torch._C._dynamo.eval_frame")
+    if eval_frame is None:
+        return function(*args, **kwargs)
+    compiler = eval_frame.set_eval_frame(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        if compiler is not None:
+            eval_frame.set_eval_frame(compiler)
+
+
 cdef object gated(function):
     @wraps(function)
     def within_gate(*args, **kwargs):
         if not in_main_thread():
-            return function(*args, **kwargs)
+            return uncompiled(function, args, kwargs)
         enter()
         try:
-            return function(*args, **kwargs)
+            return function(*args, **kwargs) if depth > 1 else uncompiled(function, args, kwargs)
         finally:
             leave()
 
+    within_gate._torchdynamo_disable = True  # graphs of `torch.compile` end before a call, without a warning
     return within_gate
 
 
 def deferred(what):
-    """Decorate a function, or ``__init__`` and the public methods of a class, to run within the gate."""
+    """Decorate a function, or ``__init__`` and the public methods of a class, to run within the gate, uncompiled."""
     if not isinstance(what, type):
         return gated(what)
     for name, value in list(vars(what).items()):

@@ -278,8 +278,11 @@ def content(obj: Any, name: str) -> tuple[str, Array]:
     copied; those of other libraries are refused.
     """
     # PyTorch: take this rank's shard of a DTensor, and resolve a pending conjugate or negation.
-    for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
-        obj = getattr(obj, method, lambda obj=obj: obj)()
+    try:
+        for method in ("detach", "to_local", "resolve_conj", "resolve_neg", "contiguous", "cpu"):
+            obj = getattr(obj, method, lambda obj=obj: obj)()
+    except Exception as error:  # for tensors that are sparse, nested, not initialized, or on the meta device
+        _refuse(name, f"its elements cannot be read ({error}); expected a dense tensor with data; leave it out")
     if type(obj).__module__.startswith("cupy"):
         obj = obj.get()
     refuse_masked(obj, name)

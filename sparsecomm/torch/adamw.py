@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.backends.adamw import Moments
 from sparsecomm.checks import to_bool, with_options
@@ -138,9 +139,7 @@ class SparseAdamW(SparseOptimizer):
                 f"{unknown[0]} is not an option of SparseAdamW; expected some of {', '.join(known)}"
                 f"{did_you_mean(unknown[0], known)}"
             )
-        self._constructed = False
         super().__init__(groups, defaults)
-        self._constructed = True
         self._exchange = AdamWExchange(self, named, density, dense_steps=dense_steps, **options)
         self._exchange.model = model
         self._exchange.rules()
@@ -149,12 +148,7 @@ class SparseAdamW(SparseOptimizer):
     # `torch.amp.GradScaler` leaves it to `step` to divide gradients by the scale.
     _step_supports_amp_scaling = True
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse new groups, because the set of exchanged parameters is fixed."""
-        if self._constructed:
-            raise InvalidInputError(f"add_param_group: {_ADVICE}")
-        super().add_param_group(param_group)
-
+    @_disable_dynamo
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless backward passes have done so, and update the parameters. Collective.
 
@@ -170,7 +164,7 @@ class SparseAdamW(SparseOptimizer):
             raise InvalidInputError("step after remove(), which ended the exchange; create a new SparseAdamW")
         if self.overlap and overflow is not None:
             raise InvalidInputError("overlap=True does not support a GradScaler; leave overlap out, or use bfloat16")
-        exchange.check_frozen()
+        exchange.check_unchanged()
         exchange.check_consistent()
         exchange.rules()
         loss = None
@@ -315,7 +309,9 @@ class AdamWExchange(AutogradExchange):
     def _shard(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return None if gradient is None else self._local_gradient(name, gradient).contiguous()
 
-    @deferred
+    def _leave_to_step(self) -> None:
+        """Leave the exchange to `step`, which makes the same one: gradients stay those of this rank."""
+
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         last = self.reducer.last if self.connected else None
         if self.exchanged and last is not None and last.usable and self._pass_id is None and self.exchanging:

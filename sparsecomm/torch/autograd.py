@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import Schedule
 from sparsecomm.signals import deferred
-from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, queue_callback
+from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, in_compiled_autograd, queue_callback
 from sparsecomm.torch.parameters import NamedParameters
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class AutogradExchange(GradientExchange):
                 )
         ready = weakref.WeakMethod(self._gradient_ready)
 
+        @deferred
         def hook(parameter: torch.Tensor) -> None:
             if (method := ready()) is not None:
                 method(parameter)
@@ -82,12 +84,15 @@ class AutogradExchange(GradientExchange):
         finally:
             self.exchanging = before
 
-    @deferred
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         """Push a gradient of the last backward pass before an exchange."""
         if not self.exchanging:
             return
         self.check_consistent()
+        if in_compiled_autograd():
+            self.exchanged = False
+            self._leave_to_step()
+            return
         this = torch._C._current_graph_task_id()
         if self._pass_id is None:
             queue_callback(self._end_pass)
@@ -102,6 +107,14 @@ class AutogradExchange(GradientExchange):
             gradient = self._gradient_of(parameter)
             assert gradient is not None
             self.push(self.name_of(parameter), gradient)
+
+    def _leave_to_step(self) -> None:
+        """Leave the exchange to the optimizer's step: compiled autograd does not say when a backward pass ends."""
+        warnings.warn(
+            "compiled autograd runs the backward passes, so gradients become means only in step() or synchronize(): if "
+            "you clip gradients or read them, call synchronize() after backward()",
+            stacklevel=2,
+        )
 
     @deferred
     def _end_pass(self) -> None:

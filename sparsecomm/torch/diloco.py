@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.reducer.options import Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCo"]
 
+Returned = TypeVar("Returned")
 
+
+@deferred
 class DiLoCo(Adapter):
     """Trains a model by local steps. Once per round, averages the ranks' changes of the parameters sparsely.
 
@@ -104,6 +108,7 @@ class DiLoCo(Adapter):
             undo.callback(self._core.rest)
             undo.callback(inner_optimizer.register_step_post_hook(lambda inner, *_: self._step(inner)).remove)
             self._undo = undo.pop_all()
+        self._parameters.watch(inner_optimizer, *([] if self._parameters.sharded else [model]))  # FSDP swaps parameters
         self._compared = False
 
     def _views(self) -> dict[str, torch.Tensor]:
@@ -111,10 +116,23 @@ class DiLoCo(Adapter):
         to_local = local if self._parameters.sharded else torch.Tensor.detach
         return {name: to_local(p).permute(self._orders[name]) for name, p in self._parameters.named.items()}
 
+    def _with_locals(self, call: Callable[[dict[str, torch.Tensor]], Returned]) -> Returned:
+        """Call a function with the views, or with copies that it may write if the program has changed memory orders."""
+        views = self._views()
+        contiguous = {name: view.contiguous() for name, view in views.items()}
+        try:
+            return call(contiguous)
+        finally:
+            for name, view in views.items():
+                if contiguous[name] is not view:
+                    view.copy_(contiguous[name])
+
     # -- local steps ---------------------------------------------------------------------------------------------------
 
+    @deferred
     def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
+        self._parameters.check_unchanged()
         if makes_empty_state():
             return
         if not self._compared:
@@ -124,11 +142,11 @@ class DiLoCo(Adapter):
                 0, lambda: trained.with_frozen(self.global_parameters()), trained.buffers
             )
             self._compared = True
-        self._core.step(self._views())
+        self._with_locals(self._core.step)
 
     def finish(self) -> None:
         """Wait for the exchanges in flight, and apply them now. Collective."""
-        self._core.finish(self._views())
+        self._with_locals(self._core.finish)
 
     def global_parameters(self) -> dict[str, torch.Tensor]:
         """Return the global parameters, or this rank's shards of them: the model to evaluate and to save.
@@ -204,7 +222,7 @@ class DiLoCo(Adapter):
         self._parameters.check_comm(comm)
         self._parameters.comm = comm
         self._parameters.connect()
-        rebuilt = self._core.rebuild(comm, self._views(), joining=joining)
+        rebuilt = self._with_locals(lambda parameters: self._core.rebuild(comm, parameters, joining=joining))
         self._compared = True
         return rebuilt
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "in_backward_pass", "is_zero", "makes_empty_state",
-    "new_future", "queue_callback", "sparse_hook",
+    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "in_backward_pass", "in_compiled_autograd",
+    "is_zero", "makes_empty_state", "new_future", "queue_callback", "sparse_hook",
 ]  # fmt: skip
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
@@ -150,16 +150,6 @@ class GradientExchange(TrainedParameters):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def check_frozen(self) -> None:
-        """Check that parameters that were frozen at the beginning still are: their gradients are not exchanged."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise InvalidInputError(
-                    f"{name} was frozen when the optimizer or the model was wrapped, and requires a gradient now, "
-                    "which would not be exchanged. Call remove() of the old wrapper and wrap again after unfreezing, "
-                    "or wrap before you freeze"
-                )
-
     def check_consistent(self) -> None:
         if self.step_failed:
             raise InvalidInputError(
@@ -174,7 +164,7 @@ class GradientExchange(TrainedParameters):
         """
         target, reducer = self._local_gradient(name, gradient), self.reducer
         if not reducer.pending:
-            self.check_frozen()
+            self.check_unchanged()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
             reducer.label = Label.of(("optimizer steps", self.num_steps))
             if self._scaler is not None:
@@ -419,6 +409,11 @@ class SparseState(GradientExchange):
 
     def run_hook(self, bucket: GradBucket) -> Future:
         """Push the gradients of a bucket of DDP. With the last one, wait for the means."""
+        if not hasattr(bucket, "is_last"):
+            raise InvalidInputError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" is not supported, because DDP then has no buckets; '
+                'leave it at "ddp_optimizer", and torch._dynamo.config.compiled_autograd at False'
+            )
         if bucket.index() == 0:
             self._means = []
             if self._in_pass:
@@ -452,6 +447,7 @@ class SparseState(GradientExchange):
         queue_callback(partial(queue_callback, partial(self._write_unused, before)))
         return future
 
+    @deferred
     def _write_unused(self, before: list[tuple[torch.Tensor | None, int]]) -> None:
         """Write the means that DDP does not write: those of parameters that no rank used in this pass.
 
@@ -477,6 +473,7 @@ class SparseState(GradientExchange):
                 future.set_result(buffer)
 
 
+@deferred
 def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     """Replace gradients by the mean over all ranks of their largest entries, for ``DDP.register_comm_hook``.
 
@@ -513,6 +510,11 @@ def is_zero(gradient: torch.Tensor) -> bool:
 def in_backward_pass() -> bool:
     """Return whether this thread is in a backward pass, as `queue_callback` requires."""
     return torch._C._current_graph_task_id() >= 0
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether compiled autograd runs this backward pass. It drops the callbacks of `queue_callback`."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

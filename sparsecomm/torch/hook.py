@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.reducer.options import DENSITY, Schedule
+from sparsecomm.signals import deferred
 from sparsecomm.torch.autograd import AutogradExchange
 from sparsecomm.torch.exchange import (
     ExchangeOptions,
@@ -59,6 +60,7 @@ def register(
     # DDP puts a "." before the names of parameters that the module itself holds.
     named = [(n, p) for n, p in ddp.module.named_parameters() if (n if "." in n else f".{n}") not in ignored]
     state = SparseState(named, density, **options)
+    state.watch(ddp.module)
     ddp.register_comm_hook(state, sparse_hook)
     return state
 
@@ -79,7 +81,10 @@ def keep_local(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(None, _local_hook)
 
 
+@deferred
 def _local_hook(state: object, bucket: GradBucket) -> Future:
+    if not hasattr(bucket, "is_last"):  # compiled autograd calls hooks for single gradients, and takes no result
+        return torch.futures.Future()
     if not in_backward_pass():
         raise InvalidInputError(
             "DistributedDataParallel.join() is not supported after keep_local(), because a rank that has no more "
@@ -153,3 +158,9 @@ class ShardedState(AutogradExchange):
 
     def __repr__(self) -> str:
         return f"ShardedState({super().__repr__()})"
+
+    def _leave_to_step(self) -> None:
+        raise InvalidInputError(
+            "register_fsdp does not support compiled autograd, which does not say when a backward pass ends; set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
+from torch._compile import _disable_dynamo  # `torch.compiler.disable` imports torch._dynamo: seconds
 
 from sparsecomm.checks import quote, to_int, with_options
 from sparsecomm.errors import InvalidInputError, listed
@@ -104,6 +105,7 @@ def DistributedOptimizer(  # noqa: N802 - named like Horovod's
         raise InvalidInputError(
             f"named_parameters: {listed(unknown)} are not parameters of the optimizer; pass only parameters that it has"
         )
+    exchange.watch(optimizer)
     exchange.begin()
     if not isinstance(optimizer, SparseOptimizer):
         kind = type(optimizer)
@@ -160,6 +162,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         """End the exchange, and leave the model as it was before. Residuals are dropped."""
         self._exchange.remove()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse new groups until `remove`, because the set of exchanged parameters is fixed."""
+        exchange = vars(self).get("_exchange")
+        if exchange is not None and exchange.attached:
+            raise InvalidInputError(
+                "add_param_group: the new parameters would not be exchanged. On all ranks, call remove(), add the "
+                "group, and wrap the optimizer again; or make a new SparseAdamW with all groups"
+            )
+        super().add_param_group(param_group)
+
+    @_disable_dynamo
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss:
         """Exchange gradients, unless a backward pass has done so, and make the optimizer's own step."""
         exchange = self._exchange
@@ -174,7 +187,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         if not exchange.attached or makes_empty_state():
             return super().step(closure)
-        exchange.check_frozen()
+        exchange.check_unchanged()
         exchange.check_consistent()
         if closure is None and not exchange.exchanged:
             exchange.synchronize()

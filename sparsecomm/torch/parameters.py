@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
@@ -30,6 +31,7 @@ DeviceMesh: TypeAlias = Any
 
 # Attributes that hold a wrapped module, and so appear in parameter names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_TRAINABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HYBRID = (
     "shard within groups of ranks and replicate across them: mesh = init_device_mesh(device, (replicas, shards), "
     "mesh_dim_names=('replicate', 'shard')), fully_shard(module, mesh=mesh['shard']), and "
@@ -51,12 +53,9 @@ class TrainedParameters:
         """Check the arguments; ``clip`` is only checked, and must be ``None`` with DTensors. Nothing is sent."""
         self.model = model_of(named)
         self.named, self._frozen = _trained_and_frozen(named)
-        for name, parameter in self.named.items():
-            if parameter.is_complex():
-                raise InvalidInputError(
-                    f"{name} is {parameter.dtype}; parameters must be real. Train torch.view_as_real() of it, or leave "
-                    "it out and freeze it"
-                )
+        self._owners: list[weakref.ref[Any]] = []  # the model or optimizer that `check_unchanged` looks at
+        self._known: dict[int, torch.Tensor] = {}  # the parameters that it may have, by id
+        self._required: dict[int, str] = {}  # the names of the parameters that it must have, by id
         self.sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
@@ -83,15 +82,48 @@ class TrainedParameters:
         return comm
 
     def with_frozen(self, tensors: Mapping[str, object]) -> dict[str, object]:
-        """Return ``tensors`` and the unsharded frozen parameters, by name: all that must be equal on all ranks."""
-        frozen = {name: parameter for name, parameter in self._frozen.items() if not is_sharded(parameter)}
+        """Return ``tensors`` and the frozen parameters that are whole and readable: all that must be equal."""
+        frozen = {name: p for name, p in self._frozen.items() if not is_sharded(p) and not _unreadable(p)}
         return {**tensors, **frozen}
 
     def buffers(self) -> dict[str, object]:
         """Return the model's floating-point buffers by name, such as running means."""
         model = self.model()
         buffers = () if model is None else model.named_buffers()
-        return {name: b for name, b in buffers if b.is_floating_point() and b.numel() and not b.is_meta}
+        return {name: b for name, b in buffers if not _unreadable(b) and b.is_floating_point() and b.numel()}
+
+    def watch(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Let `check_unchanged` also check the parameters of a model, or of an optimizer's groups."""
+        self._owners = list(map(weakref.ref, owners))
+        owned = self._owned()
+        self._required = {id(p): name for name, p in self.named.items() if id(p) in owned}
+        self._known = owned | {id(p): p for p in self.named.values()}
+
+    def _owned(self) -> dict[int, torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for owner in (reference() for reference in self._owners):
+            if isinstance(owner, torch.nn.Module):
+                found += owner.parameters()
+            elif owner is not None:
+                found += [p for group in owner.param_groups for p in group["params"]]
+        return {id(p): p for p in found}
+
+    def check_unchanged(self) -> None:
+        """Check that no parameter has been unfrozen, added or removed since the beginning."""
+        changes = [
+            f"{name} was frozen, and requires a gradient now" for name, p in self._frozen.items() if p.requires_grad
+        ]
+        if self._owners:
+            owned = self._owned()
+            new = [p for i, p in owned.items() if i not in self._known and p.requires_grad]
+            changes += [f"a parameter of shape {tuple(p.shape)} is new" for p in new]
+            changes += [f"{name} was removed" for i, name in self._required.items() if i not in owned]
+        if changes:
+            raise InvalidInputError(
+                f"{changes[0]}, but an exchange keeps the parameters with which it began. On all ranks, end it by "
+                "remove() and wrap the changed model or optimizer again (for DDP: in a new DistributedDataParallel). "
+                "To unfreeze a layer later, freeze it after the wrapping"
+            )
 
 
 def model_of(named: object) -> Callable[[], torch.nn.Module | None]:
@@ -112,12 +144,41 @@ def _trained_and_frozen(named: object) -> tuple[dict[str, torch.Tensor], dict[st
             raise InvalidInputError(
                 f"named_parameters: {name} is of type {type(parameter).__name__}; pass model.named_parameters()"
             )
+        if (parameter.requires_grad or is_lazy(parameter)) and (why := _untrainable(parameter)):
+            raise InvalidInputError(f"{name} {why}")
         if parameter.requires_grad and name in trained:
             raise InvalidInputError(f"named_parameters: the name {name!r} appears twice; names must be unique")
         (trained if parameter.requires_grad else frozen)[name] = parameter
     if not trained:
         raise InvalidInputError("named_parameters: at least one parameter must require a gradient")
     return trained, frozen
+
+
+def _unreadable(tensor: torch.Tensor) -> str:
+    """Return why the elements of a tensor cannot be read, or an empty string."""
+    if is_lazy(tensor):
+        return "is not initialized; run a forward pass first, and broadcast_parameters()"
+    if tensor.is_meta:
+        return "is on the meta device, without data; move it with to_empty(), or leave it out"
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
+        return f"is {kind}; expected a dense tensor. Convert it, or leave it out"
+    return ""
+
+
+def _unwritable(tensor: torch.Tensor) -> str:
+    """Return why the elements of a tensor cannot be written, or an empty string."""
+    if why := _unreadable(tensor):
+        return why
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(local(tensor).stride(), tensor.shape, strict=True))
+    return "has elements that share memory; give each its own, by clone()" if overlaps else ""
+
+
+def _untrainable(parameter: torch.Tensor) -> str:
+    if parameter.dtype not in _TRAINABLE:
+        advice = "train torch.view_as_real() of it" if parameter.is_complex() else "convert it"
+        return f"is {parameter.dtype}; expected float16, bfloat16, float32 or float64; {advice}, or freeze it"
+    return _unwritable(parameter)
 
 
 def parameters_of(model: object) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -134,6 +195,7 @@ def unwrapped_names(names: Iterable[str]) -> list[str]:
     return found
 
 
+@deferred
 def broadcast_parameters(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root: int = 0, *, comm: Comm = None
 ) -> None:
@@ -161,6 +223,9 @@ def broadcast_parameters(
     transport = transport_of(comm)
     if not isinstance(root, int) or not 0 <= root < transport.size:
         raise InvalidInputError(f"root={root!r}: must be a rank from 0 to {transport.size - 1}")
+    for name, t in named:
+        if why := _unwritable(t):
+            raise InvalidInputError(f"{name} {why}")
     _compare(
         transport,
         Label.of(("call", "broadcast_parameters"), ("root", root), *(_describe(name, t) for name, t in named)),
@@ -169,7 +234,7 @@ def broadcast_parameters(
     )
     for _, tensor in named:
         tensor = local(tensor)
-        contiguous = tensor.contiguous()
+        contiguous = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.numel() and transport.size > 1:
             data = contiguous.view(-1).view(torch.uint8)
             if isinstance(transport, ProcessGroupTransport):
@@ -178,7 +243,7 @@ def broadcast_parameters(
                 host = data.cpu()
                 transport.broadcast(host.numpy(), root)
                 data.copy_(host)
-        if not tensor.is_contiguous():
+        if contiguous is not tensor:
             tensor.copy_(contiguous)
 
 

@@ -4,9 +4,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sparsecomm as sc
-from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, SparseState, keep_local, register
+from sparsecomm.torch import DiLoCo, DistributedOptimizer, SparseAdamW, broadcast_parameters, keep_local, register
 from tests.thinning import covering_array
-from tests.torch.training_ranks import RANK, all_gather, case
+from tests.torch.training_ranks import RANK, P, all_gather, case
 
 STEPS = 4
 WAYS = ("hook", "DistributedOptimizer", "SparseAdamW", "SparseAdamW, overlap", "DiLoCo")
@@ -40,9 +45,10 @@ class Block(nn.Module):
         return inner
 
 
-def network(dtype: torch.dtype = torch.float32, reentrant: bool | None = None) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, reentrant: bool | None = None, blocks: int = 2) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 16), Block(16, reentrant), Block(16, reentrant), nn.Linear(16, 5)).to(dtype)
+    middle = [Block(16, reentrant) for _ in range(blocks)]
+    return nn.Sequential(nn.Linear(12, 16), *middle, nn.Linear(16, 5)).to(dtype)
 
 
 def compiled(model: nn.Module) -> Any:
@@ -77,12 +83,16 @@ def trained(
     *,
     dtype: torch.dtype = torch.float32,
     reentrant: bool | None = None,
+    blocks: int = 2,
     make: Any = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     ddp: bool = False,
+    compile_step: Callable[[Any], Any] = lambda step: step,
+    compile_training: Callable[[Any], Any] = lambda train: train,
+    passes: int = 1,
     **settings: Any,
 ) -> torch.Tensor:
     """Return the weights after some steps; they are the same on all ranks."""
-    model = network(dtype, reentrant)
+    model = network(dtype, reentrant, blocks)
     named = list(model.named_parameters())
     optimizer: Any = make(model.parameters())
     run: Any = before(model)
@@ -100,20 +110,35 @@ def trained(
         optimizer = SparseAdamW(named, lr=0.01, density=0.2, overlap=way.endswith("overlap"))
     elif way == "DiLoCo":
         diloco = DiLoCo(model, optimizer, sync_every=2)
-    random = torch.Generator().manual_seed(RANK)
-    for _ in range(STEPS):
+    no_sync = run.no_sync if way == "hook" else getattr(optimizer, "no_sync", nullcontext)
+    step = compile_step(optimizer.step)
+
+    def train(*batches: torch.Tensor) -> None:
         optimizer.zero_grad()
-        x = torch.randn(6, 12, generator=random).to(dtype)
-        run(x).square().mean().backward()
-        optimizer.step()
+        for x in batches[1:]:
+            with no_sync():
+                run(x).square().mean().backward()
+        run(batches[0]).square().mean().backward()
+        step()
+
+    random, train = torch.Generator().manual_seed(RANK), compile_training(train)
+    for _ in range(STEPS):
+        train(*torch.randn(passes, 6, 12, generator=random).to(dtype))
     if way == "DiLoCo":
+        assert diloco.round == STEPS // 2
         diloco.write_global_parameters()
-    weights = torch.cat([p.detach().reshape(-1).float() for _, p in named])
+    else:
+        assert (state if way == "hook" else optimizer).reducer.step == STEPS
+    weights = _flat(model)
     for other in all_gather(weights):
         assert torch.equal(other, weights)
-    assert not torch.equal(weights, torch.cat([p.detach().reshape(-1).float() for p in network(dtype).parameters()]))
+    assert not torch.equal(weights, _flat(network(dtype, blocks=blocks)))
     torch._dynamo.reset()
     return weights
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).float() for p in model.parameters()])
 
 
 @case
@@ -128,6 +153,98 @@ def compiled_models_train_as_others() -> None:
             near = 0.05 if compiler == "aot" else 0
             found = trained(way, **COMPILERS[compiler][0])
             torch.testing.assert_close(found, trained(way), atol=near, rtol=near)
+
+
+BACKENDS = "eager", "aot_eager", "inductor"
+COMPILED = "step", "training", "training and backward passes"
+INDUCTOR = ("SparseAdamW, overlap", "training", 2, "inductor")
+
+
+@case
+def compiled_programs_train_as_others() -> None:
+    """All combinations in `make test-all`; otherwise some, with one for Inductor, which takes seconds for each."""
+    rows = [row for row in product(WAYS, COMPILED, (1, 2), BACKENDS) if row[:2] != ("hook", COMPILED[2])]
+    if "SPARSECOMM_TEST_ALL" not in os.environ:
+        few = [row for row in rows if row[3] != "inductor"]
+        rows = [*(few[i] for i in covering_array([(row[:2], *row[2:]) for row in few], 1)), INDUCTOR]
+    if shutil.which("g++") is None:
+        rows = [row for row in rows if row[3] != "inductor"]  # which compiles C++
+    with warnings.catch_warnings(), torch._inductor.config.patch(compile_threads=1):
+        warnings.simplefilter("ignore")
+        for way, what, passes, backend in rows:
+            settings = {"passes": passes, "blocks": 0}
+            expected = trained(way, **settings)
+            compiler = partial(torch.compile, backend=backend)
+            settings["compile_step" if what == "step" else "compile_training"] = compiler
+            with torch._dynamo.config.patch(compiled_autograd=what == COMPILED[2]):
+                found = trained(way, **settings)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@case
+def every_call_works_in_a_compiled_function() -> None:
+    model = network(blocks=0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        broadcast_parameters(model.state_dict(), P - 1)
+        sc.check_weights(model.state_dict())
+        total = x * 2
+        sc.sparse_allreduce(total, 40, out=total)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), 1.0)
+        model(x[:12] + total[:12]).sum().backward()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model(x[:12]).sum().backward()
+        local = model[0].bias.grad.clone()
+        optimizer.synchronize()
+        optimizer.discard()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.remove()
+        with DiLoCo(model, inner, sync_every=1, density=1.0) as diloco:
+            inner.step()
+            diloco.finish()
+            global_bias = diloco.global_parameters()["0.bias"] + 0
+            diloco.write_global_parameters()
+        return [total, local, model[0].bias.grad, global_bias, model[0].bias.detach()]
+
+    x = torch.arange(1.0, 41) * (RANK + 1)
+    state = copy.deepcopy(model.state_dict())
+    expected = program(x)
+    assert expected[0].tolist() == [(i + 1) * P * (P + 1) for i in range(40)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.load_state_dict(state)
+        model.zero_grad()
+        for found, exact in zip(torch.compile(program, backend="aot_eager")(x), expected, strict=True):
+            torch.testing.assert_close(found, exact)
+    torch._dynamo.reset()
+
+
+@case
+def what_compiled_autograd_cannot_do() -> None:
+    model = network(blocks=0)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+    def program(model: nn.Module) -> None:
+        model(torch.ones(12)).sum().backward()
+
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(compiled_autograd=True):
+        warnings.simplefilter("always")
+        compiled_program = torch.compile(program, backend="eager")
+        compiled_program(model)
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            ddp = DistributedDataParallel(network(blocks=0))
+            register(ddp)
+            with pytest.raises(sc.InvalidInputError, match="python_reducer"):
+                compiled_program(ddp)
+            ddp = DistributedDataParallel(network(blocks=0))
+            keep_local(ddp)
+            compiled_program(ddp)
+            torch.testing.assert_close([p.grad for p in ddp.parameters()], [p.grad for p in model.parameters()])
+    assert any("means only in step() or synchronize()" in str(each.message) for each in caught)
+    torch._dynamo.reset()
+    optimizer.remove()
 
 
 @case
@@ -156,17 +273,3 @@ def fused_and_foreach_optimizers() -> None:
         plain = trained(way, make=lambda p: torch.optim.SGD(p, lr=0.1, foreach=False))
         for make in (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), lambda p: torch.optim.SGD(p, 0.1, fused=True)):
             torch.testing.assert_close(trained(way, make=make), plain)
-
-
-@case
-def complex_parameters_are_refused() -> None:
-    model = nn.Linear(3, 3, dtype=torch.complex64)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for make in (
-        lambda: DistributedOptimizer(sgd, model.named_parameters()),
-        lambda: SparseAdamW(model.named_parameters()),
-        lambda: DiLoCo(model, sgd, sync_every=2),
-        lambda: SparseState(model.named_parameters()),
-    ):
-        with pytest.raises(sc.InvalidInputError, match="complex64"):
-            make()
