@@ -162,9 +162,11 @@ class GradientExchange(TrainedParameters):
 
         With ``absent``, this rank has no gradient, and the mean replaces ``gradient`` if another rank has one.
         """
-        target, reducer = self._local_gradient(name, gradient), self.reducer
+        target = self._local_gradient(name, gradient)
+        if not self._reducer.pending:
+            self.check_unchanged()  # before this rank waits for others
+        reducer = self.reducer
         if not reducer.pending:
-            self.check_unchanged()
             reducer.check_weights(self._check_every, lambda: self.with_frozen(self.named), self.buffers)
             reducer.label = Label.of(("optimizer steps", self.num_steps))
             if self._scaler is not None:
