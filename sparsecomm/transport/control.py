@@ -65,7 +65,8 @@ MAX_CONTROL_BYTES = 1000  # short enough to be sent without waiting for the rece
 _MAX_DEAD_RANKS = 32  # named in a control message
 _MAX_NUMBER = 2**62  # of a call or a round
 _MAX_STORED = 10_000  # control messages about this call and later ones
-_PIECE = MAX_CONTROL_BYTES - 2  # bytes of contents in a message, after the number of pieces that follow
+_PIECE = MAX_CONTROL_BYTES - 2  # bytes of contents in a message, after the piece's number and the number of pieces
+_MAX_PIECES = -(-MAX_CONTENTS_BYTES // _PIECE)
 _CONTENTS_TIME = 3.0  # seconds to wait for the contents of another rank
 _SKIPPED_WAIT = 0.1  # seconds for which a rank that skipped a call waits in the next one for reports of other ranks
 _GRACE = 0.25  # seconds in which data may still arrive from a rank that waits in a later call
@@ -95,7 +96,7 @@ class ControlMessage:
             return f"a control message of {len(self.text)} bytes"
         if self.kind == REALIGN and (len(self.text) != 8 or self.round_no >= _MAX_NUMBER):
             return f"a control message about round {self.text!r}"
-        if self.kind == CONTENTS and (len(self.text) < 2 or self.pieces_left * _PIECE >= MAX_CONTENTS_BYTES):
+        if self.kind == CONTENTS and (len(self.text) < 2 or not self.text[0] < self.text[1] <= _MAX_PIECES):
             return f"a control message with contents that begin with {self.text[:2]!r}"
         return ""
 
@@ -103,11 +104,6 @@ class ControlMessage:
     def round_no(self) -> int:
         """The round number of a `REALIGN` message."""
         return int.from_bytes(self.text, "big")
-
-    @property
-    def pieces_left(self) -> int:
-        """The number of pieces that follow this `CONTENTS` message."""
-        return int.from_bytes(self.text[:2], "big")
 
     @property
     def reason(self) -> tuple[str, str]:
@@ -136,7 +132,7 @@ class FailureDetector(Transport):
         self._others_informed = False  # whether the other ranks know that this call has failed
         self._received_reason: ControlMessage | None = None  # the report that made this rank leave the call
         self._control: list[ControlMessage] = []  # about this call and later ones
-        self._contents: dict[int, list[ControlMessage]] = {}  # rank -> the pieces of its latest contents
+        self._contents: dict[int, tuple[int, dict[int, bytes]]] = {}  # rank -> a call, and its contents in pieces
         self._unreadable: dict[int, TransportError] = {}  # sender of an invalid message -> the error to raise
         self._waiting_in: dict[int, int] = {}  # rank -> the latest call in which it reported to wait
         self._out_of_step = False  # whether this call failed because the ranks' calls are out of step
@@ -257,14 +253,11 @@ class FailureDetector(Transport):
         elif message.kind == REALIGN:
             self._rounds[message.rank] = message.round_no, message.number
         elif message.kind == CONTENTS:
-            pieces = self._contents.get(message.rank, [])
-            if not pieces or message.number > pieces[0].number:
-                self._contents[message.rank] = [message]
-            elif message.number == pieces[0].number and pieces[-1].pieces_left:
-                if message.pieces_left == pieces[-1].pieces_left - 1:
-                    pieces.append(message)
-                else:
-                    self._add_unreadable(message.rank, "pieces of a call's contents in another order")
+            number, pieces = self._contents.get(message.rank, (-1, {}))
+            if message.number >= number:
+                pieces = pieces if message.number == number else {}
+                pieces[message.text[0]] = message.text
+                self._contents[message.rank] = message.number, pieces
         elif len(self._control) >= _MAX_STORED:
             fault = f"one of {_MAX_STORED} control messages about calls that this rank has not begun"
             self._add_unreadable(message.rank, fault)
@@ -297,15 +290,16 @@ class FailureDetector(Transport):
 
     def exchange_contents(self, peer: int, contents: bytes) -> bytes | None:
         deadline, sent, lost = self.clock() + min(self.timeout, _CONTENTS_TIME), set[int](), False
-        pieces = [contents[begin : begin + _PIECE] for begin in range(0, len(contents), _PIECE)]
+        texts = [contents[begin : begin + _PIECE] for begin in range(0, len(contents), _PIECE)]
         while True:
             for rank in {peer, *self._ranks_that_differ()} - sent:
-                for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+                for i, text in enumerate(texts):
                     with suppress(TransportError):  # the rank may be dead
-                        self._send_control(rank, CONTENTS, left.to_bytes(2, "big") + piece)
+                        self._send_control(rank, CONTENTS, bytes([i, len(texts)]) + text)
                 sent.add(rank)
-            if peer in self._ranks_that_differ() and not self._contents[peer][-1].pieces_left:
-                return b"".join(message.text[2:] for message in self._contents[peer])
+            number, pieces = self._contents.get(peer, (0, {}))
+            if number == self.number and all(len(pieces) == text[1] for text in pieces.values()):
+                return b"".join(pieces[i][2:] for i in sorted(pieces))
             self._check_leavers()
             if lost or self.clock() >= deadline:
                 return None
@@ -316,7 +310,7 @@ class FailureDetector(Transport):
 
     def _ranks_that_differ(self) -> list[int]:
         """Return the ranks that have sent contents of this call."""
-        return [rank for rank, pieces in self._contents.items() if pieces[0].number == self.number]
+        return [rank for rank, (number, _) in self._contents.items() if number == self.number]
 
     # -- waits --------------------------------------------------------------------------------------------------------
 

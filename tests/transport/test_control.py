@@ -147,7 +147,8 @@ def test_control_messages_wait_for_their_call_and_end_with_it() -> None:
         (1, LEFT, b"x" * 1001),
         (1, CONTENTS, b"\0"),
         (1, CONTENTS, b"\0\0" + b"x" * 999),
-        (1, CONTENTS, b"\0\xc9a"),  # 201 more pieces
+        (1, CONTENTS, b"\0\xffa"),  # too many pieces
+        (1, CONTENTS, b"\3\3a"),
     ],
 )
 def test_what_no_rank_sends_ends_the_call_once(number: int, kind: int, text: bytes) -> None:
@@ -182,18 +183,24 @@ def test_a_flood_of_control_messages_ends_the_call(monkeypatch: pytest.MonkeyPat
         rank.check()
 
 
-def test_a_flood_of_contents_takes_no_memory_and_ends_the_call() -> None:
+def test_a_flood_of_contents_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_CONTENTS_TIME", 0.01)
     rank = four()[0]
     rank.begin(b"call")
     for number in range(2, 1000):
         rank._add_control(ControlMessage(3, number, CONTENTS, b"\0\x64" + b"x" * 990))
     rank.check()  # they are about later calls
-    assert sum(map(len, rank._contents.values())) == 1
-    for left in (100, 100, 99):
-        rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([0, left]) + b"x"))
-    assert sum(map(len, rank._contents.values())) == 3
-    with pytest.raises(sc.TransportError, match="rank 0 received from rank 2 pieces of a call's contents"):
-        rank.check()
+    assert [len(pieces) for _, pieces in rank._contents.values()] == [1]
+    for _ in range(3):  # twice, and in another order
+        for i in (2, 0):
+            rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([i, 3, 65 + i])))
+    assert rank.exchange_contents(2, b"ours") is None
+    rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([1, 3, 66])))
+    assert rank.exchange_contents(2, b"ours") == b"ABC"
+    for i in range(200):  # of other contents
+        rank._add_control(ControlMessage(2, 1, CONTENTS, bytes([i, 201 - i % 2, 65])))
+    assert rank.exchange_contents(2, b"ours") is None
+    assert [len(pieces) for _, pieces in rank._contents.values()] == [1, 200]
 
 
 def test_contents_of_earlier_calls_are_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
