@@ -140,7 +140,7 @@ $(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
 
 # Rebuild in place if sources have changed since the installation.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
-	if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
+	@if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
 	    python -m pip install --quiet $(BUILD) && python setup.py --quiet build_ext --inplace; \
 	fi
 	touch $@

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sparsecomm.errors import InvalidInputError, pip_install
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
@@ -93,8 +95,10 @@ def ordered_style(index: int) -> dict[str, Any]:
 
 def pyplot() -> Any:
     """Return `matplotlib.pyplot` with a backend for files, which needs no display."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InvalidInputError(f"--plot needs matplotlib ({error}): {pip_install('bench')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
