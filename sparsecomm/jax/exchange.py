@@ -20,6 +20,7 @@ from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.reducer.options import density_at, training_options
+from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
 
@@ -142,7 +143,9 @@ class TreeExchange:
     def _k_at(self, step: int | Array) -> int | float:
         return density_at(self.k, int(step)) if callable(self.k) else self.k
 
-    def _sum(self, bucket: LeafBucket, k: float, x: object, residual: object, out: object = None) -> SparseVector:
+    def _sum(
+        self, bucket: LeafBucket, k: float, x: TensorLike, residual: TensorLike | None, out: TensorLike | None = None
+    ) -> SparseVector:
         """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
         chunk, options = self.chunk, self.options
         if bucket.dense or (self.training and k == 1.0):
