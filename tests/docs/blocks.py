@@ -205,7 +205,7 @@ def _token(text: str) -> str:
         return " +"
     if MEASURED.fullmatch(text):
         unit = next(unit for unit in UNITS if re.fullmatch(f"{NUMBER} ?{unit}", text))
-        return f"(?:{NUMBER} ?{unit}|-)"
+        return f"(?:-?{NUMBER} ?{unit}|-)"
     return NUMBER if re.fullmatch(NUMBER, text) else re.escape(text)
 
 
