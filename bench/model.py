@@ -36,22 +36,11 @@ from typing import Any
 
 import sparsecomm as sc
 from bench import simulate
+from bench.labels import Label, label_points
 from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
-from sparsecomm.cli.outputs import (
-    Column,
-    Label,
-    json_text,
-    label_points,
-    log_axis,
-    panels,
-    save,
-    size_axis,
-    style,
-    table_head,
-    table_line,
-)
+from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.quantities import bytes_text, number_text, rate_text, time_text
