@@ -129,7 +129,7 @@ def sparse_allreduce(
         total = update.to_dense()
 
     With a residual, the sum of all residuals after the call, plus the result, equals the sum of ``residual + x`` over
-    all ranks before the call. (For a mean, multiply the result by its divisor.) The result is the same on all ranks.
+    all ranks before the call. (For a mean, multiply the result by its divisor.) Results are bit-identical on all ranks.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with

@@ -11,14 +11,11 @@ Each line of the table is a way to train:
   sent         megabytes that the link of a site sends in a round
   step         seconds per step, including the part of exchanges that delays it
   computing    the percentage of the time in which ranks compute: the utilisation
-  loss         nats above dense sums in every step, for the small models of the reports: no promise for yours.
-               0: not above dense; "not trained": no report has this setting
+  loss         nats above dense, for the small models of the reports: no promise for yours. 0: not above dense
   equal loss   the time to the same loss, as a multiple of the smallest in the table
 
-The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps. The times
-follow from the cost model of "auto", from the slow start, packet losses and full queues of TCP, and from the order in
-which the calls of a step wait for each other. DistributedDataParallel, with and without register(), exchanges during
-the backward pass.
+The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps.
+docs/guides/plan.md says what the times take into account.
 
 With --measure, the ranks that run the command measure the links between them. First they check that they belong to one
 job, that their versions agree, and which network interfaces they use.
@@ -243,9 +240,7 @@ _STYLES: dict[str, dict[str, Any]] = {  # the same colour for the same exchange
 _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
 
-def draw(
-    training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way, optimizer: str = "adamw"
-) -> Any:
+def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way, optimizer: str) -> Any:
     """Return the figure of utilisation: on the left against the rate, on the right against H."""
     H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
