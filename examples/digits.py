@@ -94,8 +94,8 @@ if rank == 0:
         print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({fraction})")
     print(f"\nAll ranks hold the same weights, bit for bit. In your own program:\n\n{CALL}\n")
     for name, (_, sent, losses) in found.items():
-        mean = np.convolve(losses, np.full(MEAN_OF, 1 / MEAN_OF), "valid")
-        plt.plot(np.array(sent[MEAN_OF - 1 :]) / 1e6, mean, label=name)
+        count = min(MEAN_OF, len(losses))
+        plt.plot(np.array(sent[count - 1 :]) / 1e6, np.convolve(losses, np.full(count, 1 / count), "valid"), label=name)
     plt.gca().set(xscale="log", yscale="log", xlabel="MB sent by rank 0", ylabel=f"loss, mean of {MEAN_OF} steps")
     plt.gca().xaxis.set_major_formatter("{x:g}")
     plt.gca().yaxis.set_major_formatter("{x:g}")
