@@ -124,7 +124,7 @@ clean:
 $(VENV)/installed-demo: EXTRAS := demo
 $(VENV)/installed-demo: TAKES := two minutes, 0.5 GB, mostly SciPy for scikit-learn
 $(VENV)/installed-test: EXTRAS := demo,bench
-$(VENV)/installed-test: TAKES := some minutes, 2 GB: PyTorch (0.8; 6 more with the CUDA libraries of PyPI's wheel), JAX (0.4) and more
+$(VENV)/installed-test: TAKES := some minutes, 2 GB: PyTorch (0.8; several GB more with the CUDA libraries of PyPI's wheel), JAX (0.4) and more
 $(VENV)/installed-test: ALSO := --group test -r docs/requirements.txt
 # setup.py compiles first, because pip would show no progress; pip then finds the object files. Both use the MPI's mpicc.
 # --no-compile: Python compiles modules when they are imported, not all 16,000 files now.
@@ -140,7 +140,7 @@ $(VENV)/installed-%: pyproject.toml setup.py docs/requirements.txt
 
 # Rebuild in place if sources have changed since the installation.
 $(VENV)/built-%: $(VENV)/installed-% $(SOURCES)
-	if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
+	@if [ -n "$$(find $(SOURCES) -newer $< -print -quit)" ]; then \
 	    python -m pip install --quiet $(BUILD) && python setup.py --quiet build_ext --inplace; \
 	fi
 	touch $@

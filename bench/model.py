@@ -29,12 +29,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
+from math import isclose
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import sparsecomm as sc
 from bench import simulate
+from bench.labels import Label, label_points
 from bench.simulate import Found, Problem
 from sparsecomm.calls.arguments import count_of
 from sparsecomm.cli import options
@@ -197,6 +199,7 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
     handles = []
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         own, look = [row for row in rows if row["algorithm"] == name], style(name)
+        look["label"] = name
         done, beyond = ([row for row in own if row["simulated"] == simulated] for simulated in (True, False))
         P = [row["ranks"] for row in done]
         times.plot(P, [row["step_seconds"] for row in done], **look)
@@ -204,8 +207,8 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
         counts.plot(P, [row["messages_per_rank"] for row in done], **look)
         if beyond:
             line = [(row["ranks"], row["step_seconds"] or row["formula_step_seconds"]) for row in done[-1:] + beyond]
-            times.plot(*zip(*line, strict=True), **{**look, "linestyle": ":", "marker": ""})
-        handles.append(Line2D([], [], **look, label=name))
+            times.plot(*zip(*line, strict=True), **{**look, "linestyle": ":", "marker": "", "label": ""})
+        handles.append(Line2D([], [], **look))
     if not all(row["simulated"] for row in rows):
         handles.append(Line2D([], [], color="black", linestyle=":", label="formula, not simulated"))
 
@@ -225,7 +228,31 @@ def draw(header: dict[str, Any], rows: Sequence[Row]) -> Any:
         f"{rate_text(8 / link['beta']) if link['beta'] else 'any rate'} and {time_text(link['alpha'])} between nodes"
     )
     figure.suptitle(f"{header['n']:,} elements, {header['k']:,} entries per rank; simulated links: {network}")
+    for axes in (times, amounts, counts):
+        _show_hidden(axes)
     return figure
+
+
+def _show_hidden(axes: Any) -> None:
+    """Where lines coincide, dash them so that all colours show, and write their names."""
+    groups: list[list[Any]] = []
+    for line in sorted(
+        (line for line in axes.lines if line.get_linestyle() == "-"), key=lambda line: -len(line.get_xdata())
+    ):
+        points = line.get_xydata().tolist()
+        under = [dict(group[0].get_xydata().tolist()) for group in groups]
+        on = [i for i, values in enumerate(under) if all(isclose(values.get(x, 0), y, rel_tol=0.02) for x, y in points)]
+        if on:
+            groups[on[0]].append(line)
+        else:
+            groups.append([line])
+    labels = []
+    for group in filter(lambda group: len(group) > 1, groups):
+        for number, line in enumerate(group):
+            line.set_linestyle((4 * number, (4, 4 * (len(group) - 1))))
+        x, y = group[0].get_xydata()[-3]
+        labels.append(Label(x, y, ", ".join(line.get_label() for line in group)))
+    label_points(axes, labels, 9)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import sparsecomm as sc
 from sparsecomm import transport
 
 BATCH, LEARNING_RATE, MOMENTUM = 128, 0.1, 0.5
+MEAN_OF = 20  # steps, in the plot
 RUNS = {"Dense": "dense", "Top-k": "allgather", "gTop-k": "butterfly"}
 SHAPES = (64, 128), (128,), (128, 10), (10,)
 CALL = """\
@@ -93,8 +94,11 @@ if rank == 0:
         print(f"{name:<8} test accuracy {accuracy:.1%}, sent per rank {sent[-1] / 1e6:.2f} MB ({fraction})")
     print(f"\nAll ranks hold the same weights, bit for bit. In your own program:\n\n{CALL}\n")
     for name, (_, sent, losses) in found.items():
-        plt.plot(np.add(sent, 1), np.minimum.accumulate(losses), label=name)
-    plt.gca().set(xscale="log", yscale="log", xlabel="bytes sent", ylabel="smallest loss of a batch so far")
+        count = min(MEAN_OF, len(losses))
+        plt.plot(np.array(sent[count - 1 :]) / 1e6, np.convolve(losses, np.full(count, 1 / count), "valid"), label=name)
+    plt.gca().set(xscale="log", yscale="log", xlabel="MB sent by rank 0", ylabel=f"loss, mean of {MEAN_OF} steps")
+    plt.gca().xaxis.set_major_formatter("{x:g}")
+    plt.gca().yaxis.set_major_formatter("{x:g}")
     plt.legend()
     plt.savefig(arguments.plot, dpi=150)
     print(f"The plot is in {arguments.plot.resolve()}")

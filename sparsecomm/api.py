@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sparsecomm import backends
 from sparsecomm.algorithms import ALGORITHMS, Algorithm, AlgorithmName, Algorithms
@@ -16,6 +15,7 @@ from sparsecomm.checks import check_choice, quote, to_float, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
+from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.dtypes import DTYPES, DTypeName
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, existing_transport, transport_of
@@ -26,8 +26,12 @@ __all__ = ["LastCall", "algorithms", "explain", "last_call", "merge_topk", "real
 
 
 @deferred
-def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = None) -> SparseVector:
+def topk(
+    x: TensorLike, k: int | float, *, residual: TensorLike | None = None, chunk: int | None = None
+) -> SparseVector:
     """Return the k entries with the largest absolute values of a tensor, or of each chunk of it, exactly.
+
+        sc.topk(np.array([3.0, -5.0, 0.5]), 2)  # indices [0, 1], values [3.0, -5.0]
 
     Among equal magnitudes the lower index wins. NaN ranks above infinity. Zeros are never selected, so fewer than k
     non-zeros give fewer than k entries.
@@ -60,8 +64,10 @@ def topk(x: Any, k: int | float, *, residual: Any = None, chunk: int | None = No
 
 
 @deferred
-def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
+def threshold(x: TensorLike, tau: float, *, residual: TensorLike | None = None) -> SparseVector:
     """Return every entry of a tensor with ``|v| >= tau``, and every NaN. Zeros are never selected.
+
+        sc.threshold(np.array([3.0, -5.0, 0.5]), 1.0)  # indices [0, 1], values [3.0, -5.0]
 
     Args:
         x, residual: as in `topk`.
@@ -86,6 +92,8 @@ def threshold(x: Any, tau: float, *, residual: Any = None) -> SparseVector:
 @deferred
 def merge_topk(a: SparseVector, b: SparseVector, k: int | float) -> SparseVector:
     """Return the top-k of the sum of two sparse vectors, in the order of `topk`.
+
+        sc.merge_topk(sc.topk(x, 0.01), sc.topk(y, 0.01), 0.01)
 
     Args:
         a, b: vectors of the same size and type of values.

@@ -11,6 +11,7 @@ registered, pass an `Algorithm` as ``algorithm``: ``sc.algorithms()[name]``.
 from sparsecomm.algorithms import AlgorithmName
 from sparsecomm.reducer.options import Clip, OnStep, ReducerOptions, Schedule, Scope
 from sparsecomm.states.schema import State, StateDict
+from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.dtypes import DTypeName
 from sparsecomm.tensors.interop import NamedTensors
 from sparsecomm.transport import Comm
@@ -18,5 +19,5 @@ from sparsecomm.wire import Op, WireName
 
 __all__ = [
     "AlgorithmName", "Clip", "Comm", "DTypeName", "NamedTensors", "OnStep", "Op", "ReducerOptions", "Schedule", "Scope",
-    "State", "StateDict", "WireName",
+    "State", "StateDict", "TensorLike", "WireName",
 ]  # fmt: skip

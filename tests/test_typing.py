@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +22,7 @@ from sparsecomm.wire import WIRES
 ROOT = Path(__file__).parent.parent
 
 SNIPPET = """
+import jax
 import numpy as np
 import torch
 import sparsecomm as sc
@@ -37,8 +40,14 @@ optimizer = sc.torch.DistributedOptimizer(torch.optim.SGD(model.parameters()), m
 optimizer.synchronize().usable
 sc.torch.DiLoCo(model, optimizer, algorithm="dense", decay=1.0)
 sc.LocalSteps({"x": x}, scope="model")
+sc.sparse_allreduce(torch.ones(9), 1, residual=x, out=model.weight)
+sc.threshold(jax.numpy.ones(9), 1.0, residual=torch.ones(9))
+sc.topk(model.weight, 1).to_dense(out=x)
+sc.topk(np.ones((3, 3)), 1)
 """
 WRONG = """
+sc.topk([1.0, 2.0], 1)
+sc.isparse_allreduce(x, 1, residual="zeros")
 sc.sparse_allreduce(x, 1, op="average")
 sc.sparse_allreduce(x, 1, algorithm="buterfly")
 sc.explain(9, 1, wire="int8")
@@ -104,3 +113,17 @@ def test_algorithms_print_as_a_table() -> None:
     assert [row.split()[0] for row in rows] == list(sc.algorithms())
     start = header.index("what")
     assert all(row[start - 2 : start] == "  " and row[start] != " " for row in rows)
+
+
+def test_examples_in_docstrings_run() -> None:
+    """The first lines of a public function are an example; ``sc.topk(...)  # indices [..], values [..]`` is checked."""
+    gradient, x, y = np.arange(2000, dtype=np.float32), np.ones(100, np.float32), np.arange(100, dtype=np.float32)
+    names = {"np": np, "sc": sc, "gradient": gradient, "x": x, "y": y}
+    for function in (sc.sparse_allreduce, sc.isparse_allreduce, sc.topk, sc.threshold, sc.merge_topk):
+        assert "Any" not in str(inspect.signature(function)), function
+        block = inspect.getdoc(function).split("\n\n")[1]
+        code = textwrap.dedent(block).replace("residual=residual", "residual=residual, comm=MPI.COMM_SELF")
+        exec(code, names | {"MPI": pytest.importorskip("mpi4py.MPI")} | {"residual": np.zeros_like(gradient)})
+        if "# indices" in code:
+            found = eval(code, names)
+            assert (found.indices.tolist(), found.values.tolist()) == ([0, 1], [3.0, -5.0])

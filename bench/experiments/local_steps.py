@@ -28,8 +28,9 @@ from bench import report
 from bench.experiments.grid import Grid, Outcome, mean_and_range
 from bench.experiments.tasks import TASKS
 from bench.experiments.trainer import Worker
+from bench.labels import Label, label_points
 from bench.local_steps import CHUNK, ELEMENTS, RATES, cost_of_round
-from sparsecomm.cli.outputs import Label, label_points, log_axis, panels, save, style
+from sparsecomm.cli.outputs import log_axis, panels, save, style
 from sparsecomm.quantities import bytes_text, number_text
 from sparsecomm.transport import Transport, simulated
 

@@ -13,7 +13,7 @@ __all__ = ["Holdings", "holdings", "timeline"]
 Holdings = list[list[frozenset[int]]]
 PartsOf = Callable[[Message], Sequence[int]]
 
-_SIDE, _HEAD, _CAPTION, _BOX = 14, 34, 20, 22
+_SIDE, _HEAD, _CAPTION, _BOX, _WIDTH = 14, 34, 20, 22, 52
 
 
 def holdings(trace: Trace, start: Holdings, parts_of: PartsOf) -> list[Holdings]:
@@ -67,7 +67,11 @@ def timeline(trace: Trace, title: str, phases: Sequence[tuple[int, str]], states
             begin = top + _CAPTION + 2
             end = ys[message.received] + (10 if message.kind == "words" else -_BOX / 2 - 3)
             thickness = 1.3 if message.kind == "words" else 1.3 + 2.7 * message.items / largest
-            canvas.arrow(xs[message.sender], begin, xs[message.receiver], end, message.kind, thickness)
+            x0, x1 = xs[message.sender], xs[message.receiver]
+            if _all_to_all(trace, messages):  # arrows begin beside each other, by receiver, and end by sender
+                x0, x1 = x0 + _port(trace, message.receiver), x1 + _port(trace, message.sender)
+                thickness = min(thickness, 2.2)
+            canvas.arrow(x0, begin, x1, end, message.kind, thickness)
     for step, state in enumerate(states):
         for rank, parts in enumerate(state):
             if step in (0, trace.steps) or parts != states[step - 1][rank]:
@@ -79,7 +83,18 @@ def _row(trace: Trace, step: int) -> float:
     """Return the height of a step: what is sent far needs more, what leaves no box behind needs less."""
     messages = [message for message in trace.messages if message.received == step + 1]
     farthest = max(abs(message.sender - message.receiver) for message in messages)
+    if _all_to_all(trace, messages):
+        return 50 + 20 * farthest
     return 32 if all(message.kind == "words" for message in messages) else 52 + 5 * farthest
+
+
+def _all_to_all(trace: Trace, messages: Sequence[Message]) -> bool:
+    return len(messages) == trace.size * (trace.size - 1) > 2
+
+
+def _port(trace: Trace, other: int) -> float:
+    """Return where an arrow to or from rank ``other`` touches a rank's column, from its middle."""
+    return (other - (trace.size - 1) / 2) * _WIDTH / trace.size
 
 
 def _heads(canvas: Canvas, trace: Trace, xs: list[float]) -> float:
@@ -130,12 +145,12 @@ def _held(canvas: Canvas, trace: Trace, x: float, y: float, parts: list[frozense
     top = y - _BOX / 2
     if len(parts) == 1:
         whole = len(parts[0]) == trace.size
-        canvas.box(x - 26, top, 52, _BOX, "whole" if whole else "box", 5)
+        canvas.box(x - _WIDTH / 2, top, _WIDTH, _BOX, "whole" if whole else "box", 5)
         canvas.text(x, y + 4.5, _ranks(parts[0]), "small middle on" if whole else "small middle")
         return
-    width = 52 / len(parts)
+    width = _WIDTH / len(parts)
     for part, ranks in enumerate(parts):
-        left, share = x - 26 + part * width, len(ranks) / trace.size
+        left, share = x - _WIDTH / 2 + part * width, len(ranks) / trace.size
         canvas.box(left, top, width, _BOX, "box")
         if ranks:
             height = share * (_BOX - 2)

@@ -23,6 +23,7 @@ from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.primitives.communicator import ROUNDS, Communicator, broadcast_words, gather_words
 from sparsecomm.signals import deferred
+from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
@@ -114,14 +115,14 @@ class SumCall(Call):
 
 @deferred
 def sparse_allreduce(
-    x: Any,
+    x: TensorLike,
     k: int | float,
     *,
     comm: Comm = None,
     algorithm: AlgorithmName | Algorithm = "auto",
     op: Op = "sum",
-    residual: Any = None,
-    out: Any = None,
+    residual: TensorLike | None = None,
+    out: TensorLike | None = None,
     wire: WireName = "auto",
     chunk: int | None = None,
     decay: float = 1.0,
@@ -129,9 +130,12 @@ def sparse_allreduce(
 ) -> SparseVector:
     """Sum the largest entries of every rank's gradient over all ranks. Collective: every rank calls it.
 
-    With a residual, no gradient is lost: the sum of all residuals after the call, plus the result, equals the sum of
-    ``residual + x`` over all ranks before the call. (For a mean, multiply the result by its divisor.) The result is
-    bit-identical on all ranks.
+        residual = np.zeros_like(gradient)  # create it once and keep it from step to step
+        update = sc.sparse_allreduce(gradient, 0.001, residual=residual)  # each rank selects its top 0.1 %
+        total = update.to_dense()
+
+    With a residual, the sum of all residuals after the call, plus the result, equals the sum of ``residual + x`` over
+    all ranks before the call. (For a mean, multiply the result by its divisor.) Results are bit-identical on all ranks.
 
     Args:
         x: this rank's gradient: float16, bfloat16, float32 or float64, any shape, contiguous; anything with
@@ -185,20 +189,23 @@ def sparse_allreduce(
 
 @deferred
 def isparse_allreduce(
-    x: Any,
+    x: TensorLike,
     k: int | float,
     *,
     comm: Comm = None,
     algorithm: AlgorithmName | Algorithm = "auto",
     op: Op = "sum",
-    residual: Any = None,
-    out: Any = None,
+    residual: TensorLike | None = None,
+    out: TensorLike | None = None,
     wire: WireName = "auto",
     chunk: int | None = None,
     decay: float = 1.0,
     label: str = "",
 ) -> Handle:
     """Start a `sparse_allreduce` and return at once. A thread of the communicator makes the call; wait for the handle.
+
+        handle = sc.isparse_allreduce(gradient, 0.001, residual=residual)
+        update = handle.wait()  # after other work
 
     Both kinds of calls on a communicator are made in the order in which the program submits them, which must be the
     same on all ranks. Until the call is done, do not change x, and do not use residual and out. On a CUDA device, the

@@ -6,7 +6,6 @@ In all commands K, M, G and T are decimal, and Ki, Mi, Gi and Ti binary, for cou
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from sparsecomm.algorithms import ALGORITHMS, find
-from sparsecomm.errors import InvalidInputError, pip_install
+from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile
 from sparsecomm.wire import WIRES
@@ -126,8 +125,6 @@ def _plot(text: str) -> Path:
     path = Path(text)
     if path.suffix[1:].lower() not in _PLOTS:
         raise argparse.ArgumentTypeError(f"{text}: expected a file name that ends in .{', .'.join(_PLOTS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"needs matplotlib: {pip_install('bench')}")
     return path
 
 

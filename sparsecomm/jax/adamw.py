@@ -49,7 +49,7 @@ def sparse_adamw(
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
     density: Density = DENSITY,
-    dense_steps: int = 0,
+    dense_steps: int | None = None,
     comm: Comm = None,
     wire: WireName = "auto",
     check_weights_every: int | None = 0,
@@ -68,7 +68,7 @@ def sparse_adamw(
         b1, b2, eps, weight_decay, mask: as in ``optax.adamw``. With ``optax.inject_hyperparams`` pass
             ``static_args=("density", "dense_steps", "check_weights_every")``.
         density: share of the entries that is sent and received: a number or a function, as in `sparsify`.
-        dense_steps: number of steps at the beginning with density 1.0.
+        dense_steps: as in `sparsify`.
         comm, wire: as in `sparsify`; by default values have 2 bits, and float64 values are exact.
         check_weights_every: as in `sparsify`; moments are compared, too.
 

@@ -21,6 +21,7 @@ from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.reducer.options import density_at, training_options
+from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.transport import Comm
 
@@ -150,7 +151,13 @@ class TreeExchange:
         return density_at(self.k, int(step)) if callable(self.k) else self.k
 
     def _sum(
-        self, bucket: LeafBucket, k: float, x: object, residual: object, label: Any, out: object = None
+        self,
+        bucket: LeafBucket,
+        k: float,
+        x: TensorLike,
+        residual: TensorLike | None,
+        label: Any,
+        out: TensorLike | None = None,
     ) -> SparseVector:
         """Make the call of a bucket, which updates ``residual`` and overwrites ``out``."""
         chunk, options = self.chunk, self.options

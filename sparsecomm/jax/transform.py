@@ -41,7 +41,7 @@ class SparsifyState(NamedTuple):
 def sparsify(
     density: Density = DENSITY,
     *,
-    dense_steps: int = 0,
+    dense_steps: int | None = None,
     scope: TreeScope = "model",
     chunk: int = 4096,
     dense_below: int = 1024,
@@ -65,8 +65,8 @@ def sparsify(
         density: a number in (0, 1], or a function of the step (an int, from 0), such as `sparsecomm.Warmup` or an optax
             schedule. It is called on the host, also under jit, and must return the same on all ranks. At 1.0 sums are
             dense and exact, whatever ``algorithm`` and ``wire`` are.
-        dense_steps: number of steps at the beginning with density 1.0. A function is called with 0 in the first step
-            after these.
+        dense_steps: number of steps at the beginning with density 1.0, instead of the dense steps of a `Warmup`. A
+            function is called with 0 in the first step after these. ``None``: as ``density`` says.
         scope, chunk, dense_below, comm: as in `allreduce_tree`.
         algorithm, op, wire: as in `sparsecomm.Reducer`: "auto" is "double" with values of 2 bits. ``op`` is "mean" by
             default.

@@ -71,7 +71,7 @@ class SparseAdamW:
         weight_decay: float | Mapping[str, float] = 0.01,
         maximize: bool = False,
         density: Schedule = DENSITY,
-        dense_steps: int = 0,
+        dense_steps: int | None = None,
         comm: Comm = None,
         wire: WireName = "auto",
         bucket_bytes: int | None = None,

@@ -79,11 +79,16 @@ class DenseStart:
         return 1.0 if step < self.dense_steps else density_at(self.density, step - self.dense_steps)
 
 
-def with_dense_steps(density: Schedule, dense_steps: Any = 0) -> Schedule:
-    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there."""
-    count = _count("dense_steps", dense_steps, 0)
+def with_dense_steps(density: Schedule, dense_steps: Any = None) -> Schedule:
+    """Return a schedule of ``dense_steps`` dense steps, followed by ``density``, which counts its steps from there.
+
+    They replace the dense steps of a `Warmup`. ``None``: return ``density``.
+    """
+    count = 0 if dense_steps is None else _count("dense_steps", dense_steps, 0)
     if not callable(density):
         density = density_at(density)
+    if isinstance(density, Warmup):
+        return density if dense_steps is None else replace(density, dense_steps=count)
     return DenseStart(density, count) if count else density
 
 
@@ -144,7 +149,7 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 class ReducerOptions(CallOptions, total=False):
     """Keyword arguments of `sparsecomm.Reducer`, which documents them and has their defaults."""
 
-    dense_steps: int
+    dense_steps: int | None
     scope: Scope
     chunk: int
     bucket_bytes: int | None

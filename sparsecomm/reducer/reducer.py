@@ -62,7 +62,8 @@ class Reducer:
         density: the share of the entries that each rank selects: a float in (0, 1], or a function of the step number,
             such as `Warmup`. At 1.0 gradients are summed densely and exactly with any ``algorithm`` and ``wire``, and
             residuals are flushed.
-        dense_steps: number of steps at the beginning with density 1.0. A schedule counts its steps from there.
+        dense_steps: number of steps at the beginning with density 1.0, instead of the dense steps of a `Warmup`. A
+            schedule counts its steps from there. ``None``: as ``density`` says: 100 by default, 0 for a float.
         comm: as in `sparse_allreduce`.
         algorithm: as in `sparse_allreduce`, but "auto" selects "double", which trains best at equal bytes, or
             "fastest" with ``op="mean_of_contributors"`` or ``scope="chunk"``.
@@ -112,7 +113,7 @@ class Reducer:
         algorithm: AlgorithmName | Algorithm = "auto",
         op: Op = "mean",
         wire: WireName = "auto",
-        dense_steps: int = 0,
+        dense_steps: int | None = None,
         scope: Scope = "bucket",
         chunk: int = 4096,
         bucket_bytes: int | None = None,

@@ -98,7 +98,8 @@ class WeightComparison(WordsComparison):
                 f"{', '.join(tensors[first])}: the weights of rank {rank} differ from rank 0's. Of {len(tensors)} "
                 f"tensors, this is the first that differs; {format_ranks(differing)} of {len(firsts)} differ from rank "
                 "0. Give all ranks the same weights: load the same checkpoint, or broadcast them (PyTorch: "
-                "sparsecomm.torch.broadcast_parameters)"
+                "sparsecomm.torch.broadcast_parameters). If your program moves weights before the exchange and moves "
+                "them back (SAM, perturbed or averaged weights), do not broadcast: pass check_weights_every=None"
             )
 
 

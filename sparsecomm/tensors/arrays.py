@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "ArrayDType", "Bytes"]
+__all__ = ["Array", "ArrayDType", "Bytes", "TensorLike"]
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]  # flat; its slices are views
 ArrayDType = np.dtype[np.generic]
+
+
+class TensorLike(Protocol):
+    """An array or tensor of NumPy, PyTorch, JAX, CuPy or any other library with ``__dlpack__``."""
+
+    def __dlpack__(self) -> Any:
+        """Return the array as a DLPack capsule."""

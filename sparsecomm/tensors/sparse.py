@@ -11,7 +11,7 @@ import numpy as np
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tensors.arrays import Array, ArrayDType, TensorLike
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class SparseVector:
         """Return the entries at ascending positions, or where a boolean mask is true."""
         return SparseVector.trusted(self.indices[positions], self.values[positions], self.size, self.shape)
 
-    def to_dense(self, out: Any = None) -> Any:
+    def to_dense(self, out: TensorLike | None = None) -> Any:
         """Return the dense tensor: ``out`` if given, else a new array of ``shape`` with the dtype of ``values``.
 
         Args:

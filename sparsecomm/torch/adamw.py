@@ -87,8 +87,7 @@ class SparseAdamW(SparseOptimizer):
         amsgrad, foreach, capturable, differentiable, fused: not supported; true values raise an error.
         density: the share of the entries that is sent and received: a float in (0, 1], or a function of the step
             number.
-        dense_steps: the number of steps at the beginning with density 1.0.
-        comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
+        dense_steps, comm, wire, bucket_bytes, on_step: as in `sparsecomm.Reducer`.
         overlap: exchange during backward passes. Then do not change gradients after ``backward()``, accumulate them
             under `no_sync`, and do not use a scaler.
         check_weights_every: as in `SparseState`; moments are compared as well.
@@ -115,7 +114,7 @@ class SparseAdamW(SparseOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         density: Schedule = DENSITY,
-        dense_steps: int = 0,
+        dense_steps: int | None = None,
         overlap: bool = False,
         **options: Unpack[AdamWOptions],
     ) -> None:

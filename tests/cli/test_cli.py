@@ -64,6 +64,7 @@ FAR = f"plan --ranks 4 --rate 50mbit --rtt 80ms {MODEL}"
         (f"{FAR} --loss 200%", "200%: expected a packet loss of at most 50%, such as 0.1% or 0.001"),
         (f"{FAR} --step-time 0ms", "0ms: expected a number above 0 and a unit, such as 30ms"),
         (f"{FAR} --sync-every 8,0", "0: expected a number of at least 1"),
+        (f"{FAR} --cores-per-rank 8", "8: expected at most 1, because costs are those of one core. For several, run"),
     ],
 )  # fmt: skip
 def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +83,7 @@ def test_bad_command_lines(line: str, message: str, capsys: pytest.CaptureFixtur
         ("bench --device cuda --dtype bfloat16", "CuPy has no bfloat16"),
         ("bench --device cuda", "--device cuda: CuPy cannot be imported"),
         ("bench --json /no/such/folder/a.json", "/no/such/folder/a.json: cannot be written: No such file or directory"),
-        ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --rtt 80ms, --parameters 30.8M, --step-time 30ms"),
+        ("plan --ranks 4", "Add, with your numbers: --rate 50mbit, --parameters 30.8M, --step-time 30ms"),
         (f"plan --ranks 4 {MODEL} --rtt 0ms", "with your numbers: --rate 50mbit, or --measure under mpirun"),
         (f"plan --rate 1gbit --rtt 0ms {MODEL}", "with your numbers: --ranks P\n"),
         (f"{FAR} --ranks-per-site 3", "--ranks 4 with --ranks-per-site 3: must be a multiple of it"),

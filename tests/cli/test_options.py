@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -62,12 +61,6 @@ def test_refused(type_: Callable[[str], Any], texts: str | list[str], expected: 
         with pytest.raises(argparse.ArgumentTypeError) as error:
             type_(text)
         assert expected in str(error.value)
-
-
-def test_matplotlib_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"matplotlib: pip install .*\[bench\]"):
-        options._plot("a.png")
 
 
 def test_checking_a_file_leaves_it(tmp_path: Path) -> None:

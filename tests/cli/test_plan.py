@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,7 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
     assert content["schema"] == plan.SCHEMA
     assert (header["ranks"], header["parameters"], header["step_seconds"]) == (4, 30_800_000, 0.03)
     assert (header["rate"], header["rtt"], header["loss"], header["per_site"]) == (50e6, 0.08, 0.001, 1)
-    assert len(rows) == sum(line.startswith(" ") and line[1] != " " for line in shown.splitlines()) == 16
+    assert len(rows) == sum(line.startswith(" ") and line[1] != " " for line in shown.splitlines()) == 13
     assert set(rows[0]) == {
         "method", "arguments", "sync_every", "fragment_sync_delay", "density", "algorithm", "wire", "exchange_seconds",
         "bytes_per_round", "round_seconds", "step_seconds", "utilisation", "nats_above_dense", "seconds_at_equal_loss",
@@ -61,6 +62,7 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
         assert row["utilisation"] == pytest.approx(H * 0.03 / row["round_seconds"])
         assert row["step_seconds"] == pytest.approx(row["round_seconds"] / H)
         assert (row["nats_above_dense"] is None) == (row["seconds_at_equal_loss"] is None)
+        assert row["nats_above_dense"] is None or row["nats_above_dense"] >= 0  # less than dense is never promised
     assert f"sync_every={rows[content['taken']]['sync_every']}" in shown
     assert content["advice"][0] == "Sparse sums pay here."
     assert all(line in shown for line in content["advice"])
@@ -68,19 +70,19 @@ def test_the_file_says_what_the_table_says(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_line_to_paste_can_be_run() -> None:
-    """The advice uses options of LocalSteps."""
-    for network in (Network(50e6, 0.08), Network(50e6, 0.08, 0.001), Network(1e9)):
-        taken = best(network)
-        line = next(line for line in methods._code(taken) if line.startswith("local = "))
-        parameters = {"x": np.zeros(4096, np.float32)}
-        made = eval(line.removeprefix("local = "), {"sc": SimpleNamespace(LocalSteps=_alone), "parameters": parameters})
-        assert repr(made).find(f"sync_every={taken.H},") > 0
-
-
-def _alone(parameters: Any, **options: Any) -> sc.LocalSteps:
+    torch = pytest.importorskip("torch")
     from mpi4py import MPI
 
-    return sc.LocalSteps(parameters, comm=MPI.COMM_SELF, **options)
+    import sparsecomm.torch
+
+    for network in (Network(50e6, 0.08), Network(50e6, 0.08, 0.001), Network(1e9)):
+        taken = best(network)
+        line = next(line for line in methods._code(taken) if line.startswith("diloco = "))
+        model = torch.nn.Linear(64, 64)
+        names = {"sparsecomm": sparsecomm, "model": model, "inner": torch.optim.AdamW(model.parameters())}
+        pasted = line.removeprefix("diloco = ").replace("inner, ", "inner, comm=comm, ")
+        with eval(pasted, names | {"comm": MPI.COMM_SELF}) as made:
+            assert repr(made).find(f"sync_every={taken.H},") > 0
 
 
 def test_the_page_shows_the_output_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,10 +110,44 @@ def _reducer(density: float = 0.1, **options: Any) -> sc.Reducer:
     return sc.Reducer({"x": np.zeros(4096, np.float32)}, density, comm=MPI.COMM_SELF, **options)
 
 
-def test_the_optimizer_decides_which_rows_count() -> None:
-    found = list(methods.ways(Training(4, 30_800_000, 8.0), Network(200e6, 0.02), (1,), DEFAULT))
-    assert {methods.best(found, name).method for name in methods.OPTIMIZERS} == {methods.ADAMW, methods.SGD}
-    assert all(math.isinf(way.seconds) == (way.loss is None) for way in found)
+def test_the_optimizer_decides_which_rows_are_shown() -> None:
+    training, network = Training(4, 30_800_000, 8.0), Network(200e6, 0.02)
+    for optimizer, own in methods.OPTIMIZERS.items():
+        found = list(methods.ways(training, network, (1,), DEFAULT, optimizer))
+        assert methods.best(found).method == own
+        assert {way.method for way in found} & {*methods.OPTIMIZERS.values()} == {own}
+        assert all(math.isinf(way.seconds) == (way.loss is None) for way in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "header", "assumed"),
+    [
+        ("--rate 100mbit", {"rtt": 0.2e-3}, "# assumed trips   as in a local network: measure round trips with `ping"),
+        ("--rate 99mbit", {"rtt": 30e-3}, "# assumed trips   as over the internet"),
+        ("--rate 1gbit --rtt 0ms --device cuda", {"rtt": 0.0}, "# assumed work    kernels of one NVIDIA H200. The "),
+        ("--rate 1gbit --rtt 1ms", {"rtt": 1e-3}, ""),
+    ],
+)
+def test_what_is_assumed_is_said(
+    options: str, header: dict[str, float], assumed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--ranks", "4", *MODEL, *options.split(), "--json", str(file)]) == 0
+    shown, found = capsys.readouterr().out, json.loads(file.read_text())["header"]
+    assert shown.count("# assumed") == bool(assumed)
+    assert assumed in shown
+    assert header.items() <= found.items()
+    assert (found["costs"]["select"] < DEFAULT.select) == ("cuda" in options)
+
+
+def test_without_matplotlib_the_table_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", *FAR, "--plot", str(tmp_path / "plan.png")]) == 1
+    shown = capsys.readouterr()
+    assert "Sparse sums pay here." in shown.out
+    assert re.search(r"--plot needs matplotlib .*: pip install .*\[bench\]", shown.err)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ A page's blocks are run in their order:
 - ```` ```python ```` with a first line ``# NAME``, or ``# NAME: how to start it``, is written to the file NAME. So is
   any other block with such a line, such as a list of hosts; of a script in sh, the name has a suffix.
 - ```` ```sh ```` is a script, whose exit status is 0. What it exports reaches later blocks.
-- ```` ```console ```` has commands after ``$ `` and what they print on stdout. ``...`` stands for any text, and
-  commands with nothing below them may print what they like. ``node0$ `` says on which machine a command is typed;
-  neighbours on different machines run at the same time.
+- ```` ```console ```` has commands after ``$ `` and what they print on stdout. ``...`` stands for any text. In a line
+  with a time, a number of bytes or another measurement, all numbers may differ: the page shows a real run. Commands
+  with nothing below them may print what they like. ``node0$ `` says on which machine a command is typed; neighbours on
+  different machines run at the same time.
 - ```` ```text ````, or a block in no language, is only shown.
 
 Only the standard library is needed, so that the Python of any environment can run this.
@@ -33,6 +34,11 @@ from pathlib import Path
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S)
 FILE = re.compile(r"(?:#!.*\n)?# (?P<name>[\w-]+(?:\.\w+)?)(?::.*)?\n")
 PROMPT = re.compile(r"(?P<host>[a-z]+\d+)?\$ (?P<text>.*)")
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+# For each kind, the units that may be printed.
+UNITS = r"(?:[num]?s|minutes)", r"[kMG]?B(?:/s)?", r"[kMG]?b/s", "%", "bytes", "nats"
+MEASURED = re.compile(rf"{NUMBER} ?(?:{'|'.join(UNITS)})(?!\w)")
+TOKEN = re.compile(rf"(\.\.\.| +|{MEASURED.pattern}|{NUMBER})")
 SCRIPTS = ("sh", "bash")
 SHOWN = ("", "text")
 LIMIT = 600  # seconds
@@ -181,8 +187,26 @@ def _apart(commands: list[Command]) -> bool:
 
 
 def _matches(expected: str, printed: str) -> bool:
-    pattern = ".*?".join(map(re.escape, expected.strip().split("...")))
+    pattern = "\n".join(map(_pattern, expected.strip().splitlines()))
     return re.fullmatch(pattern, "\n".join(map(str.rstrip, printed.strip().splitlines())), re.DOTALL) is not None
+
+
+def _pattern(line: str) -> str:
+    """Return the regular expression of a line of output."""
+    if not MEASURED.search(line):
+        return ".*?".join(map(re.escape, line.split("...")))
+    return "".join(map(_token, TOKEN.split(line)))
+
+
+def _token(text: str) -> str:
+    if text == "...":
+        return ".*?"
+    if re.fullmatch(" +", text):
+        return " +"
+    if MEASURED.fullmatch(text):
+        unit = next(unit for unit in UNITS if re.fullmatch(f"{NUMBER} ?{unit}", text))
+        return f"(?:-?{NUMBER} ?{unit}|-)"
+    return NUMBER if re.fullmatch(NUMBER, text) else re.escape(text)
 
 
 NO_MPI = (r"\bmpirun\b", r"\bmpiexec\b", r"\bsrun\b")

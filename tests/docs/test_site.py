@@ -44,6 +44,10 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     assert "@import" not in styles
 
 
+def test_the_site_has_no_python_files(site: Path) -> None:
+    assert [file.name for file in site.rglob("*.py*")] == []
+
+
 def test_the_search_finds_public_names(site: Path) -> None:
     found = json.loads((site / "search" / "search_index.json").read_text())
     titles = {entry["title"] for entry in found["docs"]}

@@ -38,7 +38,7 @@ def test_every_way_to_train_defaults_to_the_documented_setting() -> None:
     for name, way in ways_to_train().items():
         parameters = inspect.signature(way).parameters
         assert parameters["density"].default is DENSITY, name
-        assert [parameters[option].default for option in ("algorithm", "wire", "dense_steps")] == ["auto", "auto", 0]
+        assert [parameters[option].default for option in ("algorithm", "wire", "dense_steps")] == ["auto", "auto", None]
     for integration in ("accelerate", "lightning", "transformers"):  # whose imports take seconds
         text = (ROOT / "sparsecomm" / "integrations" / f"{integration}.py").read_text()
         assert "density: Schedule = DENSITY" in text
@@ -99,7 +99,14 @@ def test_dense_steps_come_before_a_schedule() -> None:
         assert callable(schedule)
         then = [density(step) if callable(density) else density for step in range(5)]
         assert [schedule(step) for step in range(8)] == [1.0, 1.0, 1.0, *then]
-    for wrong in (-1, 1.5, True, "two", None):
+    for warmup in (DENSITY, sc.Warmup(0.1, 4, dense_steps=7)):  # its own dense steps are replaced, not prolonged
+        assert with_dense_steps(warmup) is warmup
+        for count in (0, 3):
+            schedule = with_dense_steps(warmup, count)
+            assert [schedule(step) for step in range(8)] == [1.0] * count + [
+                warmup(warmup.dense_steps + step) for step in range(8 - count)
+            ]
+    for wrong in (-1, 1.5, True, "two"):
         with pytest.raises(sc.InvalidInputError, match=r"dense_steps=.*: must be a whole number, at least 0"):
             sc.Reducer({"x": np.zeros(3, np.float32)}, dense_steps=wrong)  # type: ignore[arg-type]
     with pytest.raises(sc.InvalidInputError, match="density=2"):

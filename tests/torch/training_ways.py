@@ -243,6 +243,56 @@ def every_optimizer_hears_of_an_infinity() -> None:
 
 
 @case
+def weights_that_move_between_two_passes() -> None:
+    """Sharpness-aware minimization, as docs/guides/troubleshooting.md shows it. With the check, the error says so."""
+
+    def two_passes(model: nn.Module, rank: int, step: int, no_sync: Any) -> None:
+        """Leave the gradient at the weights that the first gradient of this rank has moved."""
+        x, weights = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank)), [*model.parameters()]
+        model.zero_grad()
+        with no_sync():
+            model(x).square().mean().backward()
+        kept = [p.detach().clone() for p in weights]
+        with torch.no_grad():
+            for p in weights:
+                p.add_(0.1 * p.grad)
+        model.zero_grad()
+        try:
+            model(x).square().mean().backward()
+        finally:
+            with torch.no_grad():
+                for p, before in zip(weights, kept, strict=True):
+                    p.copy_(before)
+
+    torch.manual_seed(0)
+    expected, model = nn.Linear(9, 4), nn.Linear(9, 4)
+    model.load_state_dict(expected.state_dict())
+    for every in (0, None):
+        inner, named = sgd(model.parameters()), model.named_parameters()
+        optimizer = DistributedOptimizer(inner, named, 1.0, check_weights_every=every)
+        if every is not None and P > 1:
+            with pytest.raises(sc.WeightMismatchError, match="do not broadcast: pass check_weights_every=None"):
+                two_passes(model, RANK, 0, optimizer.no_sync)
+            optimizer.remove()
+            continue
+        for step in range(3):
+            two_passes(model, RANK, step, optimizer.no_sync)
+            optimizer.step()
+            means = [torch.zeros_like(p) for p in expected.parameters()]
+            for rank in range(P):
+                two_passes(expected, rank, step, nullcontext)
+                for mean, p in zip(means, expected.parameters(), strict=True):
+                    mean += p.grad / P
+            for mean, p in zip(means, expected.parameters(), strict=True):
+                p.grad = mean
+            sgd(expected.parameters()).step()
+        optimizer.remove()
+    sc.check_weights(model.named_parameters())
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@case
 def a_copy_of_the_model_exchanges_nothing() -> None:
     for way in WAYS[::2]:
         training = Training(way)

@@ -13,7 +13,8 @@ from bench.experiments.convergence.results import Outcome, Results, best, groupe
 from bench.experiments.convergence.tables import amount
 from bench.experiments.convergence.training import METHODS
 from bench.experiments.tasks import TASKS
-from sparsecomm.cli.outputs import Label, label_points, log_axis, pyplot, save, style
+from bench.labels import Label, label_points
+from sparsecomm.cli.outputs import log_axis, pyplot, save, style
 from sparsecomm.quantities import bytes_text, time_text
 
 FAR = {"accuracy": 10.0, "loss": 0.6}  # percent, nats: larger differences to dense are outside the plot

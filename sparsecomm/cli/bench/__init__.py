@@ -30,7 +30,7 @@ import numpy as np
 
 import sparsecomm as sc
 from sparsecomm.calls.arguments import count_of
-from sparsecomm.cli import devices, info, options
+from sparsecomm.cli import devices, info, options, outputs
 from sparsecomm.cli.bench.rows import Bench, Row
 from sparsecomm.cli.bench.timing import CommonStart
 from sparsecomm.cli.outputs import Column, json_text, log_axis, panels, save, size_axis, style, table_head, table_line
@@ -95,6 +95,8 @@ def parse(arguments: argparse.Namespace) -> argparse.Namespace:
             import ml_dtypes  # noqa: F401 - teaches NumPy the name
         except ImportError as error:
             raise InvalidInputError(f"--dtype bfloat16: needs ml_dtypes: {pip_install('bench')}") from error
+    if arguments.plot is not None:
+        outputs.pyplot()  # raises before the measurement if matplotlib is missing
     devices.check(arguments.device, dtype.name)
     if dtype.name == "float64":
         exact = tuple(name for name in wires if name == "auto" or WIRES[name].kind is EXACT)

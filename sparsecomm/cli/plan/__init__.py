@@ -11,13 +11,11 @@ Each line of the table is a way to train:
   sent         megabytes that the link of a site sends in a round
   step         seconds per step, including the part of exchanges that delays it
   computing    the percentage of the time in which ranks compute: the utilisation
-  loss         nats above dense sums in every step, in the trainings of the reports; "not trained" if no report has it
+  loss         nats above dense, for the small models of the reports: no promise for yours. 0: not above dense
   equal loss   the time to the same loss, as a multiple of the smallest in the table
 
-The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps. The times
-follow from the cost model of "auto", from the slow start, packet losses and full queues of TCP, and from the order in
-which the calls of a step wait for each other. DistributedDataParallel, with and without register(), exchanges during
-the backward pass.
+The dense rows use gloo: DistributedDataParallel in every step, and one all_reduce per round of local steps.
+docs/guides/plan.md says what the times take into account.
 
 With --measure, the ranks that run the command measure the links between them. First they check that they belong to one
 job, that their versions agree, and which network interfaces they use.
@@ -39,6 +37,7 @@ from sparsecomm.cli.outputs import Column, json_text, log_axis, pyplot, save, st
 from sparsecomm.cli.plan import network as measurement
 from sparsecomm.cli.plan.methods import (
     ADAMW,
+    CUDA,
     DELAYED,
     DENSE,
     DENSE_LOCAL,
@@ -61,7 +60,11 @@ from sparsecomm.tuning.utilisation import GLOO, Network, Training
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "compare ways to train over a network, such as SparseAdamW and local steps, and recommend one"
-_CORES = options.number(0.01, 1024, "a number of cores, such as 0.5 or 2")
+_CORES = options.number(
+    0.01, 1, "at most 1, because costs are those of one core. For several, run `sparsecomm tune` and pass --profile"
+)
+_LAN, _LAN_TRIP, _WAN_TRIP = 100e6, 0.2e-3, 30e-3  # bits per second, and seconds, that are assumed without --rtt
+_GPU = "kernels of one NVIDIA H200. The optimizer's work, copies to the host and several GPUs were not measured"
 SCHEMA = 2  # of the JSON file: increase it when a field changes its meaning or is removed
 
 
@@ -76,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     per_site = "ranks at each site, which share its link (1)"
     network.add_argument("--ranks-per-site", type=options.count, metavar="M", help=per_site)
     network.add_argument("--rate", type=options.rate, help="rate of a site's link, each way: 50mbit, 1gbit")
-    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help="round trip between sites: 80ms")
+    trip = "round trip between sites: 80ms (0.2 ms from 100mbit, as in a local network; else 30 ms)"
+    network.add_argument("--rtt", type=options.seconds, metavar="TIME", help=trip)
     network.add_argument("--loss", type=options.loss, metavar="PART", help="packet loss: 0.1%% or 0.001 (0)")
     control = "TCP congestion control: cubic slows down after a loss, bbr does not (cubic)"
     network.add_argument("--congestion", choices=("cubic", "bbr"), help=control)
@@ -91,8 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     choice = "your optimizer: SparseAdamW replaces AdamW, register() suits SGD (%(default)s)"
     training.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=choice)
-    cores = "CPU cores of a rank for the work of exchanges; below 1 if ranks share cores (%(default)s)"
+    cores = "share of a CPU core that a rank has for the work of exchanges, up to 1 (%(default)s)"
     training.add_argument("--cores-per-rank", type=_CORES, default=1.0, metavar="C", help=cores)
+    device = "what does the work of exchanges: a CPU core, or a GPU like one NVIDIA H200 (%(default)s)"
+    training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     costs = "costs of work, a file of `sparsecomm tune` (default: typical costs of a CPU core of 2024)"
     training.add_argument("--profile", type=Path, metavar="FILE", help=costs)
     options.add_files(parser, "utilisation against rate and H")
@@ -101,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the advice, and write the files; return 0."""
     if not arguments.measure:
-        _check(arguments, "ranks", "rate", "rtt")
+        _check(arguments, "ranks", "rate")
         options.check_writable(arguments.json, arguments.plot)
         _plan(arguments)
         return 0
@@ -122,12 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, *needed: str) -> None:
     """Check the options before anything is measured."""
-    examples = {"ranks": "P", "rate": "50mbit", "rtt": "80ms", "parameters": "30.8M", "step_time": "30ms"}
+    examples = {"ranks": "P", "rate": "50mbit", "parameters": "30.8M", "step_time": "30ms"}
     needed = (*needed, "parameters", "step_time")
     missing = [name for name in examples if name in needed and vars(arguments)[name] is None]
     if missing:
         text = ", ".join(f"--{name.replace('_', '-')} {examples[name]}" for name in missing)
-        measured = ", or --measure under mpirun or torchrun" if {"rate", "rtt"} & {*missing} else ""
+        measured = ", or --measure under mpirun or torchrun" if "rate" in missing else ""
         raise InvalidInputError(f"plan: options are missing. Add, with your numbers: {text}{measured}")
     if arguments.ranks and arguments.ranks % (arguments.ranks_per_site or 1):
         raise InvalidInputError(
@@ -167,7 +173,13 @@ def _measure(transport: Transport, comm: World, arguments: argparse.Namespace) -
 
 def _plan(arguments: argparse.Namespace) -> None:
     """Print the table and the advice, and write the files."""
-    costs = options.costs(arguments.profile)
+    costs, assumed = options.costs(arguments.profile), {}
+    if arguments.device == "cuda" and arguments.profile is None:
+        costs, assumed["assumed work"] = CUDA, _GPU
+    if arguments.rtt is None:
+        arguments.rtt = _LAN_TRIP if arguments.rate >= _LAN else _WAN_TRIP
+        where = "in a local network" if arguments.rate >= _LAN else "over the internet"
+        assumed["assumed trips"] = f"as {where}: measure round trips with `ping HOST`, and pass --rtt"
     training = Training(arguments.ranks, arguments.parameters, arguments.step_time, arguments.cores_per_rank)
     network = Network(
         arguments.rate,
@@ -177,9 +189,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         congestion=arguments.congestion or "cubic",
     )
     every = sorted(arguments.sync_every)
-    table = list(ways(training, network, every, costs))
-    chosen, min_seconds = best(table, arguments.optimizer), min(way.seconds for way in table)
-    print(table_head({"sparsecomm": sc.__version__, **described(training, network)}, _COLUMNS))
+    table = list(ways(training, network, every, costs, arguments.optimizer))
+    chosen, min_seconds = best(table), min(way.seconds for way in table)
+    print(table_head({"sparsecomm": sc.__version__, **described(training, network), **assumed}, _COLUMNS))
     for way in table:
         print(table_line((way, min_seconds), _COLUMNS))
     lines = advice(chosen, table, training, network)
@@ -192,7 +204,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             arguments.json.write_text(json_text(content))
     if arguments.plot is not None:
         with options.writing(arguments.plot):
-            save(draw(training, network, every, costs, chosen), arguments.plot)
+            save(draw(training, network, every, costs, chosen, arguments.optimizer), arguments.plot)
 
 
 def _percent(fraction: float) -> str:
@@ -228,21 +240,22 @@ _STYLES: dict[str, dict[str, Any]] = {  # the same colour for the same exchange
 _FACTORS = [10 ** (j / 6) for j in range(-9, 10)]  # multiples of the rate of the plan
 
 
-def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way) -> Any:
+def draw(training: Training, network: Network, every: Sequence[int], costs: Costs, chosen: Way, optimizer: str) -> Any:
     """Return the figure of utilisation: on the left against the rate, on the right against H."""
     H = chosen.H if chosen.H > 1 else max(every)
     networks = [replace(network, rate=factor * network.rate) for factor in _FACTORS]
-    by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs)]
-    by_length = [(way.H, way) for way in ways(training, network, every, costs)]
+    by_rate = [(each.rate, way) for each in networks for way in ways(training, each, [H], costs, optimizer)]
+    by_length = [(way.H, way) for way in ways(training, network, every, costs, optimizer)]
     figure, (rates, lengths) = pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
     for method, look in _STYLES.items():
         first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
+        if first is None:  # it does not suit the optimizer, or is never used
+            continue
         at_rate, at_length = (
-            [(x, 100 * w.predicted.utilisation) for x, w in points if first and _line_of(w) == _line_of(first)]
+            [(x, 100 * w.predicted.utilisation) for x, w in points if _line_of(w) == _line_of(first)]
             for points in (by_rate, by_length)
         )
-        if first and at_rate:
-            rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
+        rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
         if method in (DENSE, ADAMW, SGD):
             lengths.axhline(at_length[0][1], color=look["color"], linestyle=look.get("linestyle", "-"))
         elif at_length:
