@@ -206,7 +206,7 @@ def _token(text: str) -> str:
     if MEASURED.fullmatch(text):
         unit = next(unit for unit in UNITS if re.fullmatch(f"{NUMBER} ?{unit}", text))
         return f"(?:-?{NUMBER} ?{unit}|-)"
-    return NUMBER if re.fullmatch(NUMBER, text) else re.escape(text)
+    return f"(?:{NUMBER}|-)" if re.fullmatch(NUMBER, text) else re.escape(text)
 
 
 NO_MPI = (r"\bmpirun\b", r"\bmpiexec\b", r"\bsrun\b")
