@@ -38,8 +38,8 @@ def train(steps: int, seed: int, options: dict[str, Any]) -> torch.Tensor:
     optimizer = sc.torch.SparseAdamW(model.named_parameters(), lr=2e-3, **options)
     random, losses = torch.Generator().manual_seed(1000 * seed + dist.get_rank()), []
     for _ in range(steps):
-        places = torch.randint(len(TEXT) - 16, (32, 1), generator=random)
-        window = TEXT[places + torch.arange(17)]
+        starts = torch.randint(len(TEXT) - 16, (32, 1), generator=random)
+        window = TEXT[starts + torch.arange(17)]
         optimizer.zero_grad()
         losses.append(nn.functional.cross_entropy(model(window[:, :16]), window[:, 16]))
         losses[-1].backward()

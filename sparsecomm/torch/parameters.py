@@ -170,7 +170,9 @@ def _unwritable(tensor: torch.Tensor) -> str:
     """Return why the elements of a tensor cannot be written, or an empty string."""
     if why := _unreadable(tensor):
         return why
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(local(tensor).stride(), tensor.shape, strict=True))
+    shard = local(tensor)
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
+    overlaps = overlaps and shard.numel() > 0
     return "has elements that share memory; give each its own, by clone()" if overlaps else ""
 
 

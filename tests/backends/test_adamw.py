@@ -73,6 +73,7 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
         mean, squares = data.gradient("normal", n, real.__name__, 5), magnitudes(n, real, 6)
         last = rng.integers(max(0, step - 30), step, n).astype(np.int32)
         last[rng.random(n) < 0.1] = 0
+        mean[(last == 0) & (rng.random(n) < 0.5)] = 0  # not updated yet
         table, residual = rng.random((rows, 6)).astype(real), data.gradient("normal", n, real.__name__, 8)
 
         wanted = weights.copy(), residual.copy(), mean.copy(), squares.copy(), last.copy()
@@ -81,7 +82,7 @@ def test_adamw(device: Device, dtype: str, density: float | str) -> None:
             unit = power_of_two(np.sqrt(squares[i]) + unit_eps)
             g = value * unit
             m = kept_mean * mean[i] + new_mean * g
-            v = kept_squares * (squares[i] if last[i] else real(0)) + new_squares * (g * g)
+            v = kept_squares * (squares[i] if last[i] or mean[i] else real(0)) + new_squares * (g * g)
             w = reference.widened(weights[i : i + 1])[0]
             change = (decay * w - rate * (m / (np.sqrt(v) + eps))) - w
             with np.errstate(over="ignore"):

@@ -272,7 +272,7 @@ def test_user_code_runs_under_its_own_errstate() -> None:
             weights["w"] += 1
             local.step(weights)
             adamw = sc.SparseAdamW(weights, density=density, comm=transport, on_step=on_step)
-            adamw.step(weights)
+            adamw.step({"w": weights["w"] + transport.rank})
 
     simulated.run(2, program)
     assert {name for name, *_ in seen} == {"density", "on_step", "step"}
