@@ -29,10 +29,6 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport, existing_transport, transport_of
 from sparsecomm.wire import PLAIN, CallSignature, Messages, Op, WireName
 
-__all__ = [
-    "Realignment", "SumCall", "WordsComparison", "WordsGather", "isparse_allreduce", "prepare", "sparse_allreduce",
-]  # fmt: skip
-
 
 class SumCall(Call):
     """The call that sums the contributions of all ranks. ``contribution`` is this rank's."""

@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 from sparsecomm.transport.base import MAX_CONTENTS_BYTES
 
-__all__ = ["UNLABELLED", "Label", "Pairs", "by_name", "difference", "pack"]
-
 Pairs: TypeAlias = Iterable[tuple[str, object]]  # names and values
 _MAX_UNPACKED = 1 << 24  # bytes
 _MAX_TEXT = 1000  # characters of a name or a value that are compared

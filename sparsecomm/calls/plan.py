@@ -33,8 +33,6 @@ from sparsecomm.wire import (
     shape_checksum,
 )
 
-__all__ = ["CallOptions", "Options", "Plan"]
-
 
 class CallOptions(TypedDict, total=False):
     """Types of the keyword arguments that a function with ``**options`` passes to `Options.of`."""

@@ -45,8 +45,6 @@ from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
 
-__all__ = ["NO_ENTRIES", "Call", "CallQueue", "Handle", "Plans", "State", "Task", "queue_of"]
-
 _log = logging.getLogger("sparsecomm")
 
 NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # for calls without a sum

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["acquire", "job_id_of"]
-
 _FILE = ".sparsecomm-job"  # in the folder; its first line is the job ID
 _TIMEOUT = 5.0  # seconds to wait until the processes of an earlier job have ended
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -14,11 +14,6 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
-__all__ = [
-    "ROUNDS", "Communicator", "Drops", "Parcel", "Range", "broadcast_words", "exchange_with_all", "gather",
-    "gather_time", "gather_words", "num_owners",
-]  # fmt: skip
-
 Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers ("words") from 0 to 2^64 - 1
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 

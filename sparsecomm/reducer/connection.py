@@ -25,8 +25,6 @@ from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
 
-__all__ = ["Buckets", "Connection", "Members", "Rebuilt", "layout"]
-
 
 def layout(
     tensors: Sequence[TensorSpec], scope: str, dense_below: int, bucket_bytes: int = sys.maxsize

@@ -30,8 +30,6 @@ from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
 
-__all__ = ["Reducer"]
-
 _log = logging.getLogger("sparsecomm")
 
 

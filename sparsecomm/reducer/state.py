@@ -16,8 +16,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.profile import KnownCosts, measured
 
-__all__ = ["REDUCER", "buckets_of", "fields_of", "measured_costs", "read_arrays"]
-
 _LINKS = ("link", "node")  # between nodes, and inside a node
 _ADVICE = "build the same model with the same settings (velocities require momentum), or rename its entries"
 

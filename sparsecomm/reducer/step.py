@@ -32,8 +32,6 @@ from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Accept", "Add", "Bucket", "BucketCall", "OpenStep", "Step", "cause_of", "error_of"]
-
 # ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
 # returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
 Add: TypeAlias = Callable[[Backend, Tensor, Tensor, float, bool], bool]

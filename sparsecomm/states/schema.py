@@ -16,11 +16,6 @@ from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, readi
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
 
-__all__ = [
-    "Field", "Schema", "State", "StateDict", "check", "common", "is_count", "is_list", "is_positive", "is_state",
-    "per_rank", "reshard", "summed",
-]  # fmt: skip
-
 StateDict: TypeAlias = dict[str, Any]  # the return type of ``state_dict``
 State: TypeAlias = Mapping[str, Any]  # the argument of ``load_state_dict``
 IsValid: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]  # (value, the fields before it) -> whether it is valid

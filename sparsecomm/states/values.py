@@ -19,8 +19,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, Bytes
 
-__all__ = ["checksum", "from_bytes", "read", "to_bytes", "write"]
-
 _JSON = "values"  # the name of the JSON member
 _DTYPES = {np.dtype(code).name for code in ("?", *"bhiqBHIQefdFD")}
 _MAX_DEPTH = 32

@@ -19,8 +19,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 
-__all__ = ["FirstStep", "WeightComparison", "check_every", "check_weights", "checksum", "compare_weights"]
-
 
 @deferred
 @naming_rank

@@ -11,12 +11,11 @@ import numpy as np
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array, ArrayDType
+from sparsecomm.tensors.arrays import Array as Array
+from sparsecomm.tensors.arrays import ArrayDType
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["INT64_SIZE", "Array", "DenseSum", "SparseVector", "index_dtype"]
 
 _new = object.__new__
 INT64_SIZE = 2**31  # vectors with at least this many elements have int64 indices

@@ -42,22 +42,6 @@ from sparsecomm.transport.base import (
     Transport,
 )
 
-__all__ = [
-    "CONTENTS",
-    "LEFT",
-    "LEFT_BY_DEATH",
-    "LEFT_BY_MISMATCH",
-    "MAX_CONTROL_BYTES",
-    "OUT_OF_STEP",
-    "REALIGN",
-    "WAITING",
-    "ControlMessage",
-    "FailureDetector",
-    "format_ranks",
-    "missing_ranks_error",
-    "unreadable_error",
-]
-
 WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN, CONTENTS = range(7)
 _ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
 _KIND_OF_ERROR = {error: kind for kind, error in _ERRORS.items()}

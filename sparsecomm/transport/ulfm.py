@@ -23,8 +23,6 @@ from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
 
-__all__ = ["ADVICE", "DETECTION_TIME", "Agreement", "Voting", "failed_ranks", "survives", "wait_until"]
-
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of the loaded MPI
 

@@ -19,8 +19,6 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.base import HOST, MessageMemory
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, WIRE_NAMES, CallSignature
 
-__all__ = ["PLAIN", "Messages", "Packed", "Plain", "VectorType", "Wire"]
-
 _HEAD = 16  # bytes of first and span in the packed format
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer

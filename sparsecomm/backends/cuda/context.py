@@ -18,8 +18,6 @@ from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
-
 # A kernel's argument. Arrays and tensors are passed as addresses, `None` as a null pointer, an int as u64.
 Argument = Array | Tensor | Scalar | int | None
 Arguments = dict[str, Argument]

@@ -16,8 +16,6 @@ from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
 from sparsecomm.tensors.sparse import Array
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
-
 _Bytes = NDArray[np.uint8]
 CHUNK = 1 << 22  # bytes copied at once; a chunk is sent while the next one is copied
 

@@ -14,8 +14,6 @@ from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
 
-__all__ = ["Selection"]
-
 _ABOVE_ALL = 2**64 - 1  # above every key
 _MAX_CANDIDATES = 2**31 - 1  # `emit` keeps two counts in one 64-bit word
 # The key of infinity: see kernels/formats.hpp.

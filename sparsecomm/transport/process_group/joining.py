@@ -28,8 +28,6 @@ from sparsecomm.transport.process_group.rendezvous import rendezvous
 from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered, timeout_of
 from sparsecomm.transport.scheduling import be_prompt
 
-__all__ = ["existing", "of", "own_address"]
-
 _MIN_SILENCE = 120.0  # seconds without an answer after which a host is dead; the timeout, if it is longer
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
