@@ -21,7 +21,7 @@ from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.primitives.communicator import ROUNDS, Communicator, broadcast_words, gather_words
+from sparsecomm.primitives.communicator import Communicator, gather_words
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.dtypes import FLOAT32
 from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
@@ -333,31 +333,11 @@ class WordsGather(Call):
         self._comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:
-        self._gathered = self._exchange_words()
+        self._gathered = [word for words in gather_words(self._comm, self.words, 0) for word in words]
         return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:
         self.words = self._gathered
-
-    def _exchange_words(self) -> list[int]:
-        return [word for words in gather_words(self._comm, self.words, 0) for word in words]
-
-
-class WordsComparison(WordsGather):
-    """Compares each rank's words with those of rank 0.
-
-    Attributes:
-        words: the call replaces them by one integer per rank: the position of the rank's first word that differs, or
-            the number of words if all are equal.
-    """
-
-    name = "comparison of words"
-
-    def _exchange_words(self) -> list[int]:
-        expected = broadcast_words(self._comm, self.words, 0)
-        pairs = enumerate(zip(self.words, expected, strict=True))
-        first = next((i for i, (word, other) in pairs if word != other), len(expected))
-        return [position for (position,) in gather_words(self._comm, [first], ROUNDS)]
 
 
 class Realignment:

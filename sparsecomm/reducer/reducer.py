@@ -147,15 +147,7 @@ class Reducer:
         self._open = self._begin(0)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        step = OpenStep(self._specs, self._settings, self.counters, number, before, unsummed_before)
-        self._connect_step(step)
-        return step
-
-    def _connect_step(self, step: OpenStep) -> None:
-        connection = self._connection
-        if connection.transport is not None:
-            buckets = connection.buckets
-            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.label)
+        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
@@ -333,10 +325,7 @@ class Reducer:
 
     def _connect(self) -> transport.Transport:
         """Return the transport, after making the buckets if needed."""
-        transport = self._connection.transport or self._connection.connect()
-        if not self._open.connected:
-            self._connect_step(self._open)
-        return transport
+        return self._connection.transport or self._connection.connect()
 
     def _connect_between_steps(self, method: str) -> transport.Transport:
         """Return the transport, after checking for ``method`` that no step has begun."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, compress, pairwise
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, DType
 from sparsecomm.tensors.interop import CPU, Tensor, TensorSpec, to_host
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector
 from sparsecomm.transport import Transport
+
+if TYPE_CHECKING:
+    from sparsecomm.reducer.connection import Connection
 
 # ``add(backend, x, residual, decay, if_finite)`` multiplies a residual by a decay, adds a value computed from x, and
 # returns True. With ``if_finite`` and a value that is not finite, it changes nothing and returns False.
@@ -455,7 +458,6 @@ class OpenStep:
         number: the number of the step.
         before: the outcome of the previous step; ``None`` if it failed or there was none.
         unsummed_before: names of tensors that the previous step did not sum.
-        connected: whether `connect` was called; it must be before the first push.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
         shows: checksums of gradients by name, for `FirstStep`, which also compares ``buffers()``; ``None`` later.
         density, label: density of the step, and `Reducer.label`; set before the first push.
@@ -467,47 +469,37 @@ class OpenStep:
     label: Label
 
     def __init__(
-        self,
-        specs: Mapping[str, TensorSpec],
-        settings: Settings,
-        counters: Counters,
-        number: int,
-        before: Step | None,
-        unsummed_before: tuple[str, ...],
+        self, connection: Connection, counters: Counters, number: int, before: Step | None, unsummed: tuple[str, ...]
     ) -> None:
-        """Begin a step. It adds its time and traffic to ``counters``."""
-        self.number, self.before, self.unsummed_before = number, before, unsummed_before
-        self._specs, self._settings, self._counters = specs, settings, counters
-        self._clips = settings.clip is not None
+        """Begin a step, whose first push must follow `Connection.connect`. It adds its time to ``counters``."""
+        self.number, self.before, self.unsummed_before = number, before, unsummed
+        self._connection, self._counters = connection, counters
+        self._specs, self._settings = connection.specs, connection.settings
+        self._clips = self._settings.clip is not None
         self.pushed: dict[str, Tensor | None] = {}
         self.unsummed: tuple[str, ...] = ()
         self.opening: dict[str, tuple[Handle, Task]] = {}
         self.shows: dict[str, int] | None = None
         self.buffers: Callable[[], Mapping[str, object]] = dict
         self._first_step: tuple[Handle, FirstStep] | None = None
-        self.connected = False
-        self._buckets: Sequence[Bucket] = ()
         self._calls: list[tuple[Handle, BucketCall]] = []
-
-    def connect(
-        self,
-        transport: Transport,
-        queue: CallQueue,
-        buckets: Sequence[Bucket],
-        by_name: Mapping[str, Bucket],
-        common: Label,
-    ) -> None:
-        """Use these buckets. ``common`` is in the label of each call; see `sparsecomm.reducer.connection.Buckets`."""
-        self._transport, self._queue, self._common = transport, queue, common
-        self._buckets, self._by_name, self.connected = buckets, by_name, True
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.begin()
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return () if self._connection.transport is None else self._connection.buckets.all
+
+    @property
+    def _transport(self) -> Transport:
+        assert self._connection.transport is not None
+        return self._connection.transport
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def take(self, spec: TensorSpec, t: Tensor | None, out: Tensor | None = None, *, add: Add | None = None) -> None:
         """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
-        name, bucket, start = spec.name, self._by_name[spec.name], time.perf_counter()
+        name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
             if self.shows is not None and t is not None and 0 < bucket.backend.largest(t) < math.inf:
                 self.shows[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
@@ -526,7 +518,7 @@ class OpenStep:
 
     def _add_clipped(self) -> None:
         """Clip and add all gradients of this step. After an interrupt, add the rest."""
-        s, by_name, squares, start = self._settings, self._by_name, 0.0, time.perf_counter()
+        s, by_name, squares, start = self._settings, self._connection.buckets.by_name, 0.0, time.perf_counter()
         for name, t in self.pushed.items():
             if t is not None and t.size:
                 with by_name[name].on_stream(t):
@@ -546,19 +538,19 @@ class OpenStep:
 
     def start_ready(self) -> None:
         """Start the calls of complete buckets, in the order of the buckets."""
-        buckets = self._buckets
+        buckets, queue, common = self._buckets, self._connection.queue, self._connection.buckets.label
         if self._clips and len(self.pushed) == len(self._specs) and len(self._calls) < len(buckets):
             self._add_clipped()
         while len(self._calls) < len(buckets) and not buckets[len(self._calls)].missing:
             position = len(self._calls)
             bucket = buckets[position]
-            pairs = partial(_contents, position, bucket.tensors, self.number, self.label, self._common)
-            label = Label((position, self.number, self.label.checksum, self._common.checksum), pairs)
-            call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
-            self._calls.append((self._queue.submit(call), call))
+            pairs = partial(_contents, position, bucket.tensors, self.number, self.label, common)
+            label = Label((position, self.number, self.label.checksum, common.checksum), pairs)
+            call = BucketCall(bucket, self._transport, queue, self.density, label, self._counters)
+            self._calls.append((queue.submit(call), call))
         if self.shows is not None and self._first_step is None and len(self._calls) == len(buckets):
             comparison = FirstStep(self._transport, self.shows, self.buffers())
-            self._first_step = self._queue.submit(comparison), comparison
+            self._first_step = queue.submit(comparison), comparison
 
     def warn(self) -> None:
         """Warn of gradients and buffers, if this was a first step: see `FirstStep`."""
