@@ -113,7 +113,6 @@ class Contribution:
         """Prepare a contribution.
 
         Args:
-            backend, shape, size: as in the attributes.
             segments: the parts of the gradient in order, together ``size`` elements.
             residual: residual of all segments in one piece, or ``None``.
             chunks: selection by chunk; ``None`` selects from the whole gradient.

@@ -47,7 +47,6 @@ class SumCall(Call):
         """Plan a sum. No other call of the plan may be in flight when this call is made.
 
         Args:
-            plan, contribution: the plan, and this rank's contribution.
             label: names and values that the ranks' calls must share.
             write: called with the result when the call is decided. Must be idempotent.
             within, submitted: as in `Call`.
@@ -80,8 +79,7 @@ class SumCall(Call):
             counters.end_sum()
 
     def contents(self) -> Pairs:
-        signature = self.plan.comm.contents
-        return [*self.label.pairs(), *asdict(self.plan.options).items(), *signature]
+        return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.plan.comm.contents]
 
     def _communicator(self) -> Communicator:
         return self.plan.comm

@@ -195,7 +195,6 @@ class Call:
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Begin the call on the transport."""
         raise NotImplementedError
 
     def _exchange(self) -> SparseVector:

@@ -197,7 +197,6 @@ class Connection:
         return self.number if self.transport is not None and self.queue is queue else queue.users
 
     def _bucket_bytes_on(self, transport: Transport) -> int:
-        """Return the default bucket size in bytes."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
         costs = profile.DEFAULT  # the size does not matter in other scopes

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sparsecomm import transport
@@ -284,7 +285,7 @@ class Reducer:
             step.warn()
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
-                self._logged = self.counters.copy()
+                self._logged = replace(self.counters)
                 with Opened():
                     self._on_step(outcome.number, numbers)
             return outcome
@@ -298,7 +299,6 @@ class Reducer:
         return self.wait()
 
     def _begin_push(self, name: str) -> TensorSpec:
-        """Check that a tensor may be pushed now."""
         spec = self._spec(name)
         self._prepare()
         if name in self._open.pushed:
@@ -309,7 +309,6 @@ class Reducer:
         return spec
 
     def _prepare(self) -> None:
-        """Prepare for the first gradient of a step."""
         if self._open.pushed:
             return
         with Opened():  # a schedule is the user's function; if it raises, nothing has changed

@@ -267,7 +267,7 @@ class Bucket:
 
     def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
         """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
-        if self.velocities and self.settings.masking and not self.dense:
+        if self.velocities and self.settings.masking:
             velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
             if (taken := contribution.taken) is not None:
                 backend.clear(velocity, taken)
@@ -315,15 +315,9 @@ class Bucket:
             array *= factor
 
     @default_float_mode
-    def drop_nonfinite(self) -> None:
-        """Set NaN and infinities in the residual and the velocity to zero."""
-        for array in self._state:
-            array[~np.isfinite(array)] = 0  # calls CuPy for CuPy's arrays
-
-    @default_float_mode
-    def drop_overflows(self, world_size: int) -> None:
-        """Set entries to zero that have overflowed, or are so large that the next sum could overflow."""
-        max_ = float(np.finfo(self._residual.dtype).max) / (4 * world_size)  # rounding may double values
+    def drop_large(self, times: int) -> None:
+        """Set entries of the residual and the velocity to zero that overflow if multiplied by ``times``, and NaN."""
+        max_ = float(np.finfo(self._residual.dtype).max) / times
         for array in self._state:
             array[~(abs(array) <= max_)] = 0
 
@@ -581,9 +575,9 @@ class OpenStep:
         for bucket in self._buckets:
             with bucket.on_stream(None):
                 if not usable and not self.unsummed:
-                    bucket.drop_overflows(self._transport.size)
+                    bucket.drop_large(4 * self._transport.size)  # the next sum may overflow: rounding doubles values
                 if not finite and not skips:
-                    bucket.drop_nonfinite()
+                    bucket.drop_large(1)
         without = frozenset(name for _, call in self._calls for name in call.without_gradient)
         cause = ""
         if not finite:

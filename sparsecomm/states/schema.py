@@ -157,11 +157,10 @@ class Schema:
         by_rank: dict[int, StateDict] = {}
         for state in states:
             found = self.read(state)
-            if found["rank"] in by_rank:
-                raise InvalidInputError(
-                    f"states: rank {found['rank']} appears twice; pass each rank's state exactly once"
-                )
-            by_rank[found["rank"]] = found
+            rank = found["rank"]
+            if rank in by_rank:
+                raise InvalidInputError(f"states: rank {rank} appears twice; pass each rank's state exactly once")
+            by_rank[rank] = found
         sizes = sorted({found["world_size"] for found in by_rank.values()})
         if len(sizes) > 1:
             raise InvalidInputError(
@@ -201,14 +200,13 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     Raises:
         InvalidInputError: states are missing, appear twice, are damaged, or were not saved together.
     """
-    with reading("states", "the values that state_dict() returned on all old ranks"):
+    expected = "the values that state_dict() returned on all old ranks"
+    with reading("states", expected):
         each = list(states)
         schema = _schema_of(each[0]) if each else None
         if schema is None:
             got = quote(each[0]) if each else "none"
-            raise InvalidInputError(
-                f"states: got {got}; expected the values that state_dict() returned on all old ranks"
-            )
+            raise InvalidInputError(f"states: got {got}; expected {expected}")
         return schema.reshard(each, rank, size)
 
 

@@ -74,7 +74,6 @@ def checksum(value: object) -> int:
 
 
 def _flatten(value: object) -> tuple[bytes, list[_PlacedArray]]:
-    """Return the JSON text of a value, and its arrays."""
     arrays: list[_PlacedArray] = []
     return json.dumps(_tree(value, arrays, "", 0), separators=(",", ":")).encode(), arrays
 

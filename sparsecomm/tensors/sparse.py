@@ -103,7 +103,7 @@ class SparseVector:
 
     @property
     def _accumulator(self) -> ArrayDType:
-        return self.values.dtype
+        return self._like.dtype
 
     @property
     def _like(self) -> Array:
@@ -187,10 +187,6 @@ class DenseSum(SparseVector):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the dense array without ``find``, which belongs to this process."""
         return DenseSum, (self.dense, self.shape, _nonzeros)
-
-    @property
-    def _accumulator(self) -> ArrayDType:
-        return self.dense.dtype
 
     @property
     def _like(self) -> Array:

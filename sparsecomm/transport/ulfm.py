@@ -231,7 +231,6 @@ class Voting(FailureDetector):
         )
 
     def _rank_failed(self, failed: Sequence[int], consequence: str) -> RankFailedError:
-        """Return this rank's error for the death of other ranks."""
         return RankFailedError(f"{format_ranks(failed)} died (rank {self.rank}, {consequence}). {ADVICE}.", failed)
 
     # -- calls of the failure detector --------------------------------------------------------------------------------

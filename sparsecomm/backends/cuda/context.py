@@ -41,35 +41,17 @@ class Workspace:
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # kept, because a captured graph may still use them
 
-    @property
-    def selection(self) -> int:
-        """The address of a selection's state."""
-        return self._state("SELECTION")
-
-    @property
-    def sample(self) -> int:
-        """The address of a sample's histogram."""
-        return self._state("SAMPLE")
+    def state(self, name: str, more_bytes: int = 0) -> int:
+        """Return the address of one of the `structures`, followed by ``more_bytes``."""
+        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
 
     def look_back(self, tiles: int) -> int:
         """Return the address of a look-back's state."""
-        return self._state("LOOK_BACK", 8 * tiles)
-
-    def radix(self, blocks: int) -> int:
-        """Return the address of a radix selection's state."""
-        return self._state("RADIX", 16 * blocks)
+        return self.state("LOOK_BACK", 8 * tiles)
 
     def room(self, name: str, count: int, dtype: DTypeLike) -> int:
         """Return the address of ``count`` uninitialised elements."""
         return self._grown(f"{name} {dtype}", count, dtype, zero=False)
-
-    def state(self, name: str) -> Array:
-        """Return a structure, as an array of one element; for tests."""
-        dtype = self._structures[name]
-        return self._rooms[name][: dtype.itemsize].view(dtype)
-
-    def _state(self, name: str, more_bytes: int = 0) -> int:
-        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
 
     def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
         array = self._rooms.get(name)
@@ -143,16 +125,14 @@ class ExecutionContext(Backend):
 
     def _scalar(self, argument: Argument) -> Scalar:
         if isinstance(argument, np.generic):
-            scalar: Scalar = argument
-        elif isinstance(argument, bool):
-            scalar = np.bool_(argument)
-        elif isinstance(argument, int):
-            scalar = np.uint64(argument)
-        elif isinstance(argument, Tensor):
-            scalar = np.uint64(argument.pointer)
-        else:
-            scalar = np.uint64(0 if argument is None else self.runtime.address(argument))
-        return scalar
+            return argument
+        if isinstance(argument, bool):
+            return np.bool_(argument)
+        if isinstance(argument, Tensor):
+            return np.uint64(argument.pointer)
+        if argument is None or isinstance(argument, int):
+            return np.uint64(argument or 0)
+        return np.uint64(self.runtime.address(argument))
 
 
 class CountedVector(SparseVector):
@@ -190,16 +170,8 @@ class CountedVector(SparseVector):
         return self.room[1][: self.nnz]
 
     @property
-    def _accumulator(self) -> np.dtype:
-        return self.room[1].dtype
-
-    @property
     def _like(self) -> Array:
         return self.room[1]
-
-    @property
-    def device(self) -> Device:
-        return Device("cuda", self._runtime.device)
 
     def with_values(self, values: Array) -> CountedVector:
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)

@@ -164,8 +164,6 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
 
 
 class _Member(NamedTuple):
-    """A rank's record in the rendezvous."""
-
     address: str
     port: int
     token: bytes
@@ -197,7 +195,6 @@ def _clone(store: Any) -> Any:
 
 
 def _join(connections: Connections, members: list[_Member], rank: int, timeout: float) -> None:
-    """Connect this rank to all others."""
     others = [other for other in range(len(members)) if other != rank]
     for other in others:
         connections.set_peer(other, members[other].address, members[other].port, members[other].token)

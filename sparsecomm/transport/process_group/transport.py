@@ -193,7 +193,6 @@ class ProcessGroupTransport(FailureDetector):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, peer: int, done: Callable[[], bool]) -> None:
-        """Wait for ``peer`` until ``done()`` is true."""
         if done():
             return
         began, next_ping = time.monotonic(), _PING
