@@ -53,7 +53,7 @@ class SumCall(Call):
             commits: commit the contribution when the call is decided. Otherwise the caller must call `settle`.
         """
         super().__init__(plan.transport, within, submitted=submitted)
-        self.plan, self.contribution = plan, contribution
+        self.plan, self.comm, self.contribution = plan, plan.comm, contribution
         self.label, self._write, self._unsettled = label, write, not commits
         self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
@@ -79,17 +79,11 @@ class SumCall(Call):
             counters.end_sum()
 
     def contents(self) -> Pairs:
-        return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.plan.comm.contents]
-
-    def _communicator(self) -> Communicator:
-        return self.plan.comm
-
-    def _begin(self) -> None:
-        self.plan.comm.begin(self.label.checksum)
+        return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.comm.contents]
 
     def _exchange(self) -> SparseVector:
         plan, contribution, size = self.plan, self.contribution, self.transport.size
-        self._total = total = plan.algorithm.run(plan.comm, contribution, plan.k)
+        self._total = total = plan.algorithm.run(self.comm, contribution, plan.k)
         return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
@@ -216,28 +210,15 @@ def isparse_allreduce(
     return queue.submit(call)
 
 
-def prepare(
-    x: Any,
-    k: Any,
-    comm: Any,
-    algorithm: Any,
-    op: Any,
-    residual: Any,
-    out: Any,
-    wire: Any,
-    chunk: Any,
-    decay: Any,
-    label: Any,
-    *,
-    background: bool,
-) -> tuple[CallQueue, SumCall]:
+def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
     """Return the queue of a communicator, and a call that is ready to be made.
 
-    The arguments are those of `sparse_allreduce`; ``background`` says whether a thread of the queue makes the call.
+    The arguments are all of `sparse_allreduce`, in order. ``background``: a thread of the queue makes the call.
 
     After a `TransportError`, or any error once a measurement of links has begun, the residual is as after a failed
     call. After other errors it is unchanged.
     """
+    x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label = arguments
     measurement: LinkMeasurement | None = None
     try:
         t = tensor(x, "x")
@@ -292,9 +273,6 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
         Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()
 
 
-# -- gathers of integers, such as checksums ---------------------------------------------------------------------------
-
-
 class WordsGather(Call):
     """Gives all ranks the words of all ranks, in order of rank.
 
@@ -314,7 +292,7 @@ class WordsGather(Call):
             messages = Messages(self._signature(), transport.rank, FLOAT32.accumulator, (len(words),), host)
             comm = Communicator(transport, host, messages, PLAIN)
             plans.keep(key, comm)
-        self._comm: Communicator = comm
+        self.comm = comm
 
     def _signature(self, label: int = 0) -> CallSignature:
         return CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(self.words), 0, label=label)
@@ -324,14 +302,8 @@ class WordsGather(Call):
         """The call signature that `Transport.begin` receives."""
         return self._signature(self.label.checksum).pack()
 
-    def _communicator(self) -> Communicator:
-        return self._comm
-
-    def _begin(self) -> None:
-        self._comm.begin(self.label.checksum)
-
     def _exchange(self) -> SparseVector:
-        self._gathered = [word for words in gather_words(self._comm, self.words, 0) for word in words]
+        self._gathered = [word for words in gather_words(self.comm, self.words, 0) for word in words]
         return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:

@@ -81,12 +81,13 @@ class State(Enum):
 
 
 class Call:
-    """A `Task`: a collective call on ``transport``. Subclasses define `label`, `_communicator` and what is below it.
+    """A `Task`: a collective call on ``transport``. Subclasses set `label` and `comm`, and define `_exchange`.
 
     After a mismatch, ranks exchange the contents of their calls, and the error begins with the first difference.
     """
 
     label: Label
+    comm: Communicator
 
     def __init__(
         self, transport: Transport, within: AbstractContextManager[object] | None = None, *, submitted: bool = False
@@ -119,11 +120,11 @@ class Call:
 
     def describe(self) -> str:
         """Return the properties that the ranks must agree on, as text."""
-        return self._communicator().description
+        return self.comm.description
 
     def contents(self) -> Pairs:
         """Return the properties that the ranks must agree on, by name, the most telling ones first."""
-        return [*self.label.pairs(), *self._communicator().contents]
+        return [*self.label.pairs(), *self.comm.contents]
 
     def _run(self) -> SparseVector:
         transport, last = self.transport, self.transport.number
@@ -191,11 +192,8 @@ class Call:
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
             error.args = (f"{found}: {error}",)
 
-    def _communicator(self) -> Communicator:
-        raise NotImplementedError
-
     def _begin(self) -> None:
-        raise NotImplementedError
+        self.comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:
         """Exchange messages with the other ranks, and return the result. May fail on any rank."""

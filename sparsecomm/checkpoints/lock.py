@@ -80,8 +80,7 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
             _log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
             return
         if time.monotonic() > deadline:
-            lines = _read(file)
-            holder = lines[1] if len(lines) > 1 and lines[1] else "unknown process"
+            holder = "".join(_read(file)[1:2]) or "unknown process"
             raise InvalidInputError(
                 f"another job saves checkpoints into {folder} ({holder}); stop that job, or save into another folder"
             )

@@ -163,9 +163,6 @@ def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) 
     return boundaries + [n] * (size + 1 - len(boundaries))
 
 
-# -- words of messages ------------------------------------------------------------------------------------------------
-
-
 def mark(age: int, checksum: int) -> int:
     """Return the mark of cached data that was made ``age`` calls ago: a nonzero integer."""
     return age + 1 << AGE_SHIFT | checksum

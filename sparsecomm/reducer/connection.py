@@ -100,12 +100,6 @@ class Buckets:
         """Return a context for work with the memory of all buckets on the current stream."""
         return on_streams(bucket.on_stream(None) for bucket in self.all)
 
-    def clear_caches(self) -> None:
-        """Clear the data that algorithms cache between calls."""
-        for bucket in self.all:
-            if bucket.last_plan is not None:
-                bucket.last_plan.comm.cache.clear()
-
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return flat views of residuals and of velocities by name. Without momentum, there are no velocities."""
         buckets = [(name, self.by_name[name]) for name in self._specs]
@@ -210,9 +204,6 @@ class Connection:
 
 def _described(spec: TensorSpec) -> tuple[str, str]:
     return spec.name, f"{spec.accumulator.name} {spec.shape}"
-
-
-# -- ranks that continue ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

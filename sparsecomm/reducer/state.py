@@ -53,7 +53,9 @@ def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
     buckets, known = connection.buckets, connection.queue.measured
     residuals, velocities = buckets.to_host()
-    buckets.clear_caches()
+    for plan in (bucket.last_plan for bucket in buckets.all):
+        if plan is not None:
+            plan.comm.cache.clear()
     costs = None  # alpha, beta and gap of each link, if the ranks have measured them
     if known is not None:
         links = [(name, getattr(known.costs, name)) for name in _LINKS]

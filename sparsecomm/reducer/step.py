@@ -383,11 +383,11 @@ class BucketCall(SumCall):
         return result
 
     def _begin(self) -> None:
-        self.plan.comm.begin(self.label.checksum, incomplete=bool(self._absent))
+        self.comm.begin(self.label.checksum, incomplete=bool(self._absent))
 
     def _exchange(self) -> SparseVector:
         result = super()._exchange()
-        if self.plan.comm.incomplete:
+        if self.comm.incomplete:
             self._gather_absent()
         return result
 
@@ -398,7 +398,7 @@ class BucketCall(SumCall):
             bits += [self._narrow.get(name) is not dtype for name in self.names]
         words = [sum(bit << i for i, bit in enumerate(bits[start : start + 64])) for start in range(0, len(bits), 64)]
         common = [-1] * len(words)
-        for theirs in gather_words(self.plan.comm, words, _ABSENCE):
+        for theirs in gather_words(self.comm, words, _ABSENCE):
             common = [a & b for a, b in zip(common, theirs, strict=True)]
         on_all = [common[i // 64] >> i % 64 & 1 for i in range(len(bits))]
         self.without_gradient = frozenset(compress(self.names, on_all))

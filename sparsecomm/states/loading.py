@@ -197,9 +197,6 @@ def compared_text(value: object) -> str:
     return f"checksum {checksum(value):016x}"
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def reading(key: str, expected: str) -> Iterator[None]:
     """Convert exceptions in this context into an `InvalidInputError` for the part ``key`` of a state."""

@@ -218,9 +218,6 @@ def _schema_of(state: object) -> Schema | None:
     return None
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 def is_count(value: object, _: object = None) -> bool:
     """Return whether a value is an integer from 0 to 2^63 - 1."""
     return to_int(value) is not None

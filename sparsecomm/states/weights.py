@@ -91,9 +91,9 @@ class WeightComparison(WordsGather):
         super().__init__(transport, checksums, Label.of(("call", "check_weights"), *self._descriptions))
 
     def _exchange(self) -> SparseVector:
-        expected = broadcast_words(self._comm, self.words, 0)
+        expected = broadcast_words(self.comm, self.words, 0)
         differing = (i for i, (word, other) in enumerate(zip(self.words, expected, strict=True)) if word != other)
-        positions = gather_words(self._comm, [next(differing, len(expected))], ROUNDS)
+        positions = gather_words(self.comm, [next(differing, len(expected))], ROUNDS)
         self._gathered = [position for (position,) in positions]
         return NO_ENTRIES
 

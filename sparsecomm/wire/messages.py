@@ -199,7 +199,7 @@ class Messages:
 
     def read_entries(self, message: Bytes, wire: Wire, source: int, round_no: int) -> SparseVector:
         """Return the sparse vector in a message, without checking the order of its entries."""
-        items = self._items(message, source, round_no, self.memory)
+        items = self._items(message, source, round_no)
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
@@ -238,7 +238,7 @@ class Messages:
 
         There must be ``expected`` vectors, or none if ``or_none``.
         """
-        items = self._items(message, source, round_no, self.memory)
+        items = self._items(message, source, round_no)
         count, compressed, num_words = items & 0xFFFF, items >> 20 & 1, items >> 21
         width, word_width = 1 << (items >> 16 & 3), 1 << (items >> 18 & 3)
         middle, nbytes = HEADER_BYTES + (2 * count + compressed) * width, num_words * word_width
@@ -278,7 +278,7 @@ class Messages:
 
     def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
         """Return the dense array of ``expected`` elements in a message."""
-        items, dtype = self._items(message, source, round_no, self.memory), self._vector.values
+        items, dtype = self._items(message, source, round_no), self._vector.values
         if items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
@@ -315,9 +315,9 @@ class Messages:
             begin = end
         return begin
 
-    def _items(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> int:
+    def _items(self, message: Bytes, source: int, round_no: int) -> int:
         """Check the header of a message; return its item count."""
-        data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
+        data: Any = message if self.memory is HOST else self.memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
             if bytes(data[:CALL_BYTES]) == self.packed:
                 raise self.broken(source, f"a message of {len(data)} bytes")

@@ -125,14 +125,16 @@ class ExecutionContext(Backend):
 
     def _scalar(self, argument: Argument) -> Scalar:
         if isinstance(argument, np.generic):
-            return argument
-        if isinstance(argument, bool):
-            return np.bool_(argument)
-        if isinstance(argument, Tensor):
-            return np.uint64(argument.pointer)
-        if argument is None or isinstance(argument, int):
-            return np.uint64(argument or 0)
-        return np.uint64(self.runtime.address(argument))
+            scalar: Scalar = argument
+        elif isinstance(argument, bool):
+            scalar = np.bool_(argument)
+        elif isinstance(argument, Tensor):
+            scalar = np.uint64(argument.pointer)
+        elif argument is None or isinstance(argument, int):
+            scalar = np.uint64(argument or 0)
+        else:
+            scalar = np.uint64(self.runtime.address(argument))
+        return scalar
 
 
 class CountedVector(SparseVector):

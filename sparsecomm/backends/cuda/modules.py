@@ -112,9 +112,6 @@ def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": end + -end % _LINE})
 
 
-# -- types -------------------------------------------------------------------------------------------------------------
-
-
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
     """Return the type definitions of topk.cu, radix.cu, threshold.cu, chunks.cu and warp_chunks.cu."""
     flag = f"RESIDUAL={int(residual is not None)}"
