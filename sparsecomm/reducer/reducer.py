@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sparsecomm import transport
@@ -17,11 +16,12 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
+from sparsecomm.reducer.bucket import Add
 from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
-from sparsecomm.reducer.step import Accept, Add, OpenStep, Step
+from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
@@ -285,7 +285,7 @@ class Reducer:
             step.warn()
             if self._on_step is not None:
                 numbers = self.counters.since(self._logged)
-                self._logged = replace(self.counters)
+                self._logged = self.counters.copy()
                 with Opened():
                     self._on_step(outcome.number, numbers)
             return outcome
