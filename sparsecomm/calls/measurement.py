@@ -90,11 +90,9 @@ def _wait_for(measuring: Handle, transport: Transport) -> None:
     """Wait for the measurement of a reducer, and forget it once it is done or has failed."""
     try:
         measuring.wait()
-    except BaseException:
-        if measuring.error is not None:  # else the wait was interrupted, and the measurement continues
+    finally:
+        if measuring._outcome is not None:  # else the wait was interrupted, and the measurement continues
             queue_of(transport).measuring = None
-        raise
-    queue_of(transport).measuring = None
 
 
 @deferred

@@ -489,7 +489,6 @@ class CallQueue:
             raise
 
     def _serve(self) -> None:
-        """Make calls, in the queue's thread."""
         with self._running:
             self._thread = get_ident()
             be_prompt()

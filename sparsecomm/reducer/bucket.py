@@ -222,14 +222,6 @@ class Bucket:
         """Return the names of tensors without a gradient on this rank."""
         return [spec.name for spec in self.tensors if spec.name not in self._present]
 
-    def mask_velocity(self, contribution: Contribution, result: SparseVector) -> None:
-        """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
-        if self.velocities and self.settings.masking:
-            velocity, backend = self.backend.as_tensor(self._state[1], (self.size,)), contribution.backend
-            if (taken := contribution.taken) is not None:
-                backend.clear(velocity, taken)
-            backend.clear(velocity, result)
-
     def write(
         self, backend: Backend, result: SparseVector, without_gradient: Collection[str], narrow: Mapping[str, DType]
     ) -> dict[str, SparseVector]:
@@ -396,5 +388,11 @@ class BucketCall(SumCall):
         self._write_seconds = time.perf_counter() - start
 
     def _mask(self, result: SparseVector) -> None:
-        if self.plan.algorithm is not ALGORITHMS["dense"]:  # after a dense sum momentum continues
-            self._bucket.mask_velocity(self.contribution, result)
+        """With masking, clear the velocity at the entries that this rank selected and at the entries of the result."""
+        bucket, backend = self._bucket, self.contribution.backend
+        if self.plan.algorithm is ALGORITHMS["dense"] or not (bucket.velocities and bucket.settings.masking):
+            return  # after a dense sum momentum continues
+        velocity = bucket.backend.as_tensor(bucket._state[1], (bucket.size,))
+        if (taken := self.contribution.taken) is not None:
+            backend.clear(velocity, taken)
+        backend.clear(velocity, result)

@@ -154,10 +154,8 @@ def checksum(data: Array) -> int:
 
 def check_every(every: object) -> int | None:
     """Check and return the option ``check_weights_every``."""
-    if every is None:
-        return None
-    if (steps := to_int(every)) is not None:
-        return steps
-    raise InvalidInputError(
-        f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
-    )
+    if every is not None and to_int(every) is None:
+        raise InvalidInputError(
+            f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
+        )
+    return to_int(every)

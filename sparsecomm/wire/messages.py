@@ -367,5 +367,4 @@ def _decompressed(data: bytes, count: int, width: int) -> Array | None:
 
 
 def _padded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of 8."""
     return -(-nbytes // 8) * 8

@@ -242,7 +242,6 @@ def own_address() -> str:
 
 
 def _address_of_interface(name: str) -> str:
-    """Return the first address of an interface, preferably IPv4."""
     if (address := job.ipv4_address(name)) is not None:
         return address
     for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:
