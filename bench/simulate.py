@@ -151,9 +151,9 @@ def _call(problem: Problem, P: int, algorithm: Algorithm, wire: Wire, n: int, k:
                 gradient = _Gradient(problem, backend, n, common, number)
                 algorithm.run(comm, cast(Contribution, gradient), k)
             except BaseException as error:
-                comm.abort(error)
+                transport.abort(error)
                 raise
-            comm.end()
+            transport.end()
             moved = transport.counters
             either = max(moved.messages_sent, moved.messages_received)
             seen.append(_Taken(transport.seconds, moved.bytes_sent, moved.bytes_received, either))

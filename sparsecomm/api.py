@@ -22,8 +22,6 @@ from sparsecomm.transport import Comm, existing_transport, transport_of
 from sparsecomm.tuning.choice import Explanation, candidates
 from sparsecomm.wire import Op, WireName
 
-__all__ = ["LastCall", "algorithms", "explain", "last_call", "merge_topk", "realign", "threshold", "topk"]
-
 
 @deferred
 def topk(

@@ -14,10 +14,6 @@ import numpy as np
 
 from sparsecomm.errors import InvalidInputError, did_you_mean
 
-__all__ = [
-    "ARGUMENT_ERRORS", "MAX_SIZE", "check_choice", "is_real", "quote", "to_bool", "to_float", "to_int", "with_options",
-]  # fmt: skip
-
 # Errors that an operation on an unsuitable object raises. Signal handlers may raise other ones, which must propagate.
 ARGUMENT_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 MAX_SIZE = 2**63 - 1  # elements: indices are int64

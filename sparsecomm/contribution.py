@@ -25,8 +25,6 @@ from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Chunks", "Contribution", "Segment", "ThresholdHint"]
-
 _BEFORE, _DECAYED, _SUM = range(3)  # contents of a residual
 _MAX_REACHED = 3  # if more than this multiple of k entries reach the threshold, it is raised
 
@@ -115,7 +113,6 @@ class Contribution:
         """Prepare a contribution.
 
         Args:
-            backend, shape, size: as in the attributes.
             segments: the parts of the gradient in order, together ``size`` elements.
             residual: residual of all segments in one piece, or ``None``.
             chunks: selection by chunk; ``None`` selects from the whole gradient.

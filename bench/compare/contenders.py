@@ -167,7 +167,7 @@ class Ours(runners.Ours):
         selection = Selection(self._entries, v.out, v.x.shape, self._backend)
         self._comm.begin()
         self.taken.algorithm.run(self._comm, selection, self.k)  # type: ignore[arg-type]
-        self._comm.end()
+        self._comm._transport.end()
 
     def plain(self) -> None:
         """Send the messages of `exchange` by mpi4py alone."""

@@ -9,8 +9,6 @@ import numpy as np
 
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["Moments", "adamw_step", "unit"]
-
 
 class Moments(NamedTuple):
     """AdamW's state of a tensor: flat arrays with one element per weight, on the device of the weights.

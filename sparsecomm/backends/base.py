@@ -25,8 +25,6 @@ from sparsecomm.tensors.kinds import ValueKind
 from sparsecomm.tensors.sparse import Array, DenseSum, SparseVector, index_dtype
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["Backend", "Timeline", "on_streams", "value_bytes"]
-
 
 class Timeline(Protocol):
     """Orders all work on memory that several streams use. Use it from one thread at a time."""

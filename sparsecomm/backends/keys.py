@@ -11,8 +11,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import library_of
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["keys_of", "largest_keys", "max_key", "nth_keys", "scaled_key", "split_by_key"]
-
 _MAX_PARTITIONS = 8  # maximum number of keys to find for which partitioning is faster than sorting
 
 

@@ -21,7 +21,7 @@ from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
 from sparsecomm.contribution import Contribution, Segment
 from sparsecomm.errors import InvalidInputError, TransportError
-from sparsecomm.primitives.communicator import ROUNDS, Communicator, broadcast_words, gather_words
+from sparsecomm.primitives.communicator import Communicator, gather_words
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.arrays import TensorLike
 from sparsecomm.tensors.dtypes import FLOAT32
@@ -29,10 +29,6 @@ from sparsecomm.tensors.interop import Tensor, as_out, as_residual, tensor
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport, existing_transport, transport_of
 from sparsecomm.wire import PLAIN, CallSignature, Messages, Op, WireName
-
-__all__ = [
-    "Realignment", "SumCall", "WordsComparison", "WordsGather", "isparse_allreduce", "prepare", "sparse_allreduce",
-]  # fmt: skip
 
 
 class SumCall(Call):
@@ -52,14 +48,13 @@ class SumCall(Call):
         """Plan a sum. No other call of the plan may be in flight when this call is made.
 
         Args:
-            plan, contribution: the plan, and this rank's contribution.
             label: names and values that the ranks' calls must share.
             write: called with the result when the call is decided. Must be idempotent.
             within, submitted: as in `Call`.
             commits: commit the contribution when the call is decided. Otherwise the caller must call `settle`.
         """
         super().__init__(plan.transport, within, submitted=submitted)
-        self.plan, self.contribution = plan, contribution
+        self.plan, self.comm, self.contribution = plan, plan.comm, contribution
         self.label, self._write, self._unsettled = label, write, not commits
         self._total: SparseVector | None = None  # the sum, before it is divided for a mean
 
@@ -85,18 +80,11 @@ class SumCall(Call):
             counters.end_sum()
 
     def contents(self) -> Pairs:
-        signature = self.plan.comm.contents
-        return [*self.label.pairs(), *asdict(self.plan.options).items(), *signature]
-
-    def _communicator(self) -> Communicator:
-        return self.plan.comm
-
-    def _begin(self) -> None:
-        self.plan.comm.begin(self.label.checksum)
+        return [*self.label.pairs(), *asdict(self.plan.options).items(), *self.comm.contents]
 
     def _exchange(self) -> SparseVector:
         plan, contribution, size = self.plan, self.contribution, self.transport.size
-        self._total = total = plan.algorithm.run(plan.comm, contribution, plan.k)
+        self._total = total = plan.algorithm.run(self.comm, contribution, plan.k)
         return contribution.backend.divide(total, size) if plan.mean and size > 1 else total
 
     def _finish(self, result: SparseVector) -> None:
@@ -229,28 +217,15 @@ def isparse_allreduce(
     return queue.submit(call)
 
 
-def prepare(
-    x: Any,
-    k: Any,
-    comm: Any,
-    algorithm: Any,
-    op: Any,
-    residual: Any,
-    out: Any,
-    wire: Any,
-    chunk: Any,
-    decay: Any,
-    label: Any,
-    *,
-    background: bool,
-) -> tuple[CallQueue, SumCall]:
+def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
     """Return the queue of a communicator, and a call that is ready to be made.
 
-    The arguments are those of `sparse_allreduce`; ``background`` says whether a thread of the queue makes the call.
+    The arguments are all of `sparse_allreduce`, in order. ``background``: a thread of the queue makes the call.
 
     After a `TransportError`, or any error once a measurement of links has begun, the residual is as after a failed
     call. After other errors it is unchanged.
     """
+    x, k, comm, algorithm, op, residual, out, wire, chunk, decay, label = arguments
     measurement: LinkMeasurement | None = None
     try:
         t = tensor(x, "x")
@@ -305,9 +280,6 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
         Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()
 
 
-# -- gathers of integers, such as checksums ---------------------------------------------------------------------------
-
-
 class WordsGather(Call):
     """Gives all ranks the words of all ranks, in order of rank.
 
@@ -327,7 +299,7 @@ class WordsGather(Call):
             messages = Messages(self._signature(), transport.rank, FLOAT32.accumulator, (len(words),), host)
             comm = Communicator(transport, host, messages, PLAIN)
             plans.keep(key, comm)
-        self._comm: Communicator = comm
+        self.comm = comm
 
     def _signature(self, label: int = 0) -> CallSignature:
         return CallSignature(self.name, FLOAT32.code, 0, PLAIN.code, len(self.words), 0, label=label)
@@ -337,38 +309,12 @@ class WordsGather(Call):
         """The call signature that `Transport.begin` receives."""
         return self._signature(self.label.checksum).pack()
 
-    def _communicator(self) -> Communicator:
-        return self._comm
-
-    def _begin(self) -> None:
-        self._comm.begin(self.label.checksum)
-
     def _exchange(self) -> SparseVector:
-        self._gathered = self._exchange_words()
+        self._gathered = [word for words in gather_words(self.comm, self.words, 0) for word in words]
         return NO_ENTRIES
 
     def _finish(self, result: SparseVector) -> None:
         self.words = self._gathered
-
-    def _exchange_words(self) -> list[int]:
-        return [word for words in gather_words(self._comm, self.words, 0) for word in words]
-
-
-class WordsComparison(WordsGather):
-    """Compares each rank's words with those of rank 0.
-
-    Attributes:
-        words: the call replaces them by one integer per rank: the position of the rank's first word that differs, or
-            the number of words if all are equal.
-    """
-
-    name = "comparison of words"
-
-    def _exchange_words(self) -> list[int]:
-        expected = broadcast_words(self._comm, self.words, 0)
-        pairs = enumerate(zip(self.words, expected, strict=True))
-        first = next((i for i, (word, other) in pairs if word != other), len(expected))
-        return [position for (position,) in gather_words(self._comm, [first], ROUNDS)]
 
 
 class Realignment:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 from sparsecomm.transport.base import MAX_CONTENTS_BYTES
-
-__all__ = ["UNLABELLED", "Label", "Pairs", "by_name", "difference", "pack"]
 
 Pairs: TypeAlias = Iterable[tuple[str, object]]  # names and values
 _MAX_UNPACKED = 1 << 24  # bytes
@@ -72,8 +71,8 @@ def difference(packed: Mapping[int, bytes]) -> str:
     (ours, all_ours), (theirs, all_theirs) = first, second
     ours, theirs = _aligned(ours, theirs), _aligned(theirs, ours)
     our_names, their_names = dict(ours), dict(theirs)
-    for i in range(max(len(ours), len(theirs))):
-        (name, ours_is), (other, theirs_is) = (each[i] if i < len(each) else ("", "") for each in (ours, theirs))
+    for i, pairs in enumerate(zip_longest(ours, theirs, fillvalue=("", "")), 1):
+        (name, ours_is), (other, theirs_is) = pairs
         if name == other:
             found = name, ours_is, theirs_is
         elif name and name not in their_names and all_theirs:
@@ -83,7 +82,7 @@ def difference(packed: Mapping[int, bytes]) -> str:
         elif not name or not other:
             return ""
         else:
-            found = f"number {i + 1} in the order", name, other
+            found = f"number {i} in the order", name, other
         if found[1] != found[2]:
             shown = _shown(*found[1:])
             return f"{_shown(found[0])[0]} is {shown[0]} on rank {low} and {shown[1]} on rank {high}"

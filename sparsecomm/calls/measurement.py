@@ -10,7 +10,6 @@ from __future__ import annotations
 from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import NO_ENTRIES, Call, Handle, State, queue_of
-from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.signals import deferred
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
@@ -91,11 +90,9 @@ def _wait_for(measuring: Handle, transport: Transport) -> None:
     """Wait for the measurement of a reducer, and forget it once it is done or has failed."""
     try:
         measuring.wait()
-    except BaseException:
-        if measuring.error is not None:  # else the wait was interrupted, and the measurement continues
+    finally:
+        if measuring._outcome is not None:  # else the wait was interrupted, and the measurement continues
             queue_of(transport).measuring = None
-        raise
-    queue_of(transport).measuring = None
 
 
 @deferred
@@ -132,17 +129,15 @@ class LinkMeasurement(Call):
         self.costs: KnownCosts | None = None
         self.must_roll_back = False
         self._probe, self._seconds, self._last_success = Probe(transport), seconds, transport.last_success
+        self.comm = self._probe.comm
 
     @property
     def failed(self) -> bool:
         """Whether it failed, and the other ranks know."""
         return self.must_roll_back and self.state is State.FAILED
 
-    def _communicator(self) -> Communicator:
-        return self._probe.comm
-
     def _begin(self) -> None:
-        self._probe.comm.begin()
+        self.comm.begin()
         self.must_roll_back = True
 
     def _roll_back(self) -> None:

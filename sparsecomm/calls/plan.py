@@ -21,19 +21,8 @@ from sparsecomm.transport import Transport
 from sparsecomm.tuning import profile
 from sparsecomm.tuning.choice import CostQuery, decide
 from sparsecomm.tuning.profile import KnownCosts
-from sparsecomm.wire import (
-    EXACT,
-    MEAN_OF_CONTRIBUTORS,
-    OPS,
-    WIRES,
-    CallSignature,
-    Messages,
-    Op,
-    WireName,
-    shape_checksum,
-)
-
-__all__ = ["CallOptions", "Options", "Plan"]
+from sparsecomm.wire import EXACT, MEAN_OF_CONTRIBUTORS, OPS, WIRES, CallSignature, Messages, Op, WireName
+from sparsecomm.wire.header import shape_checksum
 
 
 class CallOptions(TypedDict, total=False):
@@ -136,7 +125,6 @@ class Plan:
         """Choose the algorithm and the wire format, and prepare messages.
 
         Args:
-            transport, backend, k, chunks: as in the attributes.
             dtype, shape, size: of the gradient.
             options: checked options.
             costs: costs for the choice, the same on all ranks. Pass ``None`` if the options leave nothing to choose.

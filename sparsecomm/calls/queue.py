@@ -45,8 +45,6 @@ from sparsecomm.transport import Transport
 from sparsecomm.transport.scheduling import be_prompt
 from sparsecomm.tuning.profile import KnownCosts
 
-__all__ = ["NO_ENTRIES", "Call", "CallQueue", "Handle", "Plans", "State", "Task", "queue_of"]
-
 _log = logging.getLogger("sparsecomm")
 
 NO_ENTRIES = SparseVector.trusted(np.empty(0, np.int32), np.empty(0, np.float32), 0, (0,))  # for calls without a sum
@@ -83,12 +81,13 @@ class State(Enum):
 
 
 class Call:
-    """A `Task`: a collective call on ``transport``. Subclasses define `label`, `_communicator` and what is below it.
+    """A `Task`: a collective call on ``transport``. Subclasses set `label` and `comm`, and define `_exchange`.
 
     After a mismatch, ranks exchange the contents of their calls, and the error begins with the first difference.
     """
 
     label: Label
+    comm: Communicator
 
     def __init__(
         self, transport: Transport, within: AbstractContextManager[object] | None = None, *, submitted: bool = False
@@ -121,11 +120,11 @@ class Call:
 
     def describe(self) -> str:
         """Return the properties that the ranks must agree on, as text."""
-        return self._communicator().description
+        return self.comm.description
 
     def contents(self) -> Pairs:
         """Return the properties that the ranks must agree on, by name, the most telling ones first."""
-        return [*self.label.pairs(), *self._communicator().contents]
+        return [*self.label.pairs(), *self.comm.contents]
 
     def _run(self) -> SparseVector:
         transport, last = self.transport, self.transport.number
@@ -193,12 +192,8 @@ class Call:
         if theirs is not None and (found := difference({self.transport.rank: contents, peer: theirs})):
             error.args = (f"{found}: {error}",)
 
-    def _communicator(self) -> Communicator:
-        raise NotImplementedError
-
     def _begin(self) -> None:
-        """Begin the call on the transport."""
-        raise NotImplementedError
+        self.comm.begin(self.label.checksum)
 
     def _exchange(self) -> SparseVector:
         """Exchange messages with the other ranks, and return the result. May fail on any rank."""
@@ -494,7 +489,6 @@ class CallQueue:
             raise
 
     def _serve(self) -> None:
-        """Make calls, in the queue's thread."""
         with self._running:
             self._thread = get_ident()
             be_prompt()

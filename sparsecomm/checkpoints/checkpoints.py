@@ -31,8 +31,6 @@ from sparsecomm.states import loading
 from sparsecomm.states.loading import InterruptedElsewhereError, Interrupts, Prepared, Undo
 from sparsecomm.transport import Comm, transport_of
 
-__all__ = ["Checkpoint", "CheckpointFolder", "load", "save"]
-
 T = TypeVar("T")
 _log = logging.getLogger("sparsecomm")
 

@@ -18,8 +18,6 @@ from sparsecomm.states import values
 from sparsecomm.states.schema import check, is_state, reshard
 from sparsecomm.transport import Transport
 
-__all__ = ["MAX_RUN", "SUFFIXES", "CheckpointId", "Folder", "Format", "find", "part_of", "remove", "sync"]
-
 Folder: TypeAlias = "str | os.PathLike[str]"
 
 SUFFIXES = (".npz", ".pt", ".arrays")  # .arrays: files of earlier development versions

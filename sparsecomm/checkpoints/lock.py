@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from sparsecomm.errors import InvalidInputError
 
-__all__ = ["acquire", "job_id_of"]
-
 _FILE = ".sparsecomm-job"  # in the folder; its first line is the job ID
 _TIMEOUT = 5.0  # seconds to wait until the processes of an earlier job have ended
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -82,8 +80,7 @@ def _lock(file: int, job_id: str, folder: Path) -> None:
             _log.warning("%s: this file system has no locks; a second job that saves there is not noticed", folder)
             return
         if time.monotonic() > deadline:
-            lines = _read(file)
-            holder = lines[1] if len(lines) > 1 and lines[1] else "unknown process"
+            holder = "".join(_read(file)[1:2]) or "unknown process"
             raise InvalidInputError(
                 f"another job saves checkpoints into {folder} ({holder}); stop that job, or save into another folder"
             )

@@ -14,11 +14,6 @@ from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport.base import MessageMemory, Transport
 from sparsecomm.wire import EXACT, HEADER_BYTES, MEAN_OF_CONTRIBUTORS, OPS, PLAIN, Messages, Wire
 
-__all__ = [
-    "ROUNDS", "Communicator", "Drops", "Parcel", "Range", "broadcast_words", "exchange_with_all", "gather",
-    "gather_time", "gather_words", "num_owners",
-]  # fmt: skip
-
 Parcel = tuple[Sequence[SparseVector], Sequence[int]]  # vectors, and integers ("words") from 0 to 2^64 - 1
 Range = tuple[int, int]  # of indices: the first one, and the one after the last
 
@@ -67,7 +62,7 @@ class Communicator:
         self._set_ranks(range(transport.size), transport.rank, transport.node_of_rank, wire, 0)
 
     def begin(self, label: int = 0, *, incomplete: bool = False) -> None:
-        """Begin the next call, which `end` or `abort` must end, also after a `TransportError`.
+        """Begin the next call, which `Transport.end` or `Transport.abort` must end, also after a `TransportError`.
 
         Args:
             label: a checksum that must be equal on all ranks.
@@ -81,15 +76,6 @@ class Communicator:
         self._memory = self.backend.memory(transport.device_memory)
         call = messages.begin(transport.number + 1, label, self._memory, incomplete)
         transport.begin(call, messages.mismatch)
-
-    def end(self) -> None:
-        """Mark the call as complete on this rank."""
-        self._transport.end()
-
-    def abort(self, error: BaseException) -> None:
-        """End the call with ``error`` on all ranks, as `Transport.abort`. Clears the cache, which may be wrong."""
-        self.cache.clear()
-        self._transport.abort(error)
 
     def subgroup(self, ranks: Sequence[int], stage: int, *, plain: bool = False) -> Communicator:
         """Return a communicator of some ranks for a stage of the algorithm. Sends no message.
@@ -122,8 +108,8 @@ class Communicator:
 
     @property
     def contents(self) -> list[tuple[str, object]]:
-        """The fields of the call signature by name."""
-        return self._messages.contents()
+        """The fields of the call signature by name, without the label."""
+        return self._messages.call.contents(self._messages.shape)
 
     @property
     def number(self) -> int:
@@ -216,9 +202,8 @@ class Communicator:
     def exchange(self, entries: SparseVector, to: int, source: int, round_no: int) -> SparseVector:
         """Send quantized entries to rank ``to`` while receiving from rank ``source``; return the received entries."""
         message = self._messages.entries(entries, self._wire, self._stage + round_no)
-        received = self._transport.exchange(
-            message, self._ranks[to], self._ranks[source], self._memory, self._max_bytes
-        )
+        sender, memory = self._ranks[source], self._memory
+        received = self._transport.exchange(message, self._ranks[to], sender, memory, self._max_bytes)
         return self._read(received, source, round_no)
 
     # -- several messages at once, in one trip ------------------------------------------------------------------------
@@ -450,10 +435,7 @@ def _bruck(
         )[src]
         comm.checked_words(src, words, num_words * len(senders))
         for i, sender in enumerate(senders):
-            held[sender] = (
-                vectors[i * num_vectors : (i + 1) * num_vectors],
-                words[i * num_words : (i + 1) * num_words],
-            )
+            held[sender] = vectors[i * num_vectors :][:num_vectors], words[i * num_words :][:num_words]
     return [held[sender] for sender in range(num_senders)]
 
 

@@ -7,8 +7,6 @@ from math import inf
 
 from sparsecomm.wire import HEADER_BYTES
 
-__all__ = ["Costs", "Link", "Problem", "log2_ceil"]
-
 
 @dataclass(frozen=True)
 class Link:

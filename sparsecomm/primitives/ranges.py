@@ -26,11 +26,6 @@ from sparsecomm.primitives.communicator import Communicator, Parcel, Range, num_
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = [
-    "AGE_SHIFT", "Dropped", "check_keys", "checksum_of", "mark", "mark_of", "owned_ranges", "rebalance", "scatter",
-    "scatter_time",
-]  # fmt: skip
-
 _MAX_SAMPLES = 32  # per rank
 _MAX_FIRST = 2**15  # maximum entries of all ranks, about 256 KB, for which the first call uses ranges of equal length
 _CROWDED = 1.5  # make new ranges when the crowding has grown by this factor
@@ -166,9 +161,6 @@ def _balanced(samples: Sequence[Sequence[int]], n: int, size: int, owners: int) 
             boundaries.append(min(index, n))
         before += weight
     return boundaries + [n] * (size + 1 - len(boundaries))
-
-
-# -- words of messages ------------------------------------------------------------------------------------------------
 
 
 def mark(age: int, checksum: int) -> int:

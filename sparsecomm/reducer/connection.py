@@ -16,16 +16,14 @@ from sparsecomm.calls.measurement import costs_for_steps
 from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import CallQueue, queue_of
 from sparsecomm.errors import InvalidInputError
+from sparsecomm.reducer.bucket import Bucket
 from sparsecomm.reducer.options import DENSITY, SIZED_SCOPES, Settings, described, final_density
-from sparsecomm.reducer.step import Bucket
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.tensors.interop import Device, TensorSpec, from_host, to_host
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning import choice, profile
-
-__all__ = ["Buckets", "Connection", "Members", "Rebuilt", "layout"]
 
 
 def layout(
@@ -101,12 +99,6 @@ class Buckets:
     def on_current_stream(self) -> AbstractContextManager[None]:
         """Return a context for work with the memory of all buckets on the current stream."""
         return on_streams(bucket.on_stream(None) for bucket in self.all)
-
-    def clear_caches(self) -> None:
-        """Clear the data that algorithms cache between calls."""
-        for bucket in self.all:
-            if bucket.last_plan is not None:
-                bucket.last_plan.comm.cache.clear()
 
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return flat views of residuals and of velocities by name. Without momentum, there are no velocities."""
@@ -199,7 +191,6 @@ class Connection:
         return self.number if self.transport is not None and self.queue is queue else queue.users
 
     def _bucket_bytes_on(self, transport: Transport) -> int:
-        """Return the default bucket size in bytes."""
         if self.settings.bucket_bytes is not None:
             return self.settings.bucket_bytes
         costs = profile.DEFAULT  # the size does not matter in other scopes
@@ -213,9 +204,6 @@ class Connection:
 
 def _described(spec: TensorSpec) -> tuple[str, str]:
     return spec.name, f"{spec.accumulator.name} {spec.shape}"
-
-
-# -- ranks that continue ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from sparsecomm.calls.plan import Plan
 from sparsecomm.quantities import bytes_text, number_text, percent_text, rate_text, time_text
 from sparsecomm.transport import Transport
 
-__all__ = ["Counters", "peer_lines", "plan_lines"]
-
 _MAX_PEERS = 16  # in a table; if there are more, the slowest are listed
 
 

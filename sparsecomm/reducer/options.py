@@ -16,12 +16,6 @@ from sparsecomm.checks import ARGUMENT_ERRORS, check_choice, quote, to_bool, to_
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.wire import MEAN_OF_CONTRIBUTORS, WireName
 
-__all__ = [
-    "ALGORITHM", "DENSITY", "SIZED_SCOPES", "WIRE", "Clip", "DenseStart", "OnStep", "ReducerOptions", "Schedule",
-    "Scope", "Settings", "Warmup", "check_layout", "density_at", "described", "final_density", "training_options",
-    "with_dense_steps",
-]  # fmt: skip
-
 Schedule = float | Callable[[int], float]
 
 

@@ -16,11 +16,12 @@ from sparsecomm.calls.plan import Options
 from sparsecomm.calls.queue import Task
 from sparsecomm.checks import quote, to_float
 from sparsecomm.errors import InvalidInputError, WeightMismatchError, did_you_mean, listed
+from sparsecomm.reducer.bucket import Add
 from sparsecomm.reducer.connection import Connection, Rebuilt
 from sparsecomm.reducer.counters import Counters, peer_lines, plan_lines
 from sparsecomm.reducer.options import DENSITY, Clip, OnStep, Schedule, Scope, Settings, density_at, with_dense_steps
 from sparsecomm.reducer.state import REDUCER, buckets_of, fields_of, measured_costs
-from sparsecomm.reducer.step import Accept, Add, OpenStep, Step
+from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
@@ -29,8 +30,6 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
 from sparsecomm.wire import Op, WireName
-
-__all__ = ["Reducer"]
 
 _log = logging.getLogger("sparsecomm")
 
@@ -150,15 +149,7 @@ class Reducer:
         self._open = self._begin(0)
 
     def _begin(self, number: int, before: Step | None = None, unsummed_before: tuple[str, ...] = ()) -> OpenStep:
-        step = OpenStep(self._specs, self._settings, self.counters, number, before, unsummed_before)
-        self._connect_step(step)
-        return step
-
-    def _connect_step(self, step: OpenStep) -> None:
-        connection = self._connection
-        if connection.transport is not None:
-            buckets = connection.buckets
-            step.connect(connection.transport, connection.queue, buckets.all, buckets.by_name, buckets.label)
+        return OpenStep(self._connection, self.counters, number, before, unsummed_before)
 
     # -- a step: opening calls, gradients, sums -----------------------------------------------------------------------
 
@@ -309,7 +300,6 @@ class Reducer:
         return self.wait()
 
     def _begin_push(self, name: str) -> TensorSpec:
-        """Check that a tensor may be pushed now."""
         spec = self._spec(name)
         self._prepare()
         if name in self._open.pushed:
@@ -320,7 +310,6 @@ class Reducer:
         return spec
 
     def _prepare(self) -> None:
-        """Prepare for the first gradient of a step."""
         if self._open.pushed:
             return
         with Opened():  # a schedule is the user's function; if it raises, nothing has changed
@@ -336,10 +325,7 @@ class Reducer:
 
     def _connect(self) -> transport.Transport:
         """Return the transport, after making the buckets if needed."""
-        transport = self._connection.transport or self._connection.connect()
-        if not self._open.connected:
-            self._connect_step(self._open)
-        return transport
+        return self._connection.transport or self._connection.connect()
 
     def _connect_between_steps(self, method: str) -> transport.Transport:
         """Return the transport, after checking for ``method`` that no step has begun."""

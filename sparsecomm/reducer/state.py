@@ -16,8 +16,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.tuning.profile import KnownCosts, measured
 
-__all__ = ["REDUCER", "buckets_of", "fields_of", "measured_costs", "read_arrays"]
-
 _LINKS = ("link", "node")  # between nodes, and inside a node
 _ADVICE = "build the same model with the same settings (velocities require momentum), or rename its entries"
 
@@ -55,7 +53,9 @@ def fields_of(connection: Connection, step: int) -> StateDict:
     """Return the fields of a reducer's state, and clear the caches of algorithms."""
     buckets, known = connection.buckets, connection.queue.measured
     residuals, velocities = buckets.to_host()
-    buckets.clear_caches()
+    for plan in (bucket.last_plan for bucket in buckets.all):
+        if plan is not None:
+            plan.comm.cache.clear()
     costs = None  # alpha, beta and gap of each link, if the ranks have measured them
     if known is not None:
         links = [(name, getattr(known.costs, name)) for name in _LINKS]

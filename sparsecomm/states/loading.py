@@ -26,11 +26,6 @@ from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.dtypes import DType
 from sparsecomm.transport import Transport
 
-__all__ = [
-    "DAMAGED", "InterruptedElsewhereError", "Interrupts", "Prepared", "Undo", "as_float", "check_equal",
-    "compared_text", "load", "reading",
-]  # fmt: skip
-
 DAMAGED = "the checkpoint may be damaged: load an older one"
 Undo = list[Callable[[], object]]  # idempotent functions that undo the changes of `prepare`
 Interrupts = list[BaseException]  # exceptions that signal handlers raised during a wait, to be raised afterwards
@@ -200,9 +195,6 @@ def compared_text(value: object) -> str:
     if type(value) is float or (type(value) is int and abs(value) < 1 << 64):
         return repr(value)
     return f"checksum {checksum(value):016x}"
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -16,11 +16,6 @@ from sparsecomm.states.loading import DAMAGED, check_equal, compared_text, readi
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.transport import Transport
 
-__all__ = [
-    "Field", "Schema", "State", "StateDict", "check", "common", "is_count", "is_list", "is_positive", "is_state",
-    "per_rank", "reshard", "summed",
-]  # fmt: skip
-
 StateDict: TypeAlias = dict[str, Any]  # the return type of ``state_dict``
 State: TypeAlias = Mapping[str, Any]  # the argument of ``load_state_dict``
 IsValid: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]  # (value, the fields before it) -> whether it is valid
@@ -162,11 +157,10 @@ class Schema:
         by_rank: dict[int, StateDict] = {}
         for state in states:
             found = self.read(state)
-            if found["rank"] in by_rank:
-                raise InvalidInputError(
-                    f"states: rank {found['rank']} appears twice; pass each rank's state exactly once"
-                )
-            by_rank[found["rank"]] = found
+            rank = found["rank"]
+            if rank in by_rank:
+                raise InvalidInputError(f"states: rank {rank} appears twice; pass each rank's state exactly once")
+            by_rank[rank] = found
         sizes = sorted({found["world_size"] for found in by_rank.values()})
         if len(sizes) > 1:
             raise InvalidInputError(
@@ -206,14 +200,13 @@ def reshard(states: Iterable[State], rank: int, size: int) -> StateDict:
     Raises:
         InvalidInputError: states are missing, appear twice, are damaged, or were not saved together.
     """
-    with reading("states", "the values that state_dict() returned on all old ranks"):
+    expected = "the values that state_dict() returned on all old ranks"
+    with reading("states", expected):
         each = list(states)
         schema = _schema_of(each[0]) if each else None
         if schema is None:
             got = quote(each[0]) if each else "none"
-            raise InvalidInputError(
-                f"states: got {got}; expected the values that state_dict() returned on all old ranks"
-            )
+            raise InvalidInputError(f"states: got {got}; expected {expected}")
         return schema.reshard(each, rank, size)
 
 
@@ -223,9 +216,6 @@ def _schema_of(state: object) -> Schema | None:
         name, _, version = str(state["format"]).rpartition(" ")  # type: ignore[index]
         return Schema._by_name.get(name) if version.isdecimal() else None
     return None
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
 
 
 def is_count(value: object, _: object = None) -> bool:

@@ -19,8 +19,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array, Bytes
 
-__all__ = ["checksum", "from_bytes", "read", "to_bytes", "write"]
-
 _JSON = "values"  # the name of the JSON member
 _DTYPES = {np.dtype(code).name for code in ("?", *"bhiqBHIQefdFD")}
 _MAX_DEPTH = 32
@@ -76,7 +74,6 @@ def checksum(value: object) -> int:
 
 
 def _flatten(value: object) -> tuple[bytes, list[_PlacedArray]]:
-    """Return the JSON text of a value, and its arrays."""
     arrays: list[_PlacedArray] = []
     return json.dumps(_tree(value, arrays, "", 0), separators=(",", ":")).encode(), arrays
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparsecomm.calls.arguments import naming_rank
-from sparsecomm.calls.collectives import WordsComparison, WordsGather
+from sparsecomm.calls.collectives import WordsGather
 from sparsecomm.calls.label import Label
-from sparsecomm.calls.queue import queue_of
+from sparsecomm.calls.queue import NO_ENTRIES, queue_of
 from sparsecomm.checks import quote, to_int
 from sparsecomm.errors import CollectiveMismatchError, InvalidInputError, WeightMismatchError, listed
+from sparsecomm.primitives.communicator import ROUNDS, broadcast_words, gather_words
 from sparsecomm.signals import deferred
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Comm, Transport, transport_of
 from sparsecomm.transport.control import format_ranks
-
-__all__ = ["FirstStep", "WeightComparison", "check_every", "check_weights", "checksum", "compare_weights"]
 
 
 @deferred
@@ -75,8 +75,10 @@ def compare_weights(
     comparison.check()
 
 
-class WeightComparison(WordsComparison):
-    """The call of `check_weights`."""
+class WeightComparison(WordsGather):
+    """The call of `check_weights`: replaces ``words`` by the position of each rank's first difference from rank 0."""
+
+    name = "comparison of words"
 
     def __init__(self, transport: Transport, named: list[tuple[str, Any]]) -> None:
         """Compute the checksums of tensors, unless there is only one rank."""
@@ -87,6 +89,13 @@ class WeightComparison(WordsComparison):
             self._descriptions.append((name, description))
             checksums.append(checksum(data))
         super().__init__(transport, checksums, Label.of(("call", "check_weights"), *self._descriptions))
+
+    def _exchange(self) -> SparseVector:
+        expected = broadcast_words(self.comm, self.words, 0)
+        differing = (i for i, (word, other) in enumerate(zip(self.words, expected, strict=True)) if word != other)
+        positions = gather_words(self.comm, [next(differing, len(expected))], ROUNDS)
+        self._gathered = [position for (position,) in positions]
+        return NO_ENTRIES
 
     def check(self) -> None:
         """Raise `WeightMismatchError` if the call has found a difference."""
@@ -146,10 +155,8 @@ def checksum(data: Array) -> int:
 
 def check_every(every: object) -> int | None:
     """Check and return the option ``check_weights_every``."""
-    if every is None:
-        return None
-    if (steps := to_int(every)) is not None:
-        return steps
-    raise InvalidInputError(
-        f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
-    )
+    if every is not None and to_int(every) is None:
+        raise InvalidInputError(
+            f"check_weights_every={quote(every)}: expected a number of steps, 0 for the first step only, or None"
+        )
+    return to_int(every)

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "ArrayDType", "Bytes", "TensorLike"]
-
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]  # flat; its slices are views
 ArrayDType = np.dtype[np.generic]

@@ -8,8 +8,6 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "FLOAT64", "DType", "DTypeName"]
-
 DTypeName: TypeAlias = Literal["float16", "bfloat16", "float32", "float64"]
 
 

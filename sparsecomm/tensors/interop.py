@@ -183,7 +183,6 @@ def _checked(obj: object, t: _dlpack.Import, name: str, writable: bool, immutabl
 
 
 def _usable(t: Tensor, name: str, contiguous: bool, unwritable: bool) -> Tensor:
-    """Return ``t`` after checking that kernels can use it."""
     if not contiguous:
         seen, advice = f"got an array of shape {t.shape}", "pass x.contiguous() or np.ascontiguousarray(x)"
         _refuse(name, f"{seen} that is not contiguous; expected C order without gaps; {advice}")
@@ -201,13 +200,13 @@ def _dtype_name(obj: object, t: _dlpack.Import) -> str:
     return f"DLPack dtype code {t.code} with {t.bits} bits" if dtype is None else f"{dtype}".removeprefix("torch.")
 
 
-def as_residual(obj: object, x: Tensor, *, name: str = "residual") -> Tensor:
+def as_residual(obj: object, x: Tensor) -> Tensor:
     """Return the memory of a residual of ``x``, whose dtype is ``x``'s or, for a 16-bit ``x``, also float32."""
-    residual = tensor(obj, name, writable=True, stream=x.stream)
-    check_like(residual, x, name, (x.dtype, FLOAT32) if x.dtype.itemsize == 2 else (x.dtype,))
+    residual = tensor(obj, "residual", writable=True, stream=x.stream)
+    check_like(residual, x, "residual", (x.dtype, FLOAT32) if x.dtype.itemsize == 2 else (x.dtype,))
     if overlap(residual, x):
         advice = "allocate it separately, for example np.zeros_like(x)"
-        _refuse(name, f"its memory overlaps x; expected separate memory; {advice}")
+        _refuse("residual", f"its memory overlaps x; expected separate memory; {advice}")
     return residual
 
 
@@ -224,15 +223,15 @@ def as_out(obj: object, x: Tensor, *, residual: Tensor | None = None, name: str 
     return out
 
 
-def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...], like: str = "x") -> None:
-    """Refuse ``t`` unless it has the shape and device of ``x`` (called ``like``) and one of ``dtypes``."""
+def check_like(t: Tensor, x: Tensor, name: str, dtypes: tuple[DType, ...]) -> None:
+    """Refuse ``t`` unless it has the shape and device of ``x`` and one of ``dtypes``."""
     if t.shape != x.shape:
-        _refuse(name, f"got shape {t.shape}; expected {x.shape}, the shape of {like}; reshape it or allocate a new one")
+        _refuse(name, f"got shape {t.shape}; expected {x.shape}, the shape of x; reshape it or allocate a new one")
     if t.device != x.device:
-        _refuse(name, f"got a tensor on {t.device}; expected {x.device}, the device of {like}; keep both on one device")
+        _refuse(name, f"got a tensor on {t.device}; expected {x.device}, the device of x; keep both on one device")
     if t.dtype not in dtypes:
         names = " or ".join(d.name for d in dtypes)
-        _refuse(name, f"got {t.dtype}; expected {names}, because {like} is {x.dtype}; allocate it with that dtype")
+        _refuse(name, f"got {t.dtype}; expected {names}, because x is {x.dtype}; allocate it with that dtype")
 
 
 def as_numpy(t: Tensor) -> Array:
@@ -310,11 +309,8 @@ def to_host(array: Array) -> Array:
 
 def from_host(array: Array, like: Array) -> Array:
     """Return a NumPy array as an array of the library of ``like``, on its current device."""
-    if isinstance(like, np.ndarray):
-        return array
-    import cupy  # type: ignore[unreachable]
-
-    return cupy.asarray(array)
+    found: Array = library_of(like).asarray(array)
+    return found
 
 
 def _current_stream(obj: Any) -> int | None:

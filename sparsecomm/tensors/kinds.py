@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BFLOAT16", "EXACT", "FLOAT16", "INT2", "INT4", "INT8", "KINDS", "SIGN", "ValueKind"]
-
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:

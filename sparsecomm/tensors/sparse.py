@@ -11,12 +11,11 @@ import numpy as np
 from sparsecomm.checks import ARGUMENT_ERRORS, quote, to_int
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors import interop
-from sparsecomm.tensors.arrays import Array, ArrayDType, TensorLike
+from sparsecomm.tensors.arrays import Array as Array
+from sparsecomm.tensors.arrays import ArrayDType, TensorLike
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["INT64_SIZE", "Array", "DenseSum", "SparseVector", "index_dtype"]
 
 _new = object.__new__
 INT64_SIZE = 2**31  # vectors with at least this many elements have int64 indices
@@ -104,7 +103,7 @@ class SparseVector:
 
     @property
     def _accumulator(self) -> ArrayDType:
-        return self.values.dtype
+        return self._like.dtype
 
     @property
     def _like(self) -> Array:
@@ -188,10 +187,6 @@ class DenseSum(SparseVector):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the dense array without ``find``, which belongs to this process."""
         return DenseSum, (self.dense, self.shape, _nonzeros)
-
-    @property
-    def _accumulator(self) -> ArrayDType:
-        return self.dense.dtype
 
     @property
     def _like(self) -> Array:

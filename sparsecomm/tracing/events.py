@@ -16,10 +16,6 @@ from sparsecomm.tracing.observers import EXCHANGE
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.tuning.clocks import Offset, offsets
 
-__all__ = [
-    "Call", "Communicator", "Message", "Part", "Rank", "clock_offsets", "late_senders", "messages", "read", "verdicts",
-]  # fmt: skip
-
 # The first words of errors that a rank raises because another rank left the call or does not answer.
 _CONSEQUENCES = ("TimeoutError", "RankFailedError", "TransportError", "CollectiveMismatchError", "left")
 # A communicator: its ranks, as numbered in the job, and an index that tells communicators of the same ranks apart.

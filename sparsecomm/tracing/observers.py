@@ -11,8 +11,6 @@ from sparsecomm.tensors.interop import Device
 from sparsecomm.transport import Request, Transport
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory
 
-__all__ = ["EXCHANGE", "PARTS", "PART_OF", "Forwarding", "ObservedBackends", "Observer", "observe", "observed"]
-
 EXCHANGE = "exchange"
 # The observed methods of `Backend`, by part of a call. All methods of the transport belong to "exchange".
 _METHODS = {

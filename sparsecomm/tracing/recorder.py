@@ -27,8 +27,6 @@ from sparsecomm.tracing.observers import EXCHANGE, Observer
 from sparsecomm.transport import Transport, job
 from sparsecomm.wire import CallSignature
 
-__all__ = ["MAX_BYTES", "Ranges", "Trace", "TraceFile", "observers_of"]
-
 MAX_BYTES = 64 * 2**20  # length of a file at which the next call begins a new one
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _log = logging.getLogger("sparsecomm")

@@ -6,33 +6,10 @@ from typing import Any, cast
 
 from sparsecomm.errors import TransportError
 from sparsecomm.signals import deferred
-from sparsecomm.tensors.arrays import Bytes
 from sparsecomm.transport import job
-from sparsecomm.transport.base import (
-    HOST,
-    Comm,
-    MessageMemory,
-    Mismatch,
-    Request,
-    TrafficCounters,
-    Transport,
-    existing_transport,
-    group_of,
-)
+from sparsecomm.transport.base import Comm, Request, TrafficCounters, Transport, existing_transport, group_of
 
-__all__ = [
-    "HOST",
-    "Bytes",
-    "Comm",
-    "MessageMemory",
-    "Mismatch",
-    "Request",
-    "TrafficCounters",
-    "Transport",
-    "existing_transport",
-    "group_of",
-    "transport_of",
-]
+__all__ = ["Comm", "Request", "TrafficCounters", "Transport", "existing_transport", "group_of", "transport_of"]
 
 
 @deferred

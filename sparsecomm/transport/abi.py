@@ -20,8 +20,6 @@ from types import ModuleType
 
 from sparsecomm.errors import TransportError
 
-__all__ = ["ABIS", "ADVICE", "Abi", "built", "cuda_aware", "libraries", "library", "load", "vendor"]
-
 _NAME = "sparsecomm.transport._mpi"  # of the module for every ABI
 _YES_NO = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 

@@ -19,27 +19,12 @@ from numpy.typing import DTypeLike
 
 from sparsecomm.errors import InvalidInputError, SparseCommError
 from sparsecomm.signals import deferred
-from sparsecomm.tensors.arrays import Array, Bytes
+from sparsecomm.tensors.arrays import Array
+from sparsecomm.tensors.arrays import Bytes as Bytes
 
 if TYPE_CHECKING:
     import torch.distributed
     from mpi4py import MPI
-
-__all__ = [
-    "HOST",
-    "MAX_CALL_BYTES",
-    "MAX_CONTENTS_BYTES",
-    "Bytes",
-    "Comm",
-    "MessageMemory",
-    "Mismatch",
-    "PeerTraffic",
-    "Request",
-    "TrafficCounters",
-    "Transport",
-    "existing_transport",
-    "group_of",
-]
 
 # The dict inside `os.environ` saves a microsecond per call. getenv() is unsafe while another thread sets a variable.
 _find_variable = os.environ._data.get  # type: ignore[attr-defined]

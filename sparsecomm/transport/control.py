@@ -42,22 +42,6 @@ from sparsecomm.transport.base import (
     Transport,
 )
 
-__all__ = [
-    "CONTENTS",
-    "LEFT",
-    "LEFT_BY_DEATH",
-    "LEFT_BY_MISMATCH",
-    "MAX_CONTROL_BYTES",
-    "OUT_OF_STEP",
-    "REALIGN",
-    "WAITING",
-    "ControlMessage",
-    "FailureDetector",
-    "format_ranks",
-    "missing_ranks_error",
-    "unreadable_error",
-]
-
 WAITING, LEFT, LEFT_BY_MISMATCH, LEFT_BY_DEATH, OUT_OF_STEP, REALIGN, CONTENTS = range(7)
 _ERRORS = {LEFT: TransportError, LEFT_BY_MISMATCH: CollectiveMismatchError, LEFT_BY_DEATH: RankFailedError}
 _KIND_OF_ERROR = {error: kind for kind, error in _ERRORS.items()}
@@ -271,7 +255,6 @@ class FailureDetector(Transport):
         self._unreadable.setdefault(rank, unreadable_error(self.rank, rank, description))
 
     def _check_unreadable(self) -> None:
-        """Raise, once, for an invalid message."""
         if self._unreadable:
             raise self._unreadable.popitem()[1]
 
@@ -309,7 +292,6 @@ class FailureDetector(Transport):
                 lost = True
 
     def _ranks_that_differ(self) -> list[int]:
-        """Return the ranks that have sent contents of this call."""
         return [rank for rank, (number, _) in self._contents.items() if number == self.number]
 
     # -- waits --------------------------------------------------------------------------------------------------------
@@ -431,7 +413,6 @@ class FailureDetector(Transport):
         self._continue_after(max(number for _, number in [(0, self.number), *self._rounds.values()]))
 
     def _latest_round(self) -> int:
-        """Return the latest round in which another rank takes part."""
         return max((round_no for round_no, _ in self._rounds.values()), default=0)
 
     def _join_round(self, round_no: int) -> None:

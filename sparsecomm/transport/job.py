@@ -20,19 +20,6 @@ from pathlib import Path
 from sparsecomm import config
 from sparsecomm.errors import InvalidInputError
 
-__all__ = [
-    "NODE_ID_BYTES",
-    "Launch",
-    "advice_for_restart",
-    "check_alone",
-    "check_alone_with_mpi",
-    "ipv4_address",
-    "launches",
-    "node_id",
-    "number_nodes",
-    "rank",
-]
-
 NODE_ID_BYTES = 8
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _TORCHRUN, _SLURM = "torchrun", "srun"  # other launchers set torchrun's variables, too

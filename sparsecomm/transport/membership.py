@@ -15,8 +15,6 @@ from sparsecomm.transport import mpi
 from sparsecomm.transport.control import format_ranks
 from sparsecomm.transport.ulfm import Agreement, Voting, failed_ranks, survives
 
-__all__ = ["grow", "join", "shrink"]
-
 T = TypeVar("T")
 
 

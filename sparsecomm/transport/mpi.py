@@ -29,8 +29,6 @@ from sparsecomm.transport.control import (
 )
 from sparsecomm.transport.ulfm import ADVICE, DETECTION_TIME, Voting, failed_ranks, survives, wait_until
 
-__all__ = ["MpiTransport", "VotingTransport", "existing", "of", "usable"]
-
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of the loaded MPI
 

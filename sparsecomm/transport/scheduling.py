@@ -9,8 +9,6 @@ import struct
 import sys
 import threading
 
-__all__ = ["be_prompt"]
-
 _SLICE = 100_000  # nanoseconds; the shortest that Linux accepts
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # Linux's sched_attr: size, policy, flags, nice, priority, runtime, two more
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274, "s390x": 345}

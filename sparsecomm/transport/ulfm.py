@@ -23,8 +23,6 @@ from sparsecomm.signals import deferred, poll
 from sparsecomm.transport import abi
 from sparsecomm.transport.control import FailureDetector, format_ranks
 
-__all__ = ["ADVICE", "DETECTION_TIME", "Agreement", "Voting", "failed_ranks", "survives", "wait_until"]
-
 abi.load()
 from sparsecomm.transport import _mpi  # noqa: E402  # compiled for the ABI of the loaded MPI
 
@@ -233,7 +231,6 @@ class Voting(FailureDetector):
         )
 
     def _rank_failed(self, failed: Sequence[int], consequence: str) -> RankFailedError:
-        """Return this rank's error for the death of other ranks."""
         return RankFailedError(f"{format_ranks(failed)} died (rank {self.rank}, {consequence}). {ADVICE}.", failed)
 
     # -- calls of the failure detector --------------------------------------------------------------------------------

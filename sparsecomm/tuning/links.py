@@ -169,9 +169,10 @@ class Probe:
         isend, messages, clock = self._transport.isend, self._messages, self._transport.clock
         train = _bytes(_TRAIN)
         began = clock()
-        requests = [isend(messages.words([], self._round), peer)]
+        requests = [isend(messages.parcel((), (), PLAIN, self._round), peer)]
         self.comm.receive_words(peer, 0, self._round)
-        requests += [isend(messages.words([], self._round), peer), isend(messages.dense(train, self._round), peer)]
+        requests += [isend(messages.parcel((), (), PLAIN, self._round), peer)]
+        requests += [isend(messages.dense(train, self._round), peer)]
         self.comm.receive_words(peer, 0, self._round)
         answered = clock()
         self._receive_long(peer, len(train))

@@ -2,18 +2,10 @@
 
 from sparsecomm.tensors.kinds import EXACT
 from sparsecomm.wire.formats import WIRES, WireName
-from sparsecomm.wire.header import (
-    HEADER_BYTES,
-    MEAN_OF_CONTRIBUTORS,
-    MEASUREMENT,
-    OPS,
-    CallSignature,
-    Op,
-    shape_checksum,
-)
+from sparsecomm.wire.header import HEADER_BYTES, MEAN_OF_CONTRIBUTORS, MEASUREMENT, OPS, CallSignature, Op
 from sparsecomm.wire.messages import PLAIN, Messages, VectorType, Wire
 
 __all__ = [
     "EXACT", "HEADER_BYTES", "MEAN_OF_CONTRIBUTORS", "MEASUREMENT", "OPS", "PLAIN", "WIRES", "CallSignature",
-    "Messages", "Op", "VectorType", "Wire", "WireName", "shape_checksum",
+    "Messages", "Op", "VectorType", "Wire", "WireName",
 ]  # fmt: skip

@@ -40,8 +40,6 @@ from typing import Literal, TypeAlias
 from sparsecomm.tensors.kinds import BFLOAT16, EXACT, FLOAT16, INT2, INT4, INT8, SIGN
 from sparsecomm.wire.messages import PLAIN, Packed, Wire
 
-__all__ = ["WIRES", "WireName"]
-
 WireName: TypeAlias = Literal[  # "auto" and the names in the table
     "auto",
     "plain",

@@ -109,7 +109,6 @@ class CallSignature:
 
     @property
     def _names(self) -> tuple[str, str, str]:
-        """The names of the operation, the dtype and the wire format."""
         return (
             OPS[self.op] if self.op < len(OPS) else f"op {self.op}",
             _DTYPE_NAMES.get(self.dtype, f"type {self.dtype}"),

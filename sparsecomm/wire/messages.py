@@ -19,8 +19,6 @@ from sparsecomm.tensors.sparse import SparseVector, index_dtype
 from sparsecomm.transport.base import HOST, MessageMemory
 from sparsecomm.wire.header import CALL_BYTES, HEADER, HEADER_BYTES, INCOMPLETE, LABEL_AT, WIRE_NAMES, CallSignature
 
-__all__ = ["PLAIN", "Messages", "Packed", "Plain", "VectorType", "Wire"]
-
 _HEAD = 16  # bytes of first and span in the packed format
 _LONG = 1 << 20  # bytes from which NumPy's memory, in large pages, is faster to write than a bytearray
 _WIDTHS = {1: 0, 2: 1, 4: 2, 8: 3}  # code by the bytes of an integer
@@ -150,13 +148,13 @@ PLAIN = Plain("plain", 0, EXACT)
 class Messages:
     """The messages of calls of one signature.
 
-    `entries`, `parcel`, `dense` and `words` return a new message of this rank for communication round ``round_no``. The
+    `entries`, `parcel` and `dense` return a new message of this rank for communication round ``round_no``. The
     ``read_...`` methods return the contents of a message from rank ``source``, as views if possible. They raise
     `CollectiveMismatchError` if the message is invalid or belongs to another call or round. Rank numbers are the
     transport's.
 
     Attributes:
-        call: the call signature.
+        call, shape: the call signature, and the shape of the gradient.
         packed: the signature as bytes, with the current call's label; the beginning of every header.
         memory: allocates the messages of this call.
         incomplete: whether this rank's contribution to this call is incomplete, or a message that was read says that
@@ -166,20 +164,16 @@ class Messages:
     def __init__(
         self, call: CallSignature, rank: int, accumulator: ArrayDType, shape: tuple[int, ...], backend: Backend
     ) -> None:
-        """Prepare the messages of calls.
+        """Prepare the messages of calls. ``backend``: of the gradient's device.
 
-        Args:
-            call: this rank's call signature.
-            rank: this rank.
-            accumulator: dtype of all values before and after encoding, float32 or float64.
-            shape: shape of the gradient, and of the vectors that the ``read_...`` methods return.
-            backend: of the gradient's device.
+        ``accumulator`` is the dtype of all values before and after encoding, float32 or float64. ``shape`` is the shape
+        of the gradient, and of the vectors that the ``read_...`` methods return.
         """
         self.call, self.packed = call, call.pack()
         self.memory: MessageMemory = HOST
         self.incomplete = False
         self._number, self._label = 0, call.label
-        self._backend, self._rank, self._shape = backend, rank, shape
+        self._backend, self._rank, self.shape = backend, rank, shape
         self._vector = VectorType(call.n, index_dtype(call.n), accumulator)
 
     def begin(self, number: int, label: int, memory: MessageMemory, incomplete: bool = False) -> bytes:
@@ -205,7 +199,7 @@ class Messages:
 
     def read_entries(self, message: Bytes, wire: Wire, source: int, round_no: int) -> SparseVector:
         """Return the sparse vector in a message, without checking the order of its entries."""
-        items = self._items(message, source, round_no, self.memory)
+        items = self._items(message, source, round_no)
         return self._decode(message[HEADER_BYTES:], items, wire, source)
 
     def parcel(self, vectors: Sequence[SparseVector], words: Sequence[int], wire: Wire, round_no: int) -> Bytes:
@@ -222,7 +216,7 @@ class Messages:
         numbers = _narrow(words)
         table, encoded = [n for v, length in zip(vectors, lengths, strict=True) for n in (v.nnz, length)], b""
         if numbers.nbytes >= _MANY:
-            encoded = zlib.compress(_bytes_of(numbers).T.tobytes(), 1)
+            encoded = zlib.compress(numbers.view(np.uint8).reshape(-1, numbers.itemsize).T.tobytes(), 1)
         compressed = 0 < len(encoded) < numbers.nbytes
         narrow = _narrow([*table, len(encoded)] if compressed else table)
         head = narrow.tobytes() + (encoded if compressed else numbers.tobytes())
@@ -244,7 +238,7 @@ class Messages:
 
         There must be ``expected`` vectors, or none if ``or_none``.
         """
-        items = self._items(message, source, round_no, self.memory)
+        items = self._items(message, source, round_no)
         count, compressed, num_words = items & 0xFFFF, items >> 20 & 1, items >> 21
         width, word_width = 1 << (items >> 16 & 3), 1 << (items >> 18 & 3)
         middle, nbytes = HEADER_BYTES + (2 * count + compressed) * width, num_words * word_width
@@ -284,22 +278,14 @@ class Messages:
 
     def read_dense(self, message: Bytes, source: int, round_no: int, expected: int) -> Array:
         """Return the dense array of ``expected`` elements in a message."""
-        items, dtype = self._items(message, source, round_no, self.memory), self._vector.values
+        items, dtype = self._items(message, source, round_no), self._vector.values
         if items != expected or len(message) - HEADER_BYTES != expected * dtype.itemsize:
             raise self.broken(source, f"{items} elements in {len(message)} bytes instead of {expected} elements")
         return self.memory.get(message[HEADER_BYTES:], dtype)
 
-    def words(self, words: Sequence[int], round_no: int) -> Bytes:
-        """Return the message of integers from 0 to 2^64 - 1: a parcel without vectors."""
-        return self.parcel((), words, PLAIN, round_no)
-
     def mismatch(self, theirs: bytes, rank: int) -> CollectiveMismatchError:
         """Return the error for ``theirs``, the header of a message from ``rank`` about another call."""
         return self._call().mismatch(self._rank, theirs, rank)
-
-    def contents(self) -> list[tuple[str, object]]:
-        """Return the fields of the call signature by name, without the label."""
-        return self.call.contents(self._shape)
 
     def broken(self, source: int, seen: str) -> CollectiveMismatchError:
         """Return the error for an unexpected message from ``source`` with the content ``seen``."""
@@ -329,9 +315,9 @@ class Messages:
             begin = end
         return begin
 
-    def _items(self, message: Bytes, source: int, round_no: int, memory: MessageMemory) -> int:
+    def _items(self, message: Bytes, source: int, round_no: int) -> int:
         """Check the header of a message; return its item count."""
-        data: Any = message if memory is HOST else memory.header(message, HEADER_BYTES)
+        data: Any = message if self.memory is HOST else self.memory.header(message, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
             if bytes(data[:CALL_BYTES]) == self.packed:
                 raise self.broken(source, f"a message of {len(data)} bytes")
@@ -357,7 +343,7 @@ class Messages:
             indices, values = wire.decode(data, count, self._vector, self._backend, self.memory)
         except ValueError as error:
             raise self.broken(source, str(error)) from error
-        return SparseVector.trusted(indices, values, self.call.n, self._shape)
+        return SparseVector.trusted(indices, values, self.call.n, self.shape)
 
 
 def _narrow(words: Sequence[int]) -> Array:
@@ -365,12 +351,6 @@ def _narrow(words: Sequence[int]) -> Array:
     numbers: Array = np.array(words, np.uint64)
     narrow: Array = numbers.astype(np.min_scalar_type(numbers.max(initial=0)))
     return narrow
-
-
-def _bytes_of(numbers: Array) -> Array:
-    """Return the bytes of integers, one row per integer."""
-    found: Array = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
-    return found
 
 
 def _decompressed(data: bytes, count: int, width: int) -> Array | None:
@@ -387,5 +367,4 @@ def _decompressed(data: bytes, count: int, width: int) -> Array | None:
 
 
 def _padded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of 8."""
     return -(-nbytes // 8) * 8

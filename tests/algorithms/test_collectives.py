@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import sparsecomm as sc
 from sparsecomm.algorithms import inner_algorithms
-from sparsecomm.calls.collectives import WordsComparison
 from sparsecomm.calls.label import Label
 from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from sparsecomm.wire import EXACT, WIRES
 from tests import data, reference
+from tests.algorithms.comparison import WordsComparison
 from tests.ranks import allreduce, errors, nodes_of, run
 from tests.thinning import exhaustive
 
@@ -336,7 +336,7 @@ def test_ranks_compare_their_words_with_those_of_the_first(P: int, count: int) -
     def program(transport: simulated.SimulatedTransport, odd: int | None) -> list[int]:
         words = [2**64 - 1 - 3 * i for i in range(count)]
         words[transport.rank :] = [0] * len(words[transport.rank :]) if transport.rank else words
-        call = WordsComparison(transport, words, Label.of(("call", transport.rank == odd)))
+        call = WordsComparison(transport, words, Label.of(("odd", transport.rank == odd)))
         call.run()
         return call.words
 

@@ -12,14 +12,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparsecomm as sc
-from sparsecomm.calls.collectives import WordsComparison, WordsGather
-from sparsecomm.calls.label import Label
+from sparsecomm.calls.collectives import WordsGather
+from sparsecomm.calls.label import UNLABELLED
 from sparsecomm.calls.queue import queue_of
 from sparsecomm.cli.oracles import contributors, oracle
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Link, Problem
 from sparsecomm.transport import simulated
 from tests import data, reference
+from tests.algorithms.comparison import WordsComparison
 from tests.ranks import run
 
 SplitVariant = dict[str, Any]
@@ -119,7 +120,7 @@ def test_predicted_trips_are_those_of_calls(algorithm: str, P: int, per_node: in
 @pytest.mark.parametrize("P", [2, 5, 8, 33, 64])
 @pytest.mark.parametrize(("kind", "expected"), [(WordsGather, 1), (WordsComparison, 2)])
 def test_ranks_agree_in_few_trips(kind: type[WordsGather], expected: int, P: int) -> None:
-    results = simulated.run(P, lambda transport: kind(transport, [3, 4], Label.of()).run(), alpha=1.0)
+    results = simulated.run(P, lambda transport: kind(transport, [3, 4], UNLABELLED).run(), alpha=1.0)
     assert max(result.seconds for result in results) <= expected
 
 

@@ -12,13 +12,14 @@ import pytest
 
 from sparsecomm.backends import Backend, CpuBackend, _cpu
 from sparsecomm.backends.cuda import CudaBackend
+from sparsecomm.backends.cuda.modules import structures
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import Array, SparseVector
 from tests import data
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import CudaTensor
 
-__all__ = ["DEVICES", "Device", "Emulated", "made", "same"]
+__all__ = ["DEVICES", "Device", "Emulated", "made", "same", "selection_state"]
 
 DEVICES = ("avx512", "avx2", "portable", "threads", "cuda")
 
@@ -59,6 +60,12 @@ class Emulated(Device):
 
     def wait(self) -> None:
         self.runtime.synchronize()
+
+
+def selection_state(backend: CudaBackend) -> Array:
+    """The state that the kernels of a selection share, as an array of one element."""
+    dtype = structures(backend.tuning)["SELECTION"]
+    return backend.workspace()._rooms["SELECTION"][: dtype.itemsize].view(dtype)
 
 
 @contextmanager

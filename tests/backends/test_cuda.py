@@ -14,7 +14,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import simulated
 from tests import data, reference
-from tests.backends.devices import same
+from tests.backends.devices import same, selection_state
 from tests.emulator.deferred import DeferredRuntime
 from tests.emulator.tensor import MANAGED, CudaTensor
 
@@ -123,7 +123,7 @@ def test_few_of_merged_values_of_one_octave_share_a_bin(backend: CudaBackend, dt
     np.testing.assert_array_equal(
         kept.indices, reference.merge_topk((a.indices, a.values), (b.indices, b.values), count)[0][0]
     )
-    state = backend.workspace().state("SELECTION")
+    state = selection_state(backend)
     threshold, shift, wanted = (int(np.ravel(state[name])[0]) for name in ("threshold", "shift", "bin"))
     keys = values.view(np.uint32 if dtype == "float32" else np.uint64).astype(object)
     bins = [max(0, min(4095, (int(key) - threshold) >> shift)) for key in keys]

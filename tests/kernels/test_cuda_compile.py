@@ -5,13 +5,42 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES, TUNING, structure_definitions, variants
+from sparsecomm.backends.cuda.modules import (
+    OPTIONS,
+    SOURCES,
+    TUNING,
+    dense_definitions,
+    merge_definitions,
+    packed_definitions,
+    selection_definitions,
+    structure_definitions,
+)
+from sparsecomm.tensors.dtypes import DTYPES, FLOAT32
+from sparsecomm.tensors.kinds import EXACT, KINDS
 from tests.thinning import one_in
+
+
+def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the file and the type definitions of every module that the library may compile."""
+    for int64_indices in (False, True):
+        for x in DTYPES.values():
+            residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
+            for residual in residuals:
+                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu", "warp_chunks.cu"):
+                    yield file, selection_definitions(x, residual, int64_indices)
+            for residual in residuals[1:]:
+                yield "dense.cu", dense_definitions(x, residual, int64_indices)
+        for float64_values in (False, True):
+            yield "merge.cu", merge_definitions(float64_values, int64_indices)
+            for kind in (EXACT,) if float64_values else KINDS:
+                yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
+
 
 FOLDER = SOURCES / "cuda"
 FILES = sorted(path.name for path in FOLDER.glob("*.cu"))

@@ -83,7 +83,7 @@ def _target(rng: np.random.Generator) -> _Target:
         (theirs.entries(vectors[0], wire, _ROUND), entries),
         (theirs.parcel(vectors, numbers, wire, _ROUND), several),
         (theirs.dense(rng.standard_normal(k).astype(accumulator), _ROUND), dense),
-        (theirs.words(rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), _ROUND), words),
+        (theirs.parcel((), rng.integers(0, 2 ** int(rng.integers(1, 64)), k).tolist(), PLAIN, _ROUND), words),
         (np.frombuffer(signature.pack(), np.uint8), control),
     )
     return _Target(*made[rng.integers(len(made))], numbers)

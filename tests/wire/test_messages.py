@@ -92,7 +92,7 @@ def test_several_vectors_and_words_in_one_message(wire: str, counts: list[int], 
 def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: int) -> None:
     m = messages()
     words = [largest, *range(6)][:count]
-    message = m.words(words, round_no=0)
+    message = m.parcel((), words, PLAIN, 0)
     width = next(width for width in (1, 2, 4, 8) if max(words, default=0) < 256**width)
     assert len(message) == HEADER_BYTES + -(-width * count // 8) * 8
     assert m.read_parcel(message, PLAIN, 3, 0, 0) == ([], words)
@@ -103,12 +103,12 @@ def test_words_travel_in_as_few_bytes_as_hold_the_largest(largest: int, count: i
 
 @pytest.mark.parametrize(("words", "nbytes"), [([7] * 10**4, 100), ([*range(10**4)], 2000), (RANDOM_WORDS, 8000)])
 def test_many_words_are_compressed_if_that_is_shorter(words: list[int], nbytes: int) -> None:
-    assert len(messages().words(words, round_no=0)) <= HEADER_BYTES + nbytes
+    assert len(messages().parcel((), words, PLAIN, 0)) <= HEADER_BYTES + nbytes
 
 
 def test_more_compressed_words_than_any_call_sends() -> None:
     m = messages()
-    message = m.words([7] * 2000, round_no=0).copy()
+    message = m.parcel((), [7] * 2000, PLAIN, 0).copy()
     items = int.from_bytes(message[80:88].tobytes(), "little") % 2**21 + 2 ** (40 + 21)
     message[80:88] = np.frombuffer(items.to_bytes(8, "little"), np.uint8)
     with pytest.raises(CollectiveMismatchError, match=f"from rank 3 {2**40} numbers"):

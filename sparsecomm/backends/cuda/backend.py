@@ -24,8 +24,6 @@ from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["CudaBackend", "CudaTimeline", "of"]
-
 
 class CudaBackend(Selection, Packing):
     """`sparsecomm.backends.base.Backend` on one device, on the current stream."""

@@ -18,8 +18,6 @@ from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Device, Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
-__all__ = ["Arguments", "CountedVector", "ExecutionContext", "Launch", "Operand", "Workspace", "ceil_div", "dtype_of"]
-
 # A kernel's argument. Arrays and tensors are passed as addresses, `None` as a null pointer, an int as u64.
 Argument = Array | Tensor | Scalar | int | None
 Arguments = dict[str, Argument]
@@ -43,35 +41,17 @@ class Workspace:
         self._rooms: dict[str, Array] = {}
         self._outgrown: list[Array] = []  # kept, because a captured graph may still use them
 
-    @property
-    def selection(self) -> int:
-        """The address of a selection's state."""
-        return self._state("SELECTION")
-
-    @property
-    def sample(self) -> int:
-        """The address of a sample's histogram."""
-        return self._state("SAMPLE")
+    def state(self, name: str, more_bytes: int = 0) -> int:
+        """Return the address of one of the `structures`, followed by ``more_bytes``."""
+        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
 
     def look_back(self, tiles: int) -> int:
         """Return the address of a look-back's state."""
-        return self._state("LOOK_BACK", 8 * tiles)
-
-    def radix(self, blocks: int) -> int:
-        """Return the address of a radix selection's state."""
-        return self._state("RADIX", 16 * blocks)
+        return self.state("LOOK_BACK", 8 * tiles)
 
     def room(self, name: str, count: int, dtype: DTypeLike) -> int:
         """Return the address of ``count`` uninitialised elements."""
         return self._grown(f"{name} {dtype}", count, dtype, zero=False)
-
-    def state(self, name: str) -> Array:
-        """Return a structure, as an array of one element; for tests."""
-        dtype = self._structures[name]
-        return self._rooms[name][: dtype.itemsize].view(dtype)
-
-    def _state(self, name: str, more_bytes: int = 0) -> int:
-        return self._grown(name, self._structures[name].itemsize + more_bytes, "u1", zero=True)
 
     def _grown(self, name: str, count: int, dtype: DTypeLike, zero: bool) -> int:
         array = self._rooms.get(name)
@@ -148,12 +128,12 @@ class ExecutionContext(Backend):
             scalar: Scalar = argument
         elif isinstance(argument, bool):
             scalar = np.bool_(argument)
-        elif isinstance(argument, int):
-            scalar = np.uint64(argument)
         elif isinstance(argument, Tensor):
             scalar = np.uint64(argument.pointer)
+        elif argument is None or isinstance(argument, int):
+            scalar = np.uint64(argument or 0)
         else:
-            scalar = np.uint64(0 if argument is None else self.runtime.address(argument))
+            scalar = np.uint64(self.runtime.address(argument))
         return scalar
 
 
@@ -192,16 +172,8 @@ class CountedVector(SparseVector):
         return self.room[1][: self.nnz]
 
     @property
-    def _accumulator(self) -> np.dtype:
-        return self.room[1].dtype
-
-    @property
     def _like(self) -> Array:
         return self.room[1]
-
-    @property
-    def device(self) -> Device:
-        return Device("cuda", self._runtime.device)
 
     def with_values(self, values: Array) -> CountedVector:
         other = CountedVector(self._runtime, (self.room[0], values), self.counter, self.size, self.shape)

@@ -19,8 +19,6 @@ from sparsecomm.backends.cuda.modules import OPTIONS, SOURCES
 from sparsecomm.backends.cuda.runtime import PER_THREAD, Scalar
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["CupyRuntime"]
-
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 
 

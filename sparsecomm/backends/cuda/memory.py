@@ -10,15 +10,12 @@ import weakref
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from sparsecomm.backends.cuda.runtime import Event, Runtime, fetch
-from sparsecomm.tensors.sparse import Array
+from sparsecomm.tensors.arrays import Array, Bytes
 from sparsecomm.transport.base import MessageMemory
 
-__all__ = ["CHUNK", "DeviceMemory", "MemoryInUse", "StagedMemory"]
-
-_Bytes = NDArray[np.uint8]
 CHUNK = 1 << 22  # bytes copied at once; a chunk is sent while the next one is copied
 
 
@@ -26,9 +23,9 @@ class MemoryInUse:
     """Keeps host memory alive while streams read or write it."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Event, _Bytes]] = []
+        self._kept: list[tuple[Event, Bytes]] = []
 
-    def keep(self, memory: _Bytes, until: Event) -> None:
+    def keep(self, memory: Bytes, until: Event) -> None:
         self._kept = [(event, kept) for event, kept in self._kept if not event.done()]
         self._kept.append((until, memory))
 
@@ -61,20 +58,17 @@ class StagedMemory(MessageMemory):
         self._chunks: list[_Chunk] = []  # in the order of their copies
         self._landings: dict[int, tuple[int, Array]] = {}  # by id of a message in pieces: address, copy on the device
 
-    def empty(self, nbytes: int) -> _Bytes:
+    def empty(self, nbytes: int) -> Bytes:
         return self._runtime.pinned(nbytes)
 
-    def put_header(self, header: bytes, to: _Bytes) -> None:
-        to[: len(header)] = np.frombuffer(header, np.uint8)
-
-    def put(self, array: Array, to: _Bytes) -> None:
+    def put(self, array: Array, to: Bytes) -> None:
         target, source = to.ctypes.data, self._runtime.address(array)
         for begin in range(0, to.nbytes, self._chunk):
             end = min(begin + self._chunk, to.nbytes)
             written = self._copy(target + begin, source + begin, end - begin, to)
             self._chunks.append(_Chunk(target + begin, target + end, written))
 
-    def ready(self, message: _Bytes, nbytes: int) -> None:
+    def ready(self, message: Bytes, nbytes: int) -> None:
         begin, left = message.ctypes.data, []
         for chunk in self._chunks:
             if chunk.begin < begin + nbytes and chunk.end > begin:
@@ -83,7 +77,7 @@ class StagedMemory(MessageMemory):
                 left.append(chunk)
         self._chunks = left
 
-    def landed(self, message: _Bytes, begin: int, end: int) -> None:
+    def landed(self, message: Bytes, begin: int, end: int) -> None:
         address = message.ctypes.data
         if id(message) not in self._landings:
             self._landings[id(message)] = address, self._runtime.empty(len(message), np.uint8)
@@ -91,14 +85,11 @@ class StagedMemory(MessageMemory):
         mirror = self._runtime.address(self._landings[id(message)][1])
         self._copy(mirror + begin, address + begin, end - begin, message)
 
-    def move(self, part: _Bytes, to: _Bytes) -> None:
+    def move(self, part: Bytes, to: Bytes) -> None:
         to[: len(part)] = part
         self.landed(to, 0, len(part))
 
-    def header(self, message: _Bytes, nbytes: int) -> bytes:
-        return message[:nbytes].tobytes()
-
-    def get(self, data: _Bytes, dtype: DTypeLike) -> Array:
+    def get(self, data: Bytes, dtype: DTypeLike) -> Array:
         """Return an array on the device; a message received in pieces is already there."""
         dtype = np.dtype(dtype)
         for address, mirror in self._landings.values():
@@ -110,7 +101,7 @@ class StagedMemory(MessageMemory):
             self._copy(self._runtime.address(array), data.ctypes.data, data.nbytes, data)
         return array
 
-    def _copy(self, to: int, source: int, nbytes: int, host: _Bytes) -> Event:
+    def _copy(self, to: int, source: int, nbytes: int, host: Bytes) -> Event:
         """Start copying to or from ``host`` memory, and return the event after it."""
         try:
             self._runtime.copy(to, source, nbytes)
@@ -146,9 +137,6 @@ class DeviceMemory(MessageMemory):
 
     def ready(self, message: Array, nbytes: int) -> None:
         self._runtime.synchronize()
-
-    def landed(self, message: Array, begin: int, end: int) -> None:
-        pass
 
     def move(self, part: Array, to: Array) -> None:
         self._runtime.copy(self._runtime.address(to), self._runtime.address(part), len(part))

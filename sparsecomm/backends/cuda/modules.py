@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -11,8 +11,8 @@ import numpy as np
 
 import sparsecomm._kernels
 from sparsecomm.tensors.arrays import ArrayDType
-from sparsecomm.tensors.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, FLOAT64, DType
-from sparsecomm.tensors.kinds import EXACT, KINDS, ValueKind
+from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
+from sparsecomm.tensors.kinds import ValueKind
 
 SOURCES = Path(sparsecomm._kernels.__path__[0])
 # As on the CPU: each operation is rounded by itself, quotients to nearest, and subnormal floats are supported.
@@ -112,17 +112,10 @@ def _structure(*lines: Mapping[str, ArrayDType]) -> ArrayDType:
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": end + -end % _LINE})
 
 
-# -- types -------------------------------------------------------------------------------------------------------------
-
-
 def selection_definitions(x: DType, residual: DType | None, int64_indices: bool) -> tuple[str, ...]:
     """Return the type definitions of topk.cu, radix.cu, threshold.cu, chunks.cu and warp_chunks.cu."""
-    return (
-        _format("FORMAT", x),
-        _format("ACC", residual or x),
-        f"RESIDUAL={int(residual is not None)}",
-        _index(int64_indices),
-    )
+    flag = f"RESIDUAL={int(residual is not None)}"
+    return (_format("FORMAT", x), _format("ACC", residual or x), flag, _index(int64_indices))
 
 
 def merge_definitions(float64_values: bool, int64_indices: bool) -> tuple[str, ...]:
@@ -142,22 +135,6 @@ def packed_definitions(kind: ValueKind, float64_values: bool, int64_indices: boo
     sent = f"CODEC={kind.codec}", f"VALUE_BYTES={itemsize}", f"VALUE_PLANES={kind.planes}"
     blocks = f"VALUE_BLOCK={kind.block}", f"SHARED_BYTES={kind.shared}"
     return (*sent, *blocks, _format("ACC", acc), _index(int64_indices))
-
-
-def variants() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the file and the type definitions of every module that may be compiled."""
-    for int64_indices in (False, True):
-        for x in DTYPES.values():
-            residuals = [None, x, FLOAT32] if x.itemsize == 2 else [None, x]
-            for residual in residuals:
-                for file in ("topk.cu", "radix.cu", "threshold.cu", "chunks.cu", "warp_chunks.cu"):
-                    yield file, selection_definitions(x, residual, int64_indices)
-            for residual in residuals[1:]:
-                yield "dense.cu", dense_definitions(x, residual, int64_indices)
-        for float64_values in (False, True):
-            yield "merge.cu", merge_definitions(float64_values, int64_indices)
-            for kind in (EXACT,) if float64_values else KINDS:
-                yield "packed.cu", packed_definitions(kind, float64_values, int64_indices)
 
 
 def _format(name: str, dtype: DType) -> str:

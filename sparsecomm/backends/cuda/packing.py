@@ -17,8 +17,6 @@ from sparsecomm.backends.cuda.runtime import fetch, read_word
 from sparsecomm.tensors.kinds import EXACT, ValueKind
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, SparseVector
 
-__all__ = ["Packing"]
-
 _HEAD = 16  # bytes: first and span
 _EXACT_FLAG = 1 << 63  # bit of span: the values are exact, although the kind has bit planes
 

@@ -10,8 +10,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from sparsecomm.tensors.sparse import Array
 
-__all__ = ["PER_THREAD", "Event", "Kernel", "OnStream", "Runtime", "Scalar", "Stream", "fetch", "read_word"]
-
 PER_THREAD = 2  # handle of the per-thread default stream, a different stream in every thread
 _Work = Callable[[], object]
 Scalar = np.generic  # an argument of the parameter's type; addresses are np.uint64

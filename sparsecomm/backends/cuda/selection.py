@@ -14,8 +14,6 @@ from sparsecomm.tensors.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import INT64_SIZE, Array, DenseSum, SparseVector, index_dtype
 
-__all__ = ["Selection"]
-
 _ABOVE_ALL = 2**64 - 1  # above every key
 _MAX_CANDIDATES = 2**31 - 1  # `emit` keeps two counts in one 64-bit word
 # The key of infinity: see kernels/formats.hpp.
@@ -136,7 +134,7 @@ class Selection(ExecutionContext):
         found = _Candidates.room(self, max_count, a.size, accumulator.itemsize)
         tiles = max(1, ceil_div(max_count, size.merge_threads * size.merge_items))
         given = left.arguments("a_") | right.arguments("b_") | {"k": k, "indices": found.indices, "bits": found.bits}
-        given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().selection}
+        given |= {"look_back": self._look_back(tiles, max_count), "selection": self.workspace().state("SELECTION")}
         union = self.prepare("merge.cu", "merge", definitions, tiles, size.merge_threads, given)
         self.start(union, *self._kth_and_emit("merge.cu", definitions, found, kept, lost))
         return kept, lost
@@ -154,12 +152,12 @@ class Selection(ExecutionContext):
         # With this margin, one of millions of calls finds too few candidates.
         wanted = math.ceil(expected + 5 * math.sqrt(expected) + 5)
         given = _dense(x, residual) | {"aligned": _aligned(x, residual), "sectors": sectors, "wanted": wanted}
-        given |= {"state": work.sample, "selection": work.selection}
+        given |= {"state": work.state("SAMPLE"), "selection": work.state("SELECTION")}
         blocks = min(ceil_div(sectors, size.sample_threads), 4 * self.runtime.multiprocessors)
         sample = self.prepare("topk.cu", "sample", definitions, blocks, size.sample_threads, given)
         tiles = self._filter_tiles(x)
         given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual), **found.arguments}
-        given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.selection}
+        given |= {"look_back": self._look_back(tiles, found.capacity), "selection": work.state("SELECTION")}
         blocks = self._at_once(tiles, size.filter_blocks)
         filter_ = self.prepare("topk.cu", "filter", definitions, blocks, size.filter_threads, given)
         rest = self._kth_and_emit("topk.cu", definitions, found, entries, residual=residual)
@@ -173,7 +171,7 @@ class Selection(ExecutionContext):
         given = _dense(x, residual) | {"k": k, "aligned": _aligned(x, residual)}
         given |= {"from_start": found is _NO_CANDIDATES, **found.arguments}
         given |= {"kept_indices": entries.room[0], "kept_values": entries.room[1], "kept_count": entries.counter}
-        given |= {"state": work.radix(blocks), "selection": work.selection}
+        given |= {"state": work.state("RADIX", 16 * blocks), "selection": work.state("SELECTION")}
         return self.prepare("radix.cu", "radix", _definitions_of(x, residual), blocks, threads, given)
 
     def _above(self, rest: Tensor | None, x: Tensor, residual: Tensor | None, key: int, capacity: int) -> CountedVector:
@@ -201,17 +199,15 @@ class Selection(ExecutionContext):
         """Return the launches of emit.cuh, which ``file`` includes. Rejected entries go to ``lost`` or ``residual``."""
         size, work, tiles = self.tuning, self.workspace(), self._emit_tiles(found.capacity)
         blocks = self._at_once(ceil_div(found.capacity, size.refine_threads), size.tail_blocks)
-        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.selection}
+        given: Arguments = {"bits": found.bits, "survivors": found.survivors, "selection": work.state("SELECTION")}
         refine = self.prepare(file, "refine", definitions, blocks, size.refine_threads, given)
         given = {"indices": found.indices, "bits": found.bits}
         given |= {"kept_indices": kept.room[0], "kept_values": kept.room[1]}
         given |= {"lost_indices": lost.room[0] if lost else None, "lost_values": lost.room[1] if lost else None}
         given |= {"residual": residual, "kept_count": kept.counter, "lost_count": lost.counter if lost else None}
-        given |= {"look_back": work.look_back(tiles), "selection": work.selection}
-        return [
-            refine,
-            self.prepare(file, "emit", definitions, self._at_once(tiles, size.tail_blocks), size.emit_threads, given),
-        ]
+        given |= {"look_back": work.look_back(tiles), "selection": work.state("SELECTION")}
+        blocks = self._at_once(tiles, size.tail_blocks)
+        return [refine, self.prepare(file, "emit", definitions, blocks, size.emit_threads, given)]
 
     def _look_back(self, tiles: int, capacity: int) -> int:
         """Return the address of a look-back over ``tiles`` and later over the tiles of `emit`, which reuses it."""

@@ -28,8 +28,6 @@ from sparsecomm.transport.process_group.rendezvous import rendezvous
 from sparsecomm.transport.process_group.transport import Connections, ProcessGroupTransport, is_registered, timeout_of
 from sparsecomm.transport.scheduling import be_prompt
 
-__all__ = ["existing", "of", "own_address"]
-
 _MIN_SILENCE = 120.0  # seconds without an answer after which a host is dead; the timeout, if it is longer
 _PREFIX = "sparsecomm"  # of keys in the store
 _VERSION = "3"  # of the record that each rank contributes to the rendezvous
@@ -166,8 +164,6 @@ def _connect(group: dist.ProcessGroup, timeout: float) -> ProcessGroupTransport:
 
 
 class _Member(NamedTuple):
-    """A rank's record in the rendezvous."""
-
     address: str
     port: int
     token: bytes
@@ -199,7 +195,6 @@ def _clone(store: Any) -> Any:
 
 
 def _join(connections: Connections, members: list[_Member], rank: int, timeout: float) -> None:
-    """Connect this rank to all others."""
     others = [other for other in range(len(members)) if other != rank]
     for other in others:
         connections.set_peer(other, members[other].address, members[other].port, members[other].token)
@@ -247,7 +242,6 @@ def own_address() -> str:
 
 
 def _address_of_interface(name: str) -> str:
-    """Return the first address of an interface, preferably IPv4."""
     if (address := job.ipv4_address(name)) is not None:
         return address
     for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:

@@ -19,8 +19,6 @@ from typing import Any, TypeAlias
 
 from sparsecomm.transport.control import format_ranks, missing_ranks_error
 
-__all__ = ["rendezvous"]
-
 Store: TypeAlias = Any  # `torch.distributed.Store`, whose type stub lacks `append`
 
 _KEY = "came"

@@ -25,8 +25,6 @@ from sparsecomm.transport.base import HOST, Bytes, MessageMemory, PeerTraffic, R
 from sparsecomm.transport.control import ControlMessage, FailureDetector, unreadable_error
 from sparsecomm.transport.process_group import _connections
 
-__all__ = ["ProcessGroupTransport", "is_registered", "timeout_of"]
-
 Connections = _connections.Connections
 DATA, GOODBYE, SENT = _connections.DATA, _connections.GOODBYE, _connections.SENT
 DISCONNECTED, UNREADABLE = _connections.DISCONNECTED, _connections.UNREADABLE
@@ -195,7 +193,6 @@ class ProcessGroupTransport(FailureDetector):
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(self, peer: int, done: Callable[[], bool]) -> None:
-        """Wait for ``peer`` until ``done()`` is true."""
         if done():
             return
         began, next_ping = time.monotonic(), _PING

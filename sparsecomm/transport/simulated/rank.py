@@ -18,8 +18,6 @@ from sparsecomm.signals import poll, swap
 from sparsecomm.transport.base import HOST, Bytes, MessageMemory, Request
 from sparsecomm.transport.control import WAITING, ControlMessage, FailureDetector
 
-__all__ = ["MessageCost", "Network", "Scheduler", "SimulatedTransport", "World"]
-
 
 class MessageCost(NamedTuple):
     """Seconds of delay, seconds per byte, and seconds between two messages of one rank in addition to their bytes."""
