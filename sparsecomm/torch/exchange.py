@@ -28,7 +28,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local, overlaps
 from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
@@ -219,8 +219,7 @@ class GradientExchange(TrainedParameters):
         if gradient is None or gradient.layout is not torch.strided:
             return gradient
         shard = self._local(gradient)
-        shared = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
-        if shared or (shard.numel() and shard.data_ptr() in seen):
+        if overlaps(shard) or (shard.numel() and shard.data_ptr() in seen):
             copied = torch.zeros_like(parameter)
             self._local(copied).copy_(shard)
             parameter.grad = gradient = copied

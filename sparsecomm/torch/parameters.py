@@ -20,7 +20,7 @@ from sparsecomm.transport import Comm, Transport, group_of, transport_of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
-    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local",
+    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local", "overlaps",
     "parameters_of", "unwrapped_names",
 ]  # fmt: skip
 
@@ -168,10 +168,8 @@ def _unreadable(tensor: torch.Tensor) -> str:
 
 def _unwritable(tensor: torch.Tensor) -> str:
     """Return why the elements of a tensor cannot be written, or an empty string."""
-    if why := _unreadable(tensor):
-        return why
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(local(tensor).stride(), tensor.shape, strict=True))
-    return "has elements that share memory; give each its own, by clone()" if overlaps else ""
+    why = _unreadable(tensor)
+    return why or ("has elements that share memory; give each its own, by clone()" if overlaps(local(tensor)) else "")
 
 
 def _untrainable(parameter: torch.Tensor) -> str:
@@ -260,6 +258,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     detached: DTensor = tensor.detach()
     shard: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
     return shard
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `torch.Tensor.expand`."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.numel() > 0 and any(stride == 0 and size > 1 for stride, size in strides)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
