@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -175,23 +175,6 @@ class Update(NamedTuple):
         return (1.01 * (square + self.max_square * gradient**2), ratio, eps) if fits else None
 
 
-def updates_of(
-    sums: dict[TensorSpec, SparseVector], rules: dict[str, AdamWRule], steps: dict[str, int]
-) -> list[Update]:
-    """Return the updates by the sums of tensors. ``steps``: the number of steps that each tensor has made."""
-    updates, tables = [], {}
-    for spec, entries in sums.items():
-        rule, t = rules[spec.name], steps[spec.name] + 1
-        key = rule, spec.accumulator.name, t
-        if key not in tables:
-            table = rule.table(t, np.dtype(spec.accumulator.accumulator))
-            tables[key] = table, _maxima(table)
-        table, maxima = tables[key]
-        eps = step_eps(np, rule.eps, rule.betas[1], t)
-        updates.append(Update(spec, entries, table, rule.eps, eps, t, *maxima))
-    return updates
-
-
 def _maxima(table: Array) -> tuple[float, float, float, float]:
     """Return the last fields of `Update`."""
     kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
@@ -215,7 +198,7 @@ class LazyAdamW:
 
     Attributes:
         specs: the weights' specs by name.
-        zeros: returns new moments of zeros for the tensor of a name.
+        zeros: returns new moments of zeros for a name; by default, arrays on the tensor's device.
         moments: moments by name; missing before a tensor's first gradient, and after `replace` has removed them.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
@@ -229,14 +212,9 @@ class LazyAdamW:
         zeros: Callable[[str], Moments] | None = None,
         buffers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """Begin without moments.
+        """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked.
 
-        Args:
-            weights: weights by name, as in the reducer.
-            reducer: sums the gradients, with `OPTIONS`.
-            check_every: the checked option ``check_weights_every``.
-            zeros: as in the attributes; ``None`` makes arrays on the tensor's device.
-            buffers: as in `Reducer.check_weights`.
+        ``buffers``: as in `Reducer.check_weights`.
         """
         self.specs = specs_of(weights)
         self._reducer, self._check_every, self._buffers = reducer, check_every, buffers
@@ -348,10 +326,9 @@ class LazyAdamW:
             shared, numbers = {name: rules[name] for name in self.specs}, dict[AdamWRule, int]()
             pattern = [numbers.setdefault(rule, len(numbers)) for rule in shared.values()]
 
-            def pairs() -> list[tuple[str, object]]:
-                columns = zip(AdamWRule._fields, zip(*shared.values(), strict=True), strict=True)
-                by_option = ((option, dict(zip(shared, column, strict=True))) for option, column in columns)
-                return [pair for option, values in by_option for pair in by_name(option, values)]
+            def pairs() -> Iterator[tuple[str, object]]:
+                for option in AdamWRule._fields:
+                    yield from by_name(option, {name: getattr(rule, option) for name, rule in shared.items()})
 
             self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
         return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
@@ -377,7 +354,12 @@ class LazyAdamW:
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", "first moments of AdamW"), *shapes)
-        call, means = self._reducer.opening_call("moments", partial(_average_squares, squares, label))
+
+        def average(transport: Transport) -> SumCall:
+            args = "dense", "mean", None, None, "plain", None, 1.0, label
+            return prepare(squares, 1.0, transport, *args, background=True)[1]
+
+        call, means = self._reducer.opening_call("moments", average)
         *totals, any_gradient = means.to_dense()
         if not np.isfinite(totals).all():
             bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
@@ -411,9 +393,7 @@ class LazyAdamW:
 
     @default_float_mode
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step to weights in place. A step that is not usable changes no weights.
-
-        Each step is applied only once.
+        """Apply the sums of a reducer's step to weights in place, only once. A step that is not usable changes none.
 
         After an interrupt, call it again to continue.
         """
@@ -442,9 +422,19 @@ class LazyAdamW:
         self._next_bounds = {}
 
     def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[Update]:
+        """Return the updates by a step's sums, which are computed once."""
         if self._planned is None or self._planned[0] is not sums:
-            by_spec = {self.specs[name]: entries for name, entries in sums.items()}
-            self._planned = sums, updates_of(by_spec, dict(rules), self.steps)
+            updates, tables = [], {}
+            for name, entries in sums.items():
+                spec, rule, t = self.specs[name], rules[name], self.steps[name] + 1
+                key = rule, spec.accumulator.name, t
+                if key not in tables:
+                    table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+                    tables[key] = table, _maxima(table)
+                table, maxima = tables[key]
+                eps = step_eps(np, rule.eps, rule.betas[1], t)
+                updates.append(Update(spec, entries, table, rule.eps, eps, t, *maxima))
+            self._planned = sums, updates
         return self._planned[1]
 
     # -- overflows ----------------------------------------------------------------------------------------------------
@@ -531,12 +521,6 @@ class LazyAdamW:
 
 def _log_skipped(step: int, cause: str) -> None:
     _log.warning("step %s: %s; no rank updates its weights", step, cause)
-
-
-def _average_squares(squares: Array, label: Label, transport: Transport) -> SumCall:
-    """Return the call that averages ``squares`` over the ranks."""
-    args = "dense", "mean", None, None, "plain", None, 1.0, label
-    return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:
