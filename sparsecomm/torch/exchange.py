@@ -90,12 +90,7 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, and note them.
-
-        Args:
-            named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            options: those of `sparsecomm.Reducer`.
-        """
+        """Check the arguments, which `SparseState` documents. Nothing is sent."""
         for name in ("tensors", "skip_nonfinite"):
             if name in options:
                 raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
@@ -423,12 +418,10 @@ class SparseState(GradientExchange):
                     "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
                 )
             self._in_pass = True
-        future = new_future(bucket.buffer())
+        future, gradients = new_future(bucket.buffer()), bucket.gradients()
         self._futures.append((future, bucket.buffer()))
         try:
-            gradients = bucket.gradients()
-            zeros = _zeros_among(gradients)
-            for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
+            for parameter, gradient, zero in zip(bucket.parameters(), gradients, _zeros_among(gradients), strict=True):
                 gradient = _restore_strides(gradient, parameter)
                 self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
                 self._means.append((parameter, gradient))
