@@ -32,6 +32,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -274,9 +275,7 @@ class LazyAdamW:
     def _new(self, name: str) -> Moments:
         spec = self.specs[name]
         backend, dtype = self._backends[spec.device], spec.accumulator.accumulator
-        return Moments(
-            backend.zeros(spec.size, dtype), backend.zeros(spec.size, dtype), backend.zeros(spec.size, np.int32)
-        )
+        return Moments(*(backend.zeros(spec.size, each) for each in (dtype, dtype, np.int32)))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -287,7 +286,7 @@ class LazyAdamW:
         replicated: Mapping[str, object],
         rules: Mapping[str, AdamWRule],
         scale: float = 1.0,
-    ) -> Step | None:
+    ) -> Step:
         """Sum gradients over the ranks. Collective. After an interrupt, call it again to continue.
 
         Args:
@@ -297,15 +296,15 @@ class LazyAdamW:
             scale: a factor of the gradients.
 
         Returns:
-            The outcome; pass it to `update`. ``None`` if missing moments cannot be made yet, because a rank's gradient
-            is not finite or its square overflows, or because there are no moments and no rank has a gradient.
+            The outcome. Pass it to `update`, unless moments are still `missing`, because a rank's gradient is not
+            finite or its square overflows, or because there are no moments and no rank has a gradient.
         """
         self.open(replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)
             self._reducer.end_opening()
             if self.missing:
-                return None
+                return Step(self._reducer.step, self._reducer.density, usable=False)
         for name in self.specs:
             if not self._reducer.pushed(name):
                 self.push(name, gradients.get(name), rules[name], scale)
@@ -400,8 +399,10 @@ class LazyAdamW:
         if done is self.done:
             return
         if not done.usable:
-            self._drop_overflows()
-            self.done = done
+            for name, indices in self._overflows.items():  # drop these entries, which would overflow again
+                with self.on_stream(self.specs[name]):
+                    self._reducer.residual(name).reshape(-1)[indices] = 0
+            self._overflows, self._next_bounds, self._planned, self.done = {}, {}, None, done
             _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
@@ -416,10 +417,9 @@ class LazyAdamW:
                 backend.adamw(weight, moments, residual, *update.arguments)
                 self._pending.pop()
             self._bounds.pop(name, None)
-        steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
-        self.steps, self.done, self._pending, self._planned = steps, done, None, None
         self._bounds |= self._next_bounds
-        self._next_bounds = {}
+        steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
+        self.steps, self.done, self._pending, self._planned, self._next_bounds = steps, done, None, None, {}
 
     def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[Update]:
         """Return the updates by a step's sums, which are computed once."""
@@ -466,13 +466,6 @@ class LazyAdamW:
         self._overflows, self._next_bounds = overflows, after
         return not overflows
 
-    def _drop_overflows(self) -> None:
-        """Set this rank's residuals to zero at the weights that would have overflowed."""
-        for name, indices in self._overflows.items():
-            with self.on_stream(self.specs[name]):
-                self._reducer.residual(name).reshape(-1)[indices] = 0
-        self._overflows, self._next_bounds, self._planned = {}, {}, None
-
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
@@ -504,7 +497,8 @@ class LazyAdamW:
         transport.broadcast(counts.reshape(-1).view(np.uint8), root)
         begun, steps = counts.T.tolist()
         moments = {}
-        for name, spec in [item for item, has in zip(self.specs.items(), begun, strict=True) if has]:
+        for name in compress(self.specs, begun):
+            spec = self.specs[name]
             with self.on_stream(spec):
                 moments[name] = its = self.moments.get(name) or self.zeros(name)
                 for array in its if spec.size else ():
@@ -515,8 +509,8 @@ class LazyAdamW:
 
     def replicated(self) -> dict[str, Array]:
         """Return all moments by name and field. They must be equal on all ranks."""
-        fields = ((name, *item) for name, moments in self.moments.items() for item in moments._asdict().items())
-        return {f"{name}.{field}": array for name, field, array in fields}
+        fields = Moments._fields
+        return {f"{name}.{field}": getattr(its, field) for name, its in self.moments.items() for field in fields}
 
 
 def _log_skipped(step: int, cause: str) -> None:

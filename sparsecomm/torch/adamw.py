@@ -7,6 +7,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -261,18 +262,11 @@ class AdamWExchange(AutogradExchange):
         rules = self.rules()
         self.adopt_state(changeable=not self.reducer.pending)
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
-
-        def wait() -> Step:
-            done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, rules, scale)
-            return self._empty_step() if done is None else done
-
-        self.ending_step(wait)
+        weights = self._contiguous()
+        self.ending_step(partial(self.adamw.exchange, gradients, weights, self._replicated, rules, scale))
         if self.adamw.missing:
             self.make_empty_state()
             self._reset(exchanged=True)
-
-    def _empty_step(self) -> Step:
-        return Step(self.reducer.step, self.reducer.density, usable=False)
 
     def apply(self) -> None:
         """Update the parameters by the latest exchange. After an interrupt, call it again to continue."""
@@ -294,7 +288,7 @@ class AdamWExchange(AutogradExchange):
         """Exchange gradients: called by the user, or with ``overlap`` at the end of a backward pass."""
         self.check_consistent()
         self.exchange()
-        return self.reducer.last or self._empty_step()
+        return self.reducer.last or Step(self.reducer.step, self.reducer.density, usable=False)
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
         """Push a gradient during a backward pass. If moments are missing, leave it to `synchronize`."""
