@@ -91,9 +91,8 @@ class GradientExchange(TrainedParameters):
         **options: "Unpack[ReducerOptions]",
     ) -> None:
         """Check the arguments, which `SparseState` documents. Nothing is sent."""
-        for name in ("tensors", "skip_nonfinite"):
-            if name in options:
-                raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
+        if own := options.keys() & {"tensors", "skip_nonfinite"}:
+            raise InvalidInputError(f"{min(own)} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
@@ -355,8 +354,8 @@ class SparseState(GradientExchange):
         comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled
         self._settings: dict[str, Any] = {**options, "density": density}
         self._saved: State | None = None
-        self.bind(named_parameters, comm=comm, scaler=scaler)
         self._reset_pass()
+        self.bind(named_parameters, comm=comm, scaler=scaler)
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
         """Set the parameters of an unpickled state. Collective if the state has made a step."""
@@ -380,9 +379,8 @@ class SparseState(GradientExchange):
         self._reset_pass()
         return rebuilt
 
-    def load_state_dict(self, state: State) -> None:
-        """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
-        super().load_state_dict(state)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._reset_pass()
 
     def __repr__(self) -> str:
