@@ -99,14 +99,10 @@ def _ids_in(optimizer_file: Path) -> dict[str, Any]:
 
 
 def _model_number(accelerator: Accelerator, ddp: DistributedDataParallel) -> int | None:
-    for number, model in enumerate(accelerator._models):  # each before or after DDP wrapped it
-        if model is ddp.module or any(ddp is each for each in ddps_in(model)):
-            return number
-    return None
+    models = enumerate(accelerator._models)  # each before or after DDP wrapped it
+    return next((i for i, model in models if model is ddp.module or any(ddp is each for each in ddps_in(model))), None)
 
 
 def _optimizer_number(accelerator: Accelerator, optimizer: object) -> int | None:
-    for number, each in enumerate(accelerator._optimizers):
-        if getattr(each, "optimizer", each) is optimizer:
-            return number
-    return None
+    optimizers = enumerate(accelerator._optimizers)
+    return next((i for i, each in optimizers if getattr(each, "optimizer", each) is optimizer), None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["ONE_DEVICE", "Comm", "Density", "LeafBucket", "TreeExchange", "accumulator_dtype", "call_from_xla"]
+__all__ = ["ONE_DEVICE", "Comm", "Density", "LeafBucket", "TreeExchange", "accumulator_dtype", "call_if"]
 
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
@@ -226,6 +226,15 @@ def call_from_xla(host: Host, like: Sequence[jax.Array], *operands: jax.Array) -
     avals = tuple(jax.core.ShapedArray(a.shape, a.dtype) for a in like)
     results: list[jax.Array] = _exchange_p.bind(*operands, host=host, avals=avals)
     return results
+
+
+def call_if(condition: bool | jax.Array, host: Host, *operands: jax.Array) -> None:
+    """Call ``host(*operands)``, which returns no arrays, if ``condition`` is true: now, or when XLA knows it."""
+    if any(isinstance(each, jax.core.Tracer) for each in (condition, *operands)):
+        jax.lax.cond(condition, lambda arrays: call_from_xla(host, [], *arrays), lambda _: [], operands)
+    elif condition:
+        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
+        host(*operands)
 
 
 def _abstract(*operands: object, host: Host, avals: Avals) -> tuple[list[jax.core.ShapedArray], set[object]]:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax.exchange import Comm, Density, call_from_xla
+from sparsecomm.jax.exchange import Comm, Density, call_if
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
 from sparsecomm.reducer.step import cause_of
@@ -135,18 +136,13 @@ def _warn_unless(usable: jax.Array, grads: PyTree, comm: Comm) -> None:
     """Log which of this rank's gradients is not finite, or that it is another rank's, unless a step is usable."""
     leaves = jax.tree_util.tree_flatten_with_path(grads)[0]
 
-    def host(*finite: Array) -> list[Array]:
-        here = (jax.tree_util.keystr(path) for (path, _), each in zip(leaves, finite, strict=True) if not each)
+    def host(*arrays: Array) -> list[Array]:
+        pairs = zip(leaves, arrays, strict=True)
+        here = (jax.tree_util.keystr(path) for (path, _), array in pairs if not np.isfinite(array).all())
         _log.warning("%s; all ranks skip the step", cause_of(transport_of(comm).rank, next(here, None)))
         return []
 
-    def warn(_: object) -> list[jax.Array]:
-        return call_from_xla(host, [], *(jnp.isfinite(leaf).all() for _, leaf in leaves))
-
-    if isinstance(usable, jax.core.Tracer):
-        jax.lax.cond(usable, lambda _: [], warn, None)
-    elif not usable:
-        warn(None)
+    call_if(~usable, host, *(leaf for _, leaf in leaves))
 
 
 def all_finite(tree: PyTree) -> jax.Array:
@@ -177,9 +173,4 @@ def check_parameters(trees: dict[str, PyTree], step: int | jax.Array, every: int
         check_weights(list(zip(names, arrays, strict=True)), comm=comm)
         return []
 
-    operands: list[Any] = [jnp.asarray(leaf) for _, leaf in leaves]
-    if any(isinstance(a, jax.core.Tracer) for a in (step, *operands)):
-        jax.lax.cond(due, lambda operands: call_from_xla(host, [], *operands), lambda _: [], operands)
-    elif due:
-        jax.effects_barrier()  # type: ignore[no-untyped-call]  # wait for calls of jitted functions
-        host(*operands)
+    call_if(due, host, *(jnp.asarray(leaf) for _, leaf in leaves))

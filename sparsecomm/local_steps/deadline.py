@@ -25,12 +25,7 @@ _MAX_WAIT = 1e6  # seconds
 
 
 class Program(Protocol):
-    """The interface of `LocalSteps` that a deadline uses, with its lock held.
-
-    ``expected_seconds`` returns the expected time from a step of the schedule to the next exchange; ``None``: there is
-    no deadline now. ``leave_out`` begins the next exchange without the program. ``rest`` disables the deadline until
-    the next local step.
-    """
+    """The methods of `LocalSteps` that a deadline calls."""
 
     def expected_seconds(self, step: int) -> float | None: ...
 
@@ -66,8 +61,9 @@ class Deadline:
 
     def exchange_begun(self, transport: Transport, step: int) -> None:
         """Record that an exchange began after ``step``. The next deadline counts from the end of this exchange."""
-        self._last = _LastExchange(transport, step)
-        self._wake.put(None)
+        if self.factor:
+            self._last = _LastExchange(transport, step)
+            self._wake.put(None)
 
     def reset(self) -> None:
         """Disable the deadline until an exchange begins."""

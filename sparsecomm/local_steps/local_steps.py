@@ -268,7 +268,7 @@ class LocalSteps:
             if event.begins:
                 exchange = exchange or self._new_exchange(event)
                 exchange.push(parameters)
-                self._set_deadline(exchange)
+                self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(*event[:2]))
             elif exchange is not None:
                 for each in self._exchanges.values():
                     if each is exchange or (exchange.late and each.fragment == exchange.fragment):
@@ -323,12 +323,8 @@ class LocalSteps:
             seconds = [1e-9 * each for each in exchange.nanoseconds]
             self._paces = self._pace(exchange.round), schedule.pace_after(last, round_no, seconds, exchange.left_out)
 
-    def _set_deadline(self, exchange: FragmentExchange) -> None:
-        if self._deadline.factor:
-            self._deadline.exchange_begun(self._connect(), self._schedule.begun_at(exchange.fragment, exchange.round))
-
     def expected_seconds(self, step: int) -> float | None:
-        """See `Program`."""
+        """Return the expected time from a step of the schedule to the next exchange; ``None``: no deadline now."""
         started, schedule = self._timer.started, self._schedule
         if started is None or self._timer.clock() - started > self._connect().timeout:
             return None
@@ -341,7 +337,7 @@ class LocalSteps:
         return part * self._pace(self.round).seconds or None
 
     def leave_out(self) -> None:
-        """Begin the next exchange without the program, and advance this rank to it: see `Program`."""
+        """Begin the next exchange without the program, and advance this rank to it."""
         schedule, passed = self._schedule, self._passed()
         step = schedule.next_beginning(passed)
         due = schedule.events(passed, step)
@@ -355,7 +351,7 @@ class LocalSteps:
             if event.begins:
                 exchange = self._new_exchange(event, late=True)
                 exchange.push_residuals()
-                self._set_deadline(exchange)
+                self._deadline.exchange_begun(self._connect(), schedule.begun_at(*event[:2]))
                 text = (
                     "rank %s is late for the exchange of fragment %s in round %s, %.3g s after its last local step; it "
                     "contributes only from its residual"

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -175,23 +176,6 @@ class Update(NamedTuple):
         return (1.01 * (square + self.max_square * gradient**2), ratio, eps) if fits else None
 
 
-def updates_of(
-    sums: dict[TensorSpec, SparseVector], rules: dict[str, AdamWRule], steps: dict[str, int]
-) -> list[Update]:
-    """Return the updates by the sums of tensors. ``steps``: the number of steps that each tensor has made."""
-    updates, tables = [], {}
-    for spec, entries in sums.items():
-        rule, t = rules[spec.name], steps[spec.name] + 1
-        key = rule, spec.accumulator.name, t
-        if key not in tables:
-            table = rule.table(t, np.dtype(spec.accumulator.accumulator))
-            tables[key] = table, _maxima(table)
-        table, maxima = tables[key]
-        eps = step_eps(np, rule.eps, rule.betas[1], t)
-        updates.append(Update(spec, entries, table, rule.eps, eps, t, *maxima))
-    return updates
-
-
 def _maxima(table: Array) -> tuple[float, float, float, float]:
     """Return the last fields of `Update`."""
     kept_mean, new_mean, kept_squares, new_squares, rate, _ = table.T.astype(np.float64)
@@ -215,7 +199,7 @@ class LazyAdamW:
 
     Attributes:
         specs: the weights' specs by name.
-        zeros: returns new moments of zeros for the tensor of a name.
+        zeros: returns new moments of zeros for a name; by default, arrays on the tensor's device.
         moments: moments by name; missing before a tensor's first gradient, and after `replace` has removed them.
         steps: the number of steps of each tensor by name.
         done: the outcome of the reducer's step that was applied last.
@@ -229,14 +213,9 @@ class LazyAdamW:
         zeros: Callable[[str], Moments] | None = None,
         buffers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """Begin without moments.
+        """Begin without moments. ``reducer`` must have `OPTIONS`, and ``check_every`` must be checked.
 
-        Args:
-            weights: weights by name, as in the reducer.
-            reducer: sums the gradients, with `OPTIONS`.
-            check_every: the checked option ``check_weights_every``.
-            zeros: as in the attributes; ``None`` makes arrays on the tensor's device.
-            buffers: as in `Reducer.check_weights`.
+        ``buffers``: as in `Reducer.check_weights`.
         """
         self.specs = specs_of(weights)
         self._reducer, self._check_every, self._buffers = reducer, check_every, buffers
@@ -296,9 +275,7 @@ class LazyAdamW:
     def _new(self, name: str) -> Moments:
         spec = self.specs[name]
         backend, dtype = self._backends[spec.device], spec.accumulator.accumulator
-        return Moments(
-            backend.zeros(spec.size, dtype), backend.zeros(spec.size, dtype), backend.zeros(spec.size, np.int32)
-        )
+        return Moments(*(backend.zeros(spec.size, each) for each in (dtype, dtype, np.int32)))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -309,7 +286,7 @@ class LazyAdamW:
         replicated: Mapping[str, object],
         rules: Mapping[str, AdamWRule],
         scale: float = 1.0,
-    ) -> Step | None:
+    ) -> Step:
         """Sum gradients over the ranks. Collective. After an interrupt, call it again to continue.
 
         Args:
@@ -319,15 +296,15 @@ class LazyAdamW:
             scale: a factor of the gradients.
 
         Returns:
-            The outcome; pass it to `update`. ``None`` if missing moments cannot be made yet, because a rank's gradient
-            is not finite or its square overflows, or because there are no moments and no rank has a gradient.
+            The outcome. Pass it to `update`, unless moments are still `missing`, because a rank's gradient is not
+            finite or its square overflows, or because there are no moments and no rank has a gradient.
         """
         self.open(replicated, rules)
         if missing := self.missing:
             self._begin(missing, gradients, rules, scale)
             self._reducer.end_opening()
             if self.missing:
-                return None
+                return Step(self._reducer.step, self._reducer.density, usable=False)
         for name in self.specs:
             if not self._reducer.pushed(name):
                 self.push(name, gradients.get(name), rules[name], scale)
@@ -348,10 +325,9 @@ class LazyAdamW:
             shared, numbers = {name: rules[name] for name in self.specs}, dict[AdamWRule, int]()
             pattern = [numbers.setdefault(rule, len(numbers)) for rule in shared.values()]
 
-            def pairs() -> list[tuple[str, object]]:
-                columns = zip(AdamWRule._fields, zip(*shared.values(), strict=True), strict=True)
-                by_option = ((option, dict(zip(shared, column, strict=True))) for option, column in columns)
-                return [pair for option, values in by_option for pair in by_name(option, values)]
+            def pairs() -> Iterator[tuple[str, object]]:
+                for option in AdamWRule._fields:
+                    yield from by_name(option, {name: getattr(rule, option) for name, rule in shared.items()})
 
             self._shared_rules = shared, Label((pattern, [*map(tuple, numbers)]), pairs)
         return Label([*steps.values()], lambda: by_name("steps so far", steps)) + self._shared_rules[1]
@@ -377,7 +353,12 @@ class LazyAdamW:
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
         label = Label.of(("call", "first moments of AdamW"), *shapes)
-        call, means = self._reducer.opening_call("moments", partial(_average_squares, squares, label))
+
+        def average(transport: Transport) -> SumCall:
+            args = "dense", "mean", None, None, "plain", None, 1.0, label
+            return prepare(squares, 1.0, transport, *args, background=True)[1]
+
+        call, means = self._reducer.opening_call("moments", average)
         *totals, any_gradient = means.to_dense()
         if not np.isfinite(totals).all():
             bad = (name for i, name in enumerate(names) if not math.isfinite(squares[i]))
@@ -411,17 +392,17 @@ class LazyAdamW:
 
     @default_float_mode
     def update(self, weights: Mapping[str, object], rules: Mapping[str, AdamWRule], done: Step) -> None:
-        """Apply the sums of a reducer's step to weights in place. A step that is not usable changes no weights.
-
-        Each step is applied only once.
+        """Apply the sums of a reducer's step to weights in place, only once. A step that is not usable changes none.
 
         After an interrupt, call it again to continue.
         """
         if done is self.done:
             return
         if not done.usable:
-            self._drop_overflows()
-            self.done = done
+            for name, indices in self._overflows.items():  # drop these entries, which would overflow again
+                with self.on_stream(self.specs[name]):
+                    self._reducer.residual(name).reshape(-1)[indices] = 0
+            self._overflows, self._next_bounds, self._planned, self.done = {}, {}, None, done
             _log_skipped(done.number, done.cause)
             return
         if self._pending is None:
@@ -436,15 +417,24 @@ class LazyAdamW:
                 backend.adamw(weight, moments, residual, *update.arguments)
                 self._pending.pop()
             self._bounds.pop(name, None)
-        steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
-        self.steps, self.done, self._pending, self._planned = steps, done, None, None
         self._bounds |= self._next_bounds
-        self._next_bounds = {}
+        steps = {name: count + (name not in done.without_gradient) for name, count in self.steps.items()}
+        self.steps, self.done, self._pending, self._planned, self._next_bounds = steps, done, None, None, {}
 
     def _updates(self, sums: Mapping[str, SparseVector], rules: Mapping[str, AdamWRule]) -> list[Update]:
+        """Return the updates by a step's sums, which are computed once."""
         if self._planned is None or self._planned[0] is not sums:
-            by_spec = {self.specs[name]: entries for name, entries in sums.items()}
-            self._planned = sums, updates_of(by_spec, dict(rules), self.steps)
+            updates, tables = [], {}
+            for name, entries in sums.items():
+                spec, rule, t = self.specs[name], rules[name], self.steps[name] + 1
+                key = rule, spec.accumulator.name, t
+                if key not in tables:
+                    table = rule.table(t, np.dtype(spec.accumulator.accumulator))
+                    tables[key] = table, _maxima(table)
+                table, maxima = tables[key]
+                eps = step_eps(np, rule.eps, rule.betas[1], t)
+                updates.append(Update(spec, entries, table, rule.eps, eps, t, *maxima))
+            self._planned = sums, updates
         return self._planned[1]
 
     # -- overflows ----------------------------------------------------------------------------------------------------
@@ -475,13 +465,6 @@ class LazyAdamW:
                     overflows[name] = indices
         self._overflows, self._next_bounds = overflows, after
         return not overflows
-
-    def _drop_overflows(self) -> None:
-        """Set this rank's residuals to zero at the weights that would have overflowed."""
-        for name, indices in self._overflows.items():
-            with self.on_stream(self.specs[name]):
-                self._reducer.residual(name).reshape(-1)[indices] = 0
-        self._overflows, self._next_bounds, self._planned = {}, {}, None
 
     # -- state and other ranks ----------------------------------------------------------------------------------------
 
@@ -514,7 +497,8 @@ class LazyAdamW:
         transport.broadcast(counts.reshape(-1).view(np.uint8), root)
         begun, steps = counts.T.tolist()
         moments = {}
-        for name, spec in [item for item, has in zip(self.specs.items(), begun, strict=True) if has]:
+        for name in compress(self.specs, begun):
+            spec = self.specs[name]
             with self.on_stream(spec):
                 moments[name] = its = self.moments.get(name) or self.zeros(name)
                 for array in its if spec.size else ():
@@ -525,18 +509,12 @@ class LazyAdamW:
 
     def replicated(self) -> dict[str, Array]:
         """Return all moments by name and field. They must be equal on all ranks."""
-        fields = ((name, *item) for name, moments in self.moments.items() for item in moments._asdict().items())
-        return {f"{name}.{field}": array for name, field, array in fields}
+        fields = Moments._fields
+        return {f"{name}.{field}": getattr(its, field) for name, its in self.moments.items() for field in fields}
 
 
 def _log_skipped(step: int, cause: str) -> None:
     _log.warning("step %s: %s; no rank updates its weights", step, cause)
-
-
-def _average_squares(squares: Array, label: Label, transport: Transport) -> SumCall:
-    """Return the call that averages ``squares`` over the ranks."""
-    args = "dense", "mean", None, None, "plain", None, 1.0, label
-    return prepare(squares, 1.0, transport, *args, background=True)[1]
 
 
 def read_moments(saved: Mapping[str, Any], spec: TensorSpec) -> tuple[Moments, int]:

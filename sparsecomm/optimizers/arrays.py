@@ -130,9 +130,8 @@ class SparseAdamW:
         done = reducer.last
         if done is None or done is adamw.done:  # otherwise an interrupt prevented the update by `done`
             done = adamw.exchange(gradients, self.weights, self.weights, rules)
-        if done is None:
-            return Step(reducer.step, reducer.density, usable=False)
-        adamw.update(self.weights, rules, done)
+        if not adamw.missing:
+            adamw.update(self.weights, rules, done)
         return done
 
     def _rules(self) -> dict[str, AdamWRule]:

@@ -7,6 +7,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -230,7 +231,7 @@ class AdamWExchange(AutogradExchange):
         self._weights: dict[str, torch.Tensor] | None = None  # contiguous copies or views while a step changes them
         self._replicated = self.with_frozen(self.named)
         self._adopted: dict[str, Seen] = {}  # the states of which the moments are views, by name
-        self._by_group: list[tuple[AdamWRule, list[torch.Tensor]]] = []  # from which `_rules` was made
+        self._by_group: list[tuple[AdamWRule, list[int]]] = []  # rules and parameters' ids; `_rules` was made from them
         self._rules: dict[str, AdamWRule] = {}
 
     @property
@@ -260,18 +261,11 @@ class AdamWExchange(AutogradExchange):
         rules = self.rules()
         self.adopt_state(changeable=not self.reducer.pending)
         gradients = {name: None if drop else self._shard(name, self._gradient_of(p)) for name, p in self.named.items()}
-
-        def wait() -> Step:
-            done = self.adamw.exchange(gradients, self._contiguous(), self._replicated, rules, scale)
-            return self._empty_step() if done is None else done
-
-        self.ending_step(wait)
+        weights = self._contiguous()
+        self.ending_step(partial(self.adamw.exchange, gradients, weights, self._replicated, rules, scale))
         if self.adamw.missing:
             self.make_empty_state()
             self._reset(exchanged=True)
-
-    def _empty_step(self) -> Step:
-        return Step(self.reducer.step, self.reducer.density, usable=False)
 
     def apply(self) -> None:
         """Update the parameters by the latest exchange. After an interrupt, call it again to continue."""
@@ -293,7 +287,7 @@ class AdamWExchange(AutogradExchange):
         """Exchange gradients: called by the user, or with ``overlap`` at the end of a backward pass."""
         self.check_consistent()
         self.exchange()
-        return self.reducer.last or self._empty_step()
+        return self.reducer.last or Step(self.reducer.step, self.reducer.density, usable=False)
 
     def push(self, name: str, gradient: torch.Tensor, *, absent: bool = False) -> None:
         """Push a gradient during a backward pass. If moments are missing, leave it to `synchronize`."""
@@ -323,11 +317,11 @@ class AdamWExchange(AutogradExchange):
     def rules(self) -> dict[str, AdamWRule]:
         """Return the checked rule of each parameter. Programs and schedulers change groups between steps."""
         groups = self.optimizer.param_groups
-        by_group = [(AdamWRule.of(*settings_of(group)), group["params"]) for group in groups]
-        if len(by_group) != len(self._by_group) or not all(map(_same, by_group, self._by_group)):
+        by_group = [(AdamWRule.of(*settings_of(group)), [*map(id, group["params"])]) for group in groups]
+        if by_group != self._by_group:
             rules: dict[str, AdamWRule] = {}
-            for rule, parameters in by_group:
-                for p in parameters:
+            for group, (rule, _) in zip(groups, by_group, strict=True):
+                for p in group["params"]:
                     name = self.names.get(id(p))
                     if name is None:
                         raise InvalidInputError(
@@ -337,7 +331,7 @@ class AdamWExchange(AutogradExchange):
                         rules[name] = rule
             if missing := [name for name in self.named if name not in rules]:
                 raise InvalidInputError(f"param_groups: {missing[0]} is in no group any more; {_ADVICE}")
-            self._rules, self._by_group = rules, [(rule, list(parameters)) for rule, parameters in by_group]
+            self._rules, self._by_group = rules, by_group
         return self._rules
 
     # -- the state ----------------------------------------------------------------------------------------------------
@@ -394,10 +388,9 @@ class AdamWExchange(AutogradExchange):
 
     def _note(self, name: str) -> None:
         """Note the state of a parameter, to notice when it changes."""
+        self._adopted.pop(name, None)
         if entry := self.optimizer.state.get(self.named[name]):
             self._adopted[name] = self._seen(entry)
-        else:
-            self._adopted.pop(name, None)
 
     def _seen(self, entry: Mapping[str, Any]) -> Seen:
         tensors: list[Any] = [entry.get("step"), *map(entry.get, FIELDS)]
@@ -447,13 +440,6 @@ class AdamWExchange(AutogradExchange):
         self.adamw.broadcast(transport_of(comm), rebuilt)
         self._write_steps()
         return rebuilt
-
-
-def _same(group: tuple[AdamWRule, list[torch.Tensor]], before: tuple[AdamWRule, list[torch.Tensor]]) -> bool:
-    """Return whether a group still has the same rule and the same parameters."""
-    (rule, parameters), (rule_before, parameters_before) = group, before
-    unchanged = rule == rule_before and len(parameters) == len(parameters_before)
-    return unchanged and all(map(operator.is_, parameters, parameters_before))
 
 
 class Seen(NamedTuple):

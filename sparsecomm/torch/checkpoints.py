@@ -196,11 +196,10 @@ class Stateful:
         transport = transport_of(self._comm)
         keys = {source: key for key in state if (source := self._parse_key(key)) is not None}
         own = (transport.rank, transport.size)
-        size = transport.size if own in keys else max(size for _, size in keys)
-        missing = next((rank for rank in range(size) if own not in keys and (rank, size) not in keys), None)
-        if missing is not None:
-            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing} of {size}")
+        size = max(size for _, size in keys)
         sources = [own] if own in keys else [(rank, size) for rank in range(size)]
+        if missing := [rank for rank, size in sources if (rank, size) not in keys]:
+            raise InvalidInputError(f"the checkpoint lacks {self._name!r} of rank {missing[0]} of {size}")
         data = [io.BytesIO(state[keys[source]].numpy().tobytes()) for source in sources]
         states = [torch.load(each, map_location="cpu", weights_only=True) for each in data]
         self._obj.load_state_dict(states[0] if own in keys else self._format.for_world(states, *own))

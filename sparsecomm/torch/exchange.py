@@ -28,7 +28,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.dtypes import FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.torch.optimizer_state import mapped
-from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local
+from sparsecomm.torch.parameters import NamedParameters, TrainedParameters, gradient_of, local, overlaps
 from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
@@ -90,15 +90,9 @@ class GradientExchange(TrainedParameters):
         check_weights_every: int | None = 0,
         **options: "Unpack[ReducerOptions]",
     ) -> None:
-        """Check the arguments, and note them.
-
-        Args:
-            named, density, comm, scaler, check_weights_every: as in `SparseState`.
-            options: those of `sparsecomm.Reducer`.
-        """
-        for name in ("tensors", "skip_nonfinite"):
-            if name in options:
-                raise InvalidInputError(f"{name} is not an option here; expected other options of sparsecomm.Reducer")
+        """Check the arguments, which `SparseState` documents. Nothing is sent."""
+        if own := options.keys() & {"tensors", "skip_nonfinite"}:
+            raise InvalidInputError(f"{min(own)} is not an option here; expected other options of sparsecomm.Reducer")
         self._check_every = check_every(check_weights_every)
         super().__init__(named, comm, options.get("clip"))
         self.names = {id(parameter): name for name, parameter in {**self._frozen, **self.named}.items()}
@@ -219,8 +213,7 @@ class GradientExchange(TrainedParameters):
         if gradient is None or gradient.layout is not torch.strided:
             return gradient
         shard = self._local(gradient)
-        shared = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
-        if shared or (shard.numel() and shard.data_ptr() in seen):
+        if overlaps(shard) or (shard.numel() and shard.data_ptr() in seen):
             copied = torch.zeros_like(parameter)
             self._local(copied).copy_(shard)
             parameter.grad = gradient = copied
@@ -361,8 +354,8 @@ class SparseState(GradientExchange):
         comm, scaler = options.pop("comm", None), options.pop("scaler", None)  # not pickled
         self._settings: dict[str, Any] = {**options, "density": density}
         self._saved: State | None = None
-        self.bind(named_parameters, comm=comm, scaler=scaler)
         self._reset_pass()
+        self.bind(named_parameters, comm=comm, scaler=scaler)
 
     def bind(self, named_parameters: NamedParameters, *, comm: Comm = None, scaler: Scaler | None = None) -> None:
         """Set the parameters of an unpickled state. Collective if the state has made a step."""
@@ -386,9 +379,8 @@ class SparseState(GradientExchange):
         self._reset_pass()
         return rebuilt
 
-    def load_state_dict(self, state: State) -> None:
-        """Load a state that `state_dict` returned: see `sparsecomm.Reducer.load_state_dict`. Collective."""
-        super().load_state_dict(state)
+    def on_state_loaded(self) -> None:
+        super().on_state_loaded()
         self._reset_pass()
 
     def __repr__(self) -> str:
@@ -424,12 +416,10 @@ class SparseState(GradientExchange):
                     "a new DistributedDataParallel, with a new state, and load a checkpoint on all ranks"
                 )
             self._in_pass = True
-        future = new_future(bucket.buffer())
+        future, gradients = new_future(bucket.buffer()), bucket.gradients()
         self._futures.append((future, bucket.buffer()))
         try:
-            gradients = bucket.gradients()
-            zeros = _zeros_among(gradients)
-            for parameter, gradient, zero in zip(bucket.parameters(), gradients, zeros, strict=True):
+            for parameter, gradient, zero in zip(bucket.parameters(), gradients, _zeros_among(gradients), strict=True):
                 gradient = _restore_strides(gradient, parameter)
                 self.push(self.name_of(parameter), gradient, absent=zero or not parameter.requires_grad)
                 self._means.append((parameter, gradient))

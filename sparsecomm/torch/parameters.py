@@ -20,7 +20,7 @@ from sparsecomm.transport import Comm, Transport, group_of, transport_of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
 __all__ = [
-    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local",
+    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local", "overlaps",
     "parameters_of", "unwrapped_names",
 ]  # fmt: skip
 
@@ -54,8 +54,7 @@ class TrainedParameters:
         self.model = model_of(named)
         self.named, self._frozen = _trained_and_frozen(named)
         self._owners: list[weakref.ref[Any]] = []  # the model or optimizer that `check_unchanged` looks at
-        self._known: dict[int, torch.Tensor] = {}  # the parameters that it may have, by id
-        self._required: dict[int, str] = {}  # the names of the parameters that it must have, by id
+        self._watched: dict[int, torch.Tensor] = {}  # the parameters that it had, by id
         self.sharded = any(map(is_sharded, self.named.values()))
         self.check_comm(comm)
         self.comm = comm
@@ -95,9 +94,7 @@ class TrainedParameters:
     def watch(self, *owners: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Let `check_unchanged` also check the parameters of a model, or of an optimizer's groups."""
         self._owners = list(map(weakref.ref, owners))
-        owned = self._owned()
-        self._required = {id(p): name for name, p in self.named.items() if id(p) in owned}
-        self._known = owned | {id(p): p for p in self.named.values()}
+        self._watched = self._owned()
 
     def _owned(self) -> dict[int, torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -113,11 +110,12 @@ class TrainedParameters:
         changes = [
             f"{name} was frozen, and requires a gradient now" for name, p in self._frozen.items() if p.requires_grad
         ]
-        if self._owners:
-            owned = self._owned()
-            new = [p for i, p in owned.items() if i not in self._known and p.requires_grad]
-            changes += [f"a parameter of shape {tuple(p.shape)} is new" for p in new]
-            changes += [f"{name} was removed" for i, name in self._required.items() if i not in owned]
+        owned, before = self._owned(), self._watched
+        known = before.keys() | set(map(id, self.named.values()))
+        new = [p for i, p in owned.items() if i not in known and p.requires_grad]
+        changes += [f"a parameter of shape {tuple(p.shape)} is new" for p in new]
+        removed = before.keys() - owned.keys()
+        changes += [f"{name} was removed" for name, p in self.named.items() if id(p) in removed]
         if changes:
             raise InvalidInputError(
                 f"{changes[0]}, but an exchange keeps the parameters with which it began. On all ranks, end it by "
@@ -168,12 +166,8 @@ def _unreadable(tensor: torch.Tensor) -> str:
 
 def _unwritable(tensor: torch.Tensor) -> str:
     """Return why the elements of a tensor cannot be written, or an empty string."""
-    if why := _unreadable(tensor):
-        return why
-    shard = local(tensor)
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(shard.stride(), shard.shape, strict=True))
-    overlaps = overlaps and shard.numel() > 0
-    return "has elements that share memory; give each its own, by clone()" if overlaps else ""
+    why = _unreadable(tensor)
+    return why or ("has elements that share memory; give each its own, by clone()" if overlaps(local(tensor)) else "")
 
 
 def _untrainable(parameter: torch.Tensor) -> str:
@@ -262,6 +256,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     detached: DTensor = tensor.detach()
     shard: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
     return shard
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `torch.Tensor.expand`."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.numel() > 0 and any(stride == 0 and size > 1 for stride, size in strides)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
