@@ -13,8 +13,6 @@ from sparsecomm.errors import InvalidInputError, TransportError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["grow", "join", "shrink"]
-
 
 def shrink(comm: MPI.Intracomm | None = None) -> MPI.Intracomm:
     """Return a communicator of the surviving ranks of ``comm``, in their order. Collective over the surviving ranks.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["bytes_text", "number_text", "percent_text", "rate_text", "size_text", "time_text"]
-
 
 def number_text(value: float, digits: int = 3) -> str:
     """Return a number rounded to significant digits, without an exponent, with commas between thousands."""

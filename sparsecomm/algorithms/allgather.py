@@ -14,8 +14,6 @@ from sparsecomm.primitives.communicator import Communicator, gather, gather_time
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM"]
-
 
 def allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""

@@ -10,8 +10,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["Algorithm"]
-
 
 @dataclass(frozen=True)
 class Algorithm:

@@ -31,8 +31,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "Fold", "recursive_doubling"]
-
 Combine = Callable[[SparseVector, SparseVector, int, int], SparseVector]
 
 

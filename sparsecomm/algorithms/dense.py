@@ -39,8 +39,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import Array, SparseVector
 
-__all__ = ["ALGORITHM"]
-
 _MAX_SENT = 1 << 16  # limits the elements that a rank sends in one trip, even if the cost of bytes is unknown
 
 

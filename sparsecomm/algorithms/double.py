@@ -26,8 +26,6 @@ from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.ranges import scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "ranges"]
-
 _SCATTER = 0  # round numbers of the gather follow
 
 

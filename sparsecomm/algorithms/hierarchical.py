@@ -25,8 +25,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["hierarchical"]
-
 
 @cache
 def hierarchical(inner: Algorithm, name: str) -> Algorithm:

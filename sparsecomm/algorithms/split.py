@@ -58,8 +58,6 @@ from sparsecomm.primitives.ranges import (
 )
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "split_with_ratio"]
-
 _MAX_DOUBT = 8.0
 _KEY_BYTES = 0.3  # bytes of compressed keys per entry of a result: about 0.3 keys of one byte each
 _GATHER = 8  # first round number of the gather

@@ -17,8 +17,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM"]
-
 
 def ssar_recursive_doubling(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""

@@ -17,8 +17,6 @@ from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.primitives.ranges import owned_ranges, rebalance, scatter, scatter_time
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM"]
-
 
 def ssar_split_allgather(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     """Return the sum of all ranks' top-k."""

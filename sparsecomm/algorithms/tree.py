@@ -24,8 +24,6 @@ from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Costs, Problem, log2_ceil
 from sparsecomm.tensors.sparse import SparseVector
 
-__all__ = ["ALGORITHM", "broadcast", "reduce", "reselecting"]
-
 Combine = Callable[[SparseVector, SparseVector], SparseVector]
 
 

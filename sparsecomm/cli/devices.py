@@ -10,8 +10,6 @@ from sparsecomm import config
 from sparsecomm.errors import InvalidInputError, pip_install
 from sparsecomm.tensors.arrays import Array
 
-__all__ = ["DEVICES", "DeviceMemory", "add_argument", "check"]
-
 
 class DeviceMemory:
     """Host memory, and the base class for the memory of devices."""

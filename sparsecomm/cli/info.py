@@ -25,8 +25,6 @@ from sparsecomm.calls.arguments import rank_of
 from sparsecomm.transport import abi
 from sparsecomm.transport.job import launches
 
-__all__ = ["HELP", "add_arguments", "kernels", "processor", "run", "version_of"]
-
 HELP = "versions, CPU, MPI and CUDA, to paste into a bug report"
 
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from sparsecomm.algorithms import ALGORITHMS
 
-__all__ = ["Nodes", "Oracle", "Vector", "contributors", "oracle"]
-
 Vector = NDArray[Any]
 Nodes = Sequence[int]
 Oracle = Callable[[Sequence[Vector], int, Nodes], Vector]

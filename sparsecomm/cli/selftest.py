@@ -28,8 +28,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.tensors.arrays import ArrayDType
 from sparsecomm.wire import Op
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "check every algorithm: on this node, or on all ranks of a launcher such as mpirun"
 
 

@@ -33,8 +33,6 @@ from sparsecomm.tracing.events import Message, Rank, clock_offsets, late_senders
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.tuning.clocks import Offset
 
-__all__ = ["HELP", "add_arguments", "run"]
-
 HELP = "read the files of SPARSECOMM_TRACE: who waited for whom, which rank caused a failure, one timeline"
 
 

@@ -37,8 +37,6 @@ from sparsecomm.tuning import choice, profile
 from sparsecomm.tuning.profile import Profile
 from sparsecomm.wire import EXACT
 
-__all__ = ["HELP", "add_arguments", "run", "works"]
-
 HELP = 'measure the costs that "auto" uses to select an algorithm; run it on the ranks that train'
 
 _N = 4_000_000  # elements of a gradient

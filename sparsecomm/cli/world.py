@@ -24,8 +24,6 @@ from sparsecomm.transport import Transport, job
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ProcessGroupWorld", "Refused", "World", "agreed", "launcher", "start", "transport_of", "world"]
-
 World: TypeAlias = "MPI.Intracomm | ProcessGroupWorld"
 _R = TypeVar("_R")
 

@@ -21,8 +21,6 @@ from sparsecomm.torch import SparseAdamW, SparseOptimizer, broadcast_parameters,
 from sparsecomm.torch.checkpoints import TorchFormat
 from sparsecomm.transport import transport_of
 
-__all__ = ["FOLDER", "KEY", "Attached", "attach", "ddp_of", "ddps_in"]
-
 FOLDER = "sparsecomm"  # inside a framework's checkpoint folder
 KEY = "sparsecomm_checkpoint"  # in a framework's checkpoint, for the id of its residuals
 

@@ -12,18 +12,17 @@ import numpy as np
 from sparsecomm.backends.adamw import adamw_step, unit
 from sparsecomm.calls.plan import Options
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax.exchange import Comm, Density, accumulator_dtype
+from sparsecomm.jax.exchange import Density, accumulator_dtype
 from sparsecomm.jax.transform import all_finite, check_parameters, check_wire, select, training_step
 from sparsecomm.jax.trees import PyTree, allreduce_tree, checked, init_residuals, tree_step
 from sparsecomm.optimizers.adamw import DENSITY, START, AdamWRule, coefficients, step_eps
 from sparsecomm.reducer.options import with_dense_steps
 from sparsecomm.states.weights import check_every
+from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-__all__ = ["SparseAdamWState", "sparse_adamw"]
 
 
 class SparseAdamWState(NamedTuple):

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-__all__ = ["ONE_DEVICE", "Comm", "Density", "LeafBucket", "TreeExchange", "accumulator_dtype", "call_if"]
-
 Density: TypeAlias = float | Callable[[int], float]
 _AnyArray = TypeVar("_AnyArray", Array, jax.Array)
 ONE_DEVICE = "expected one device in each process, which is one rank: start one process for each GPU"

@@ -12,7 +12,7 @@ import numpy as np
 from sparsecomm import local_steps as core
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import Comm, Density
+from sparsecomm.jax.exchange import Density
 from sparsecomm.jax.trees import PyTree
 from sparsecomm.local_steps.adapter import Adapter
 from sparsecomm.local_steps.defaults import DEFAULTS, LocalStepsOptions
@@ -20,12 +20,11 @@ from sparsecomm.local_steps.exchange import ImmutableParameters
 from sparsecomm.reducer import Rebuilt
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
-
-__all__ = ["LocalSteps"]
 
 
 class LocalSteps(Adapter):

@@ -14,19 +14,17 @@ from sparsecomm.calls.collectives import sparse_allreduce
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError, pip_install
-from sparsecomm.jax.exchange import Comm, Density, call_if
+from sparsecomm.jax.exchange import Density, call_if
 from sparsecomm.jax.trees import PyTree, TreeScope, checked, init_residuals, tree_step
 from sparsecomm.reducer.options import DENSITY, with_dense_steps
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.states.weights import check_every, check_weights
 from sparsecomm.tensors.sparse import Array
-from sparsecomm.transport import transport_of
+from sparsecomm.transport import Comm, transport_of
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from typing_extensions import Unpack
-
-__all__ = ["SparsifyState", "all_finite", "check_parameters", "check_wire", "select", "sparsify", "training_step"]
 
 _log = logging.getLogger("sparsecomm")
 

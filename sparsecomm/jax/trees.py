@@ -16,16 +16,15 @@ from sparsecomm.calls.label import Label
 from sparsecomm.calls.plan import CallOptions, Options
 from sparsecomm.checks import with_options
 from sparsecomm.errors import InvalidInputError
-from sparsecomm.jax.exchange import ONE_DEVICE, Comm, Density, LeafBucket, TreeExchange, accumulator_dtype
+from sparsecomm.jax.exchange import ONE_DEVICE, Density, LeafBucket, TreeExchange, accumulator_dtype
 from sparsecomm.reducer.connection import layout
 from sparsecomm.reducer.options import check_layout, density_at, described
 from sparsecomm.tensors.dtypes import DTYPES, FLOAT32, FLOAT64
 from sparsecomm.tensors.interop import CPU, TensorSpec
+from sparsecomm.transport import Comm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["PyTree", "TreeScope", "allreduce_tree", "checked", "init_residuals", "sparse_allreduce", "tree_step"]
 
 TreeScope: TypeAlias = Literal["model", "tensor", "chunk"]
 PyTree: TypeAlias = Any  # any nesting of containers that JAX knows, with arrays as leaves

@@ -8,8 +8,6 @@ from sparsecomm.local_steps.local_steps import LocalSteps
 from sparsecomm.reducer import Reducer
 from sparsecomm.states.schema import State, StateDict
 
-__all__ = ["Adapter"]
-
 
 class Adapter:
     """Forwards to a `sparsecomm.LocalSteps`, which documents these methods. Subclasses convert a framework's arrays."""

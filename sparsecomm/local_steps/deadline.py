@@ -17,8 +17,6 @@ from sparsecomm.signals import PollingLock
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["Deadline"]
-
 _log = logging.getLogger("sparsecomm")
 _MIN_PAUSE, _MAX_PAUSE = 0.05, 1.0  # seconds between two checks of whether another rank waits
 _MAX_WAIT = 1e6  # seconds

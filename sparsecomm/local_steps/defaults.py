@@ -13,8 +13,6 @@ from sparsecomm.tuning.equal_loss import TRAINED, nats, relative_steps
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DEFAULTS", "LocalStepsOptions", "auto_algorithm", "with_defaults"]
-
 _FEWEST_BYTES, _BEST_LOSS = "split:2", "allgather"
 DEFAULTS: Final[ReducerOptions] = {
     "scope": "chunk",

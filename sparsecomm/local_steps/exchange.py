@@ -31,8 +31,6 @@ from sparsecomm.tensors.interop import NamedTensors, TensorSpec, from_host, spec
 from sparsecomm.tensors.sparse import DenseSum, SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = ["FragmentExchange", "GlobalParameters", "ImmutableParameters", "Outcome", "Rules", "words_gather"]
-
 _log = logging.getLogger("sparsecomm")
 _LABEL = Label.of(("call", "positions of LocalSteps"))
 _WORDS = 6  # round, fragment, division into local steps, checksum of globals, nanoseconds of a local step, late

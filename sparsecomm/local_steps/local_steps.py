@@ -33,8 +33,6 @@ from sparsecomm.tensors.interop import NamedTensors
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["LocalSteps"]
-
 _log = logging.getLogger("sparsecomm")
 
 

@@ -16,8 +16,6 @@ from sparsecomm.states.loading import Undo, as_float, reading
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import TensorSpec, from_host, to_host
 
-__all__ = ["NesterovSGD", "OuterOptimizer", "load_outer"]
-
 
 class OuterOptimizer(Protocol):
     """The interface of an outer optimizer for `sparsecomm.LocalSteps`.

@@ -19,8 +19,6 @@ from sparsecomm.states.values import from_bytes, to_bytes
 from sparsecomm.tensors.interop import TensorSpec
 from sparsecomm.transport import Comm, Transport
 
-__all__ = ["broadcast_outer", "compared_members", "compared_settings"]
-
 
 def compared_settings(
     specs: Mapping[str, TensorSpec],

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from sparsecomm.checks import is_real, quote, to_bool, to_float, to_int
 from sparsecomm.errors import InvalidInputError, did_you_mean, listed
 
-__all__ = ["Event", "Pace", "StepTimer", "SyncSchedule", "known_names", "split_by_size", "split_names"]
-
 _GAIN = 1.03  # the pace changes only if it makes ranks busier by this factor, because measured speeds fluctuate
 _ROUNDING = 1 + 1e-9
 

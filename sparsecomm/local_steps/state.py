@@ -14,8 +14,6 @@ from sparsecomm.states.loading import reading
 from sparsecomm.states.schema import Schema, StateDict, common, is_count, is_list, is_positive, per_rank
 from sparsecomm.tensors.interop import TensorSpec
 
-__all__ = ["LOCAL_STEPS", "fit"]
-
 _ADVICE = "build the same model as the one with which LocalSteps was made"
 
 

@@ -54,10 +54,6 @@ from sparsecomm.tensors.interop import NamedTensors, Tensor, TensorSpec, from_ho
 from sparsecomm.tensors.sparse import SparseVector
 from sparsecomm.transport import Transport
 
-__all__ = [
-    "DENSITY", "OPTIONS", "START", "AdamWRule", "LazyAdamW", "coefficients", "read_moments", "step_eps",
-]  # fmt: skip
-
 _log = logging.getLogger("sparsecomm")
 
 DENSITY = 0.09  # at which a transformer trains as with dense sums: docs/reports/adamw.md

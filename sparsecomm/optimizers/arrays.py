@@ -21,8 +21,6 @@ from sparsecomm.tensors.interop import NamedTensors, from_host, to_host
 from sparsecomm.transport import Comm
 from sparsecomm.wire import WireName
 
-__all__ = ["SparseAdamW"]
-
 _SCHEMA = REDUCER.extended(
     "SparseAdamW", {"moments": common("moments by name", lambda value, _: isinstance(value, dict))}
 )

@@ -38,8 +38,9 @@ except ImportError as error:
 
     raise ImportError(f"sparsecomm.torch needs PyTorch ({error}): {pip_install('torch')}") from error
 
+from sparsecomm.checkpoints import Checkpoint
 from sparsecomm.torch.adamw import SparseAdamW
-from sparsecomm.torch.checkpoints import Checkpoint, Stateful, load, save
+from sparsecomm.torch.checkpoints import Stateful, load, save
 from sparsecomm.torch.diloco import DiLoCo
 from sparsecomm.torch.exchange import SparseState, sparse_hook
 from sparsecomm.torch.hook import ShardedState, keep_local, register, register_fsdp

@@ -36,8 +36,6 @@ from sparsecomm.wire import WireName
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SparseAdamW"]
-
 NamedGroups: TypeAlias = "NamedParameters | Iterable[dict[str, Any]]"
 FIELDS = ("exp_avg", "exp_avg_sq", "last_step")  # `Moments` in a parameter's state, beside "step"
 UNSUPPORTED = ("amsgrad", "foreach", "capturable", "differentiable", "fused")  # options of torch.optim.AdamW

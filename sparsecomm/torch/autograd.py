@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-__all__ = ["AutogradExchange"]
-
 # The latest exchange of each parameter, which may have ended.
 _exchanges: MutableMapping[torch.Tensor, weakref.ref[AutogradExchange]] = WeakIdKeyDictionary()
 

@@ -26,8 +26,6 @@ from sparsecomm.torch.optimizer_state import mapped
 from sparsecomm.torch.parameters import is_sharded
 from sparsecomm.transport import Comm, transport_of
 
-__all__ = ["Checkpoint", "Stateful", "load", "save"]
-
 
 def save(folder: Folder, step: int, objects: Mapping[str, object], *, comm: Comm = None, keep: int = 1) -> None:
     """Save a checkpoint, one file per rank, like `sparsecomm.save`, which documents errors. Collective.

@@ -32,8 +32,6 @@ from sparsecomm.transport import Comm
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-__all__ = ["DiLoCo"]
-
 Returned = TypeVar("Returned")
 
 

@@ -34,11 +34,6 @@ from sparsecomm.transport import Comm, transport_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "ExchangeOptions", "GradientExchange", "Scaler", "SparseState", "in_backward_pass", "in_compiled_autograd",
-    "is_zero", "makes_empty_state", "new_future", "queue_callback", "sparse_hook",
-]  # fmt: skip
-
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 

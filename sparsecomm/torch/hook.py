@@ -27,8 +27,6 @@ from sparsecomm.torch.parameters import is_sharded, parameters_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ShardedState", "keep_local", "register", "register_fsdp"]
-
 
 @with_options(ExchangeOptions, GradientExchange.__init__)
 def register(

@@ -26,8 +26,6 @@ from sparsecomm.transport import Comm
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DistributedOptimizer", "SparseOptimizer"]
-
 KEY = "sparsecomm"  # in state_dict
 NAMES = "parameter_names"  # in state_dict, in the optimizer's order of parameters
 Loss: TypeAlias = Any  # what a closure returns: a tensor or a number

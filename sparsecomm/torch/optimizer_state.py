@@ -13,8 +13,6 @@ from sparsecomm.checks import quote
 from sparsecomm.errors import InvalidInputError
 from sparsecomm.states.schema import StateDict
 
-__all__ = ["comparable", "mapped", "reorder", "snapshot", "try_step"]
-
 
 def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     """Return nested dictionaries, lists and tuples with every object of type ``kind`` converted."""

@@ -19,11 +19,6 @@ from sparsecomm.tensors import interop
 from sparsecomm.transport import Comm, Transport, group_of, transport_of
 from sparsecomm.transport.process_group import ProcessGroupTransport
 
-__all__ = [
-    "NamedParameters", "TrainedParameters", "broadcast_parameters", "gradient_of", "is_sharded", "local", "overlaps",
-    "parameters_of", "unwrapped_names",
-]  # fmt: skip
-
 NamedParameters: TypeAlias = "Iterable[tuple[str, torch.nn.Parameter]]"
 # Classes of torch.distributed.tensor, which is slow to import.
 DTensor: TypeAlias = Any

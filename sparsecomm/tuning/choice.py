@@ -15,8 +15,6 @@ from sparsecomm.quantities import number_text, time_text
 from sparsecomm.tensors.sparse import index_dtype
 from sparsecomm.wire import EXACT, WIRES, VectorType, Wire
 
-__all__ = ["Candidate", "CostQuery", "Explanation", "bucket_bytes", "candidates", "decide"]
-
 
 @dataclass(frozen=True)
 class CostQuery:

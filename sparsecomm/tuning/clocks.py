@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Offset", "offsets"]
-
 
 class Offset(NamedTuple):
     """Seconds by which the clock of a rank is ahead, and the maximum error."""

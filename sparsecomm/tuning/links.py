@@ -27,8 +27,6 @@ from sparsecomm.transport.base import HOST
 from sparsecomm.tuning.profile import DEFAULT
 from sparsecomm.wire import HEADER_BYTES, MEASUREMENT, PLAIN, CallSignature, Messages
 
-__all__ = ["Links", "Probe"]
-
 Pair: TypeAlias = tuple[int, int]  # of ranks, the lower one first
 Turns: TypeAlias = Sequence[Sequence[Pair]]  # in one turn, a rank is in at most one pair
 Times: TypeAlias = tuple[float, float, float]  # seconds: of a trip, between messages of a burst, and of a long message

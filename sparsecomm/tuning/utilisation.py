@@ -27,8 +27,6 @@ from sparsecomm.primitives.costs import Costs, Link, log2_ceil
 from sparsecomm.tuning.choice import CostQuery, bucket_bytes, decide
 from sparsecomm.tuning.profile import DEFAULT
 
-__all__ = ["GLOO", "PACKET", "SEGMENT", "Exchange", "Network", "Prediction", "Training", "predict", "stream_rate"]
-
 GLOO = "gloo"  # dense sums by gloo's all_reduce, over one connection: the baseline without this library
 
 SEGMENT, PACKET = 1448, 1500  # bytes of a packet's payload, and of the packet, on Ethernet

@@ -17,8 +17,6 @@ from sparsecomm.cli.world import World
 from sparsecomm.tracing.observers import PARTS
 from sparsecomm.wire import EXACT
 
-__all__ = ["Bench", "Check", "Row"]
-
 Row = dict[str, Any]  # of the table and of the JSON file
 
 

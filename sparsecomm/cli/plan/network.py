@@ -34,8 +34,6 @@ from sparsecomm.transport.job import ipv4_address
 from sparsecomm.tuning.links import Links
 from sparsecomm.tuning.utilisation import PACKET, SEGMENT
 
-__all__ = ["Measured", "addresses", "check_alike", "check_several", "measure", "placement", "versions", "warnings"]
-
 Address: TypeAlias = tuple[str, int]  # host and port
 _VIRTUAL = re.compile(r"docker|br-|virbr|veth|podman|cni|flannel|cali|lxc|lxd")  # interfaces inside a machine
 
