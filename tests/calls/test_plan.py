@@ -31,7 +31,8 @@ X = np.arange(1, 13, dtype=np.float32)
 
 def plan_of(transport: Ranks, x: Any = X, *, decay: Any = 1.0, label: Any = "", **changes: Any) -> Plan:
     """Return the plan of a call that is not made."""
-    return prepare(x, comm=transport, decay=decay, label=label, background=False, **(SIGNATURE | changes))[1].plan
+    k, *options = (SIGNATURE | changes).values()
+    return prepare(x, k, transport, *options, decay, label, background=False)[1].plan
 
 
 @pytest.fixture
