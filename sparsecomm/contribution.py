@@ -13,20 +13,16 @@ decided. After a failed call, the residual is ``decay * residual + x``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from sparsecomm.backends.base import Backend
 from sparsecomm.tensors.interop import Tensor
 from sparsecomm.tensors.sparse import Array, SparseVector, index_dtype
 
 _BEFORE, _DECAYED, _SUM = range(3)  # contents of a residual
-_MAX_REACHED = 3  # if more than this multiple of k entries reach the threshold, it is raised
 
 
 class Chunks(NamedTuple):
@@ -44,44 +40,6 @@ class Chunks(NamedTuple):
         """Return the number of entries selected from ``size`` nonzero elements."""
         sizes = [end - begin for begin, end in pairwise(self.offsets or (0, size))]
         return sum(each // self.length * self.k + min(self.k, each % self.length) for each in sizes)
-
-
-class Segment:
-    """A part of a gradient with its part of the residual.
-
-    Attributes:
-        gradient: the part of the gradient; ``None`` if it has already been added to the residual.
-        residual: the part of the residual; ``None`` if there is no residual.
-        offset: of this part, in elements.
-        holds: whether the residual is as before the call, decayed, or the sum with the gradient.
-    """
-
-    __slots__ = ("gradient", "holds", "offset", "residual")
-
-    def __init__(self, gradient: Tensor | None, residual: Tensor | None, offset: int = 0) -> None:
-        self.gradient, self.residual, self.offset = gradient, residual, offset
-        self.holds = _BEFORE
-
-
-class ThresholdHint:
-    """A guess of the ``threshold`` that slightly more than k entries reach; 0 if it is unknown.
-
-    It is the smallest magnitude selected in the previous step, times a factor. The factor adapts to the number of
-    entries that reached the threshold, since residuals grow in the first steps.
-    """
-
-    def __init__(self) -> None:
-        self.threshold, self.factor = 0.0, 0.9
-
-    def update(self, smallest: float, reached: int | None, k: int) -> None:
-        """Update the threshold after a step.
-
-        ``smallest``: the smallest selected magnitude; 0 if fewer than k entries were selected. ``reached``: number of
-        entries that reached the threshold; ``None`` if it was not used.
-        """
-        if reached is not None:
-            self.factor *= 0.9 if reached < k else 1.05 if reached > _MAX_REACHED * k else 1.0
-        self.threshold = self.factor * smallest if math.isfinite(smallest) else 0.0
 
 
 class Contribution:
@@ -102,26 +60,25 @@ class Contribution:
     def __init__(
         self,
         backend: Backend,
-        segments: Sequence[Segment],
+        gradient: Tensor | None,
         residual: Tensor | None,
         shape: tuple[int, ...],
         size: int,
         chunks: Chunks | None = None,
         decay: float = 1.0,
-        hint: ThresholdHint | None = None,
     ) -> None:
         """Prepare a contribution.
 
         Args:
-            segments: the parts of the gradient in order, together ``size`` elements.
-            residual: residual of all segments in one piece, or ``None``.
+            gradient: ``None`` if it has already been added to the residual.
+            residual: ``None`` if there is no residual.
             chunks: selection by chunk; ``None`` selects from the whole gradient.
-            decay: factor of the residual, applied once before gradients are added.
-            hint: expected threshold of the selection, for several segments.
+            decay: factor of the residual, applied once before the gradient is added.
         """
         self.backend, self.shape, self.size = backend, shape, size
-        self._segments, self._residual = segments, residual
-        self._chunks, self._decay, self._hint = chunks, decay, hint
+        self._gradient, self._residual = gradient, residual
+        self._chunks, self._decay = chunks, decay
+        self._holds = _BEFORE if gradient is not None else _SUM  # what the residual holds
         self._selection: SparseVector | None = None  # see `with_selection`
         self._parts: list[SparseVector] | None = None  # the entries that this rank has selected
         self._removed: list[tuple[Tensor | None, SparseVector]] = []  # entries removed from a range of the residual
@@ -145,12 +102,7 @@ class Contribution:
         """Select this rank's top-k, or the top entries of its chunks, k in all."""
         if self._selection is not None:
             return self._selection
-        if self._chunks is not None:
-            taken = self._take_by_chunk(self._chunks)
-        elif len(self._segments) == 1:
-            taken = self._take(self._segments[0], k)
-        else:
-            taken = self._take_of_several(k)
+        taken = self._take(k) if self._chunks is None else self._take_by_chunk(self._chunks)
         self._parts = [taken]
         return taken
 
@@ -164,12 +116,10 @@ class Contribution:
         """Take the whole gradient, as a flat dense array in the accumulator dtype that the caller may change."""
         if self._selection is not None:
             raise NotImplementedError("this stage sums selected entries")
-        first = self._segments[0]
-        if len(self._segments) == 1 and first.gradient is not None:
-            self._apply_decay(first)
-            total = self.backend.accumulate(first.gradient, first.residual)
+        if self._gradient is not None:
+            self._apply_decay()
+            total = self.backend.accumulate(self._gradient, self._residual)
         else:
-            self._add_gradients()
             assert self._residual is not None
             total = self.backend.accumulate(self._residual, None)
         self._took_whole = True
@@ -177,8 +127,7 @@ class Contribution:
 
     def topk_of_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> list[SparseVector]:
         """Select the top-k of each range, given as (begin, end, k), in order."""
-        if self._residual is not None:
-            self._add_gradients()
+        self._add_gradient()
         self._parts = found = []
         for begin, end, k in ranges:
             part = self._range(begin, end)
@@ -192,8 +141,7 @@ class Contribution:
         The remaining sums stay in this rank's residual when `commit` ends the call.
         """
         backend, residual = self.backend, self._residual
-        if residual is not None:
-            self._add_gradients()
+        self._add_gradient()
         part = self._range(begin, end)
         in_place = residual is not None and residual.dtype.itemsize > 2  # 16-bit residuals would round the sums
         dense = part if in_place else backend.as_tensor(backend.accumulate(part, None), (end - begin,))
@@ -247,7 +195,7 @@ class Contribution:
         """Set the residual to ``decay * residual + x``, as after a failed call. Ignored if `commit` has begun."""
         if self._residual is None or self._committed:
             return
-        self._add_gradients()
+        self._add_gradient()
         while self._removed:
             residual, entries = self._removed[-1]  # the residual is zero there, so adding restores it
             assert residual is not None
@@ -258,79 +206,36 @@ class Contribution:
             self.backend.scatter_add(*self._overwritten)
             self._overwritten = None
 
-    def _take(self, segment: Segment, k: int) -> SparseVector:
-        """Select the top-k of a segment, and add its gradient in the same pass."""
-        gradient, residual = segment.gradient, segment.residual
+    def _take(self, k: int) -> SparseVector:
+        """Select the top-k, and add the gradient to the residual in the same pass."""
+        gradient, residual = self._gradient, self._residual
         if gradient is None:
             assert residual is not None
             return self._take_topk(residual, k)
-        self._apply_decay(segment)
+        self._apply_decay()
         entries = self.backend.topk(gradient, k, residual)
-        segment.holds = _SUM
+        self._holds = _SUM
         self._removed.append((residual, entries))
         return entries
 
     def _take_by_chunk(self, chunks: Chunks) -> SparseVector:
-        """Select the top-k of every chunk of each segment. The same pass decays residuals and adds gradients."""
-        backend, k, length = self.backend, chunks.k, chunks.length
-        parts, offsets = [], []
-        for segment in self._segments:
-            gradient, residual = segment.gradient, segment.residual
-            if gradient is not None:
-                parts.append(backend.topk_by_chunk(gradient, k, length, residual, self._decay))
-                segment.holds = _SUM
-                self._removed.append((residual, parts[-1]))
-                offsets.append(segment.offset)
-                continue
-            assert residual is not None
-            for begin, end in pairwise(chunks.offsets or (0, residual.size)):
-                part = residual.part(begin, end)
-                parts.append(backend.topk_by_chunk(part, k, length, None))
-                backend.clear(part, parts[-1])
-                self._removed.append((part, parts[-1]))
-                offsets.append(segment.offset + begin)
-        return parts[0] if len(parts) == 1 else self._concatenate(parts, offsets)
-
-    def _take_of_several(self, k: int) -> SparseVector:
-        """Select the top-k of several segments, in one pass if the hint has a threshold."""
-        assert self._residual is not None
-        reached, hint = None, self._hint
-        if hint is not None and hint.threshold:
-            entries, reached = self._take_by_threshold(k, hint.threshold)
-        else:
-            self._add_gradients()
-            entries = self._take_topk(self._residual, k)
-        if hint is not None:
-            hint.update(float(np.abs(entries.values).min()) if entries.nnz == k else 0.0, reached, k)
-        return entries
-
-    def _take_by_threshold(self, k: int, threshold: float) -> tuple[SparseVector, int]:
-        """Return the exact top-k, whatever the threshold, and the number of entries that reached it.
-
-        If more than k entries reach it, all but the top-k return to the residual. If fewer do, the rest is selected
-        from the residual.
-        """
-        backend, residual = self.backend, self._residual
+        """Select the top-k of every chunk. The same pass decays the residual and adds the gradient."""
+        backend, k, length, residual = self.backend, chunks.k, chunks.length, self._residual
+        if self._gradient is not None:
+            entries = backend.topk_by_chunk(self._gradient, k, length, residual, self._decay)
+            self._holds = _SUM
+            self._removed.append((residual, entries))
+            return entries
         assert residual is not None
-        parts = []
-        for segment in self._segments:
-            self._apply_decay(segment)
-            assert segment.gradient is not None
-            entries = backend.threshold(segment.gradient, threshold, segment.residual)
-            segment.holds = _SUM
-            self._removed.append((segment.residual, entries))
-            parts.append(entries)
-        candidates = self._concatenate(parts, [segment.offset for segment in self._segments])
-        reached = candidates.nnz
-        if reached < k:
-            rest = self._take_topk(residual, k - reached)
-            return backend.merge(candidates, rest), reached
-        entries, others = backend.merge_topk(candidates, candidates.part(0, 0), k)
-        backend.scatter_add(residual, others)
-        self._removed = [(residual, entries)]
-        return entries, reached
+        parts, offsets = [], chunks.offsets or (0, residual.size)
+        for begin, end in pairwise(offsets):
+            part = residual.part(begin, end)
+            parts.append(backend.topk_by_chunk(part, k, length, None))
+            backend.clear(part, parts[-1])
+            self._removed.append((part, parts[-1]))
+        return parts[0] if len(parts) == 1 else self._concatenate(parts, offsets[:-1])
 
-    def _concatenate(self, parts: list[SparseVector], offsets: list[int]) -> SparseVector:
+    def _concatenate(self, parts: list[SparseVector], offsets: Sequence[int]) -> SparseVector:
         """Concatenate entries of ranges of the gradient. ``offsets``: where the ranges begin."""
         index, moved = index_dtype(self.size), []
         for part, offset in zip(parts, offsets, strict=True):
@@ -340,7 +245,7 @@ class Contribution:
 
     def _range(self, begin: int, end: int) -> Tensor:
         """Return a range of the residual, after gradients were added, or of the gradient if there is no residual."""
-        dense = self._segments[0].gradient if self._residual is None else self._residual
+        dense = self._gradient if self._residual is None else self._residual
         assert dense is not None
         return dense.part(begin, end)
 
@@ -350,18 +255,16 @@ class Contribution:
         self._removed.append((residual, entries))
         return entries
 
-    def _apply_decay(self, segment: Segment) -> None:
-        """Multiply a segment's residual by the decay, once."""
-        if segment.holds == _BEFORE:
-            if self._decay < 1 and segment.residual is not None:
-                self.backend.scale(segment.residual, self._decay)
-            segment.holds = _DECAYED
+    def _apply_decay(self) -> None:
+        """Multiply the residual by the decay, once."""
+        if self._holds == _BEFORE:
+            if self._decay < 1 and self._residual is not None:
+                self.backend.scale(self._residual, self._decay)
+            self._holds = _DECAYED
 
-    def _add_gradients(self) -> None:
-        """Add all gradients to the residual that were not added yet."""
-        for segment in self._segments:
-            if segment.holds != _SUM and segment.gradient is not None:
-                assert segment.residual is not None
-                self._apply_decay(segment)
-                self.backend.add_into(segment.gradient, segment.residual)
-                segment.holds = _SUM
+    def _add_gradient(self) -> None:
+        """Add the gradient to the residual, unless it was added already."""
+        if self._holds != _SUM and self._gradient is not None and self._residual is not None:
+            self._apply_decay()
+            self.backend.add_into(self._gradient, self._residual)
+            self._holds = _SUM

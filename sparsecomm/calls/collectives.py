@@ -19,7 +19,7 @@ from sparsecomm.calls.label import UNLABELLED, Label, Pairs
 from sparsecomm.calls.measurement import LinkMeasurement, measurement_needed, plan_costs
 from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import NO_ENTRIES, Call, CallQueue, Handle, queue_of
-from sparsecomm.contribution import Contribution, Segment
+from sparsecomm.contribution import Contribution
 from sparsecomm.errors import InvalidInputError, TransportError
 from sparsecomm.primitives.communicator import Communicator, gather_words
 from sparsecomm.signals import deferred
@@ -255,7 +255,7 @@ def prepare(*arguments: Any, background: bool) -> tuple[CallQueue, SumCall]:
             plan = Plan(transport, backend, t.dtype, t.shape, t.size, count, options, costs, chunks, arrays)
             queue.plans.keep(key, plan)
         backend = plan.backend
-        contribution = Contribution(backend, (Segment(t, r),), r, t.shape, t.size, plan.chunks, factor)
+        contribution = Contribution(backend, t, r, t.shape, t.size, plan.chunks, factor)
         write = None if o is None else partial(backend.densify, o)
         within = backend.on_stream(t)
         if background:
@@ -277,7 +277,7 @@ def _roll_back(x: Tensor, residual: Tensor | None, decay: float) -> None:
     """Add x to the residual, as after a failed call."""
     backend = backends.of(x.device)
     with backend.on_stream(x):
-        Contribution(backend, (Segment(x, residual),), residual, x.shape, x.size, None, decay).rollback()
+        Contribution(backend, x, residual, x.shape, x.size, None, decay).rollback()
 
 
 class WordsGather(Call):

@@ -19,7 +19,7 @@ from sparsecomm.calls.label import Label
 from sparsecomm.calls.measurement import plan_costs
 from sparsecomm.calls.plan import Plan
 from sparsecomm.calls.queue import CallQueue
-from sparsecomm.contribution import Chunks, Contribution, Segment, ThresholdHint
+from sparsecomm.contribution import Chunks, Contribution
 from sparsecomm.primitives.communicator import gather_words
 from sparsecomm.reducer.counters import Counters
 from sparsecomm.reducer.options import Settings
@@ -69,11 +69,6 @@ class Bucket:
         self._residual = self._state[0]
         self.residuals = self._views(self._residual)
         self.velocities = self._views(self._state[1]) if settings.momentum else {}
-        self._hint = ThresholdHint()
-        # Whether a call may add gradients and select in one pass.
-        self._may_defer = not (settings.skip_nonfinite or settings.momentum) and (
-            len(tensors) == 1 or self.device.kind == "cpu"
-        )
         self._plan_key, self._plan_density = object(), 0.0
         self.last_plan: Plan | None = None
         self._set_aside: dict[str, Array] = {}  # residuals of tensors without a gradient here, during the step's call
@@ -93,7 +88,6 @@ class Bucket:
         self.last_gradient: Tensor | None = None
         self._present: set[str] = set()  # names for which this rank has a gradient
         self.nonfinite: set[str] = set()
-        self._deferred: dict[str, Tensor] = {}  # gradients that the call adds
 
     def on_stream(self, x: Tensor | None) -> AbstractContextManager[object]:
         """Return a context for work with the bucket's memory, on the stream of ``x`` or else the current stream.
@@ -110,7 +104,7 @@ class Bucket:
 
     @default_float_mode
     def take(self, spec: TensorSpec, gradient: Tensor | None, *, add: Add | None = None, scale: float = 1.0) -> None:
-        """Add ``scale`` times a gradient to the residual. Where possible, the call adds it instead.
+        """Add ``scale`` times a gradient to the residual.
 
         Args:
             spec: the tensor's spec.
@@ -126,8 +120,6 @@ class Bucket:
                         self.nonfinite.add(name)
             elif self.settings.skip_nonfinite and spec.size and not self.backend.finite(gradient):
                 self.nonfinite.add(name)
-            elif scale == 1.0 and self._may_defer:
-                self._deferred[name] = gradient
             elif spec.size:
                 self._add(spec, gradient, scale)
             self._present.add(name)
@@ -193,14 +185,6 @@ class Bucket:
         """
         backend, chunks = plan.backend, plan.chunks
         residual = self.backend.as_tensor(self._residual, (self.size,))
-        if len(self._deferred) == len(self.tensors):
-            segments = []
-            for spec, offset in zip(self.tensors, self._offsets[:-1], strict=True):
-                part = self.backend.as_tensor(self.residuals[spec.name], spec.shape)
-                segments.append(Segment(self._deferred[spec.name], part, offset))
-            decay = self.settings.decay
-            return Contribution(backend, segments, residual, self.shape, self.size, chunks, decay, self._hint)
-        self.add_deferred()
         for name in self.absent():
             if name not in self._set_aside:
                 self._set_aside[name] = self.residuals[name].copy()
@@ -209,7 +193,7 @@ class Bucket:
             poison = self._zeros()
             self._views(poison)[min(self.nonfinite)][:1] = float("nan")
             residual, chunks = self.backend.as_tensor(poison, (self.size,)), None
-        return Contribution(backend, [Segment(None, residual)], residual, self.shape, self.size, chunks)
+        return Contribution(backend, None, residual, self.shape, self.size, chunks)
 
     def nonfinite_names(self, taken: SparseVector | None) -> set[str]:
         """Return tensors whose gradients are not finite on this rank: those dropped, or the first of ``taken``."""
@@ -241,14 +225,6 @@ class Bucket:
                 part.shape = spec.shape
                 left[spec.name] = backend.rounded(part, narrow[spec.name]) if spec.name in narrow else part
         return left
-
-    @default_float_mode
-    def add_deferred(self) -> None:
-        """Add the gradients that the call would have added."""
-        for spec in self.tensors:
-            if spec.name in self._deferred:
-                self._add(spec, self._deferred[spec.name])
-                del self._deferred[spec.name]
 
     # -- the state ----------------------------------------------------------------------------------------------------
 

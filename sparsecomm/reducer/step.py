@@ -204,14 +204,11 @@ class OpenStep:
         return error, Step(self.number, self.density, usable, left, without, not finite and not skips, cause)
 
     def abandon(self) -> None:
-        """End the step, and add the gradients of calls that were not made to the residuals."""
+        """End the step. Gradients of calls that were not made are in the residuals."""
         self.take_rest()
         if self._clips:
             self._add_clipped()
         self.settle()
-        for bucket in self._buckets[len(self._calls) :]:
-            with bucket.backend.on_stream(bucket.last_gradient):
-                bucket.add_deferred()
 
 
 def _contents(

@@ -11,7 +11,7 @@ import sparsecomm as sc
 from sparsecomm.calls.collectives import SumCall
 from sparsecomm.calls.plan import Options, Plan
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.contribution import Contribution, Segment
+from sparsecomm.contribution import Contribution
 from sparsecomm.primitives.communicator import Communicator
 from sparsecomm.primitives.costs import Link
 from sparsecomm.reducer import bucket as bucket_module
@@ -52,7 +52,7 @@ def test_all_ranks_learn_that_one_contribution_is_incomplete(P: int, algorithm: 
         plan = Plan(transport, backend, FLOAT32, (n,), n, k, Options.of(algorithm, "sum", "packed"), costs)
         for odd in (None, *range(P)):
             x = data.integers(n, "float32", transport.rank) * (transport.rank != 1)  # one has no entries
-            call = OddCall(plan, Contribution(backend, [Segment(tensor(x, "x"), None)], None, (n,), n))
+            call = OddCall(plan, Contribution(backend, tensor(x, "x"), None, (n,), n))
             call.incomplete = transport.rank == odd
             queue.call(call)
             assert plan.comm.incomplete == (odd is not None), odd
