@@ -459,7 +459,8 @@ class OpenStep:
         unsummed_before: names of tensors that the previous step did not sum.
         connected: whether `connect` was called; it must be before the first push.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
-        shows: checksums of gradients by name, for `FirstStep`, which also compares ``buffers()``; ``None`` later.
+        shows: checksums of gradients by name, in a first step; ``None`` later.
+        buffers: checksums of the model's buffers by name, in a first step; see `FirstStep`.
         density, label: density of the step, and `Reducer.label`; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
         unsummed: after `settle`, names of tensors that this step did not sum.
@@ -485,7 +486,7 @@ class OpenStep:
         self.unsummed: tuple[str, ...] = ()
         self.opening: dict[str, tuple[Handle, Task]] = {}
         self.shows: dict[str, int] | None = None
-        self.buffers: Callable[[], Mapping[str, object]] = dict
+        self.buffers: dict[str, int] = {}
         self._first_step: tuple[Handle, FirstStep] | None = None
         self.connected = False
         self._buckets: Sequence[Bucket] = ()
@@ -559,7 +560,7 @@ class OpenStep:
             call = BucketCall(bucket, self._transport, self._queue, self.density, label, self._counters)
             self._calls.append((self._queue.submit(call), call))
         if self.shows is not None and self._first_step is None and len(self._calls) == len(buckets):
-            comparison = FirstStep(self._transport, self.shows, self.buffers())
+            comparison = FirstStep(self._transport, self.shows, self.buffers)
             self._first_step = self._queue.submit(comparison), comparison
 
     def warn(self) -> None:

@@ -391,6 +391,10 @@ class SparseState(GradientExchange):
         super().load_state_dict(state)
         self._reset_pass()
 
+    def buffers(self) -> dict[str, object]:
+        """Return nothing: DDP broadcasts the buffers of rank 0 before each forward pass."""
+        return {}
+
     def __repr__(self) -> str:
         return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
 
