@@ -182,6 +182,8 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
         ways = [*OF_WEIGHTS, *OF_GROUPS, *OF_ANY_OPTIMIZER]
         if front in ("adamw", "overlap"):
             ways = [each for each in WAYS if each not in NOT_HERE]
+        if front == "register":
+            ways = [each for each in ways if each not in ("transposed_strides", "channels_last")]  # plain DDP errs, too
         if front == "diloco":
             ways = [*OF_WEIGHTS, "states_cleared"]
         way = choose.choice(ways)
