@@ -75,9 +75,9 @@ class SparseAdamW(SparseOptimizer):
 
     A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
     tensor with the step of each weight's last update. Between steps, a program may change, replace or delete what is in
-    ``optimizer.state``, on all ranks alike: the next step uses it. If ``exp_avg_sq`` is changed in place or deleted,
-    the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call ``residuals_apart()`` before
-    ``load_state_dict()``.
+    ``optimizer.state``, on all ranks alike: the next step uses it. If a state is deleted, or its ``exp_avg_sq`` is
+    changed in place, the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call
+    ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
         named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
