@@ -42,7 +42,7 @@ from sparsecomm.backends.adamw import Moments, unit
 from sparsecomm.calls.collectives import SumCall, prepare
 from sparsecomm.calls.label import Label, by_name
 from sparsecomm.checks import quote, to_float
-from sparsecomm.errors import InvalidInputError
+from sparsecomm.errors import InvalidInputError, listed
 from sparsecomm.reducer import Rebuilt, Reducer, Step
 from sparsecomm.reducer.step import cause_of
 from sparsecomm.signals import deferred
@@ -348,7 +348,7 @@ class LazyAdamW:
                 total = self._reducer.sum_of_squares(name, gradients[name]) * scale**2
                 squares[i], squares[-1] = math.inf if total >= largest[i] else total, 1
         shapes = ((name, spec.shape) for name, spec in zip(names, specs, strict=True))
-        label = Label.of(("call", "first moments of AdamW"), *shapes)
+        label = Label.of(("call", f"first moments of AdamW for {listed(sorted(names), 3)}"), *shapes)
 
         def average(transport: Transport) -> SumCall:
             args = "dense", "mean", None, None, "plain", None, 1.0, label

@@ -25,7 +25,7 @@ from sparsecomm.reducer.step import Accept, OpenStep, Step
 from sparsecomm.signals import Opened, PollingLock, deferred
 from sparsecomm.states.loading import Prepared, Undo, load
 from sparsecomm.states.schema import Schema, State, StateDict
-from sparsecomm.states.weights import compare_weights
+from sparsecomm.states.weights import checksum, compare_weights
 from sparsecomm.tensors import interop
 from sparsecomm.tensors.interop import NamedTensors, TensorSpec, specs_of
 from sparsecomm.tensors.sparse import Array, SparseVector
@@ -175,7 +175,8 @@ class Reducer:
             except WeightMismatchError:
                 self._open.opening.clear()  # so that the next call compares again
                 raise
-            self._open.buffers = buffers
+            if first:
+                self._open.buffers = {name: checksum(interop.content(b, name)[1]) for name, b in buffers().items()}
 
     def opening_call(self, name: str, make: Callable[[transport.Transport], Task]) -> tuple[Any, SparseVector]:
         """Make the call that ``make`` returns, once before the first gradient of a step. Return it and its result.
@@ -200,7 +201,7 @@ class Reducer:
         """Forget the opening calls, which have all succeeded. The first gradient does this, too."""
         with self._lock:
             if "weights" in self._open.opening:
-                self._open.shows = {} if self.weights_checked is None else None
+                self._open.first_gradients = {} if self.weights_checked is None else None
                 self.weights_checked = self.step
             self._open.opening.clear()
 

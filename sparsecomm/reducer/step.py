@@ -69,7 +69,8 @@ class OpenStep:
         before: the outcome of the previous step; ``None`` if it failed or there was none.
         unsummed_before: names of tensors that the previous step did not sum.
         opening: calls before the first gradient, by name: see `Reducer.opening_call`.
-        shows: checksums of gradients by name, for `FirstStep`, which also compares ``buffers()``; ``None`` later.
+        first_gradients: checksums of gradients by name, in a first step; ``None`` later.
+        buffers: checksums of the model's buffers by name, in a first step; see `FirstStep`.
         density, label: density of the step, and `Reducer.label`; set before the first push.
         pushed: gradients by name; ``None`` for an absent gradient.
         unsummed: after `settle`, names of tensors that this step did not sum.
@@ -89,8 +90,8 @@ class OpenStep:
         self.pushed: dict[str, Tensor | None] = {}
         self.unsummed: tuple[str, ...] = ()
         self.opening: dict[str, tuple[Handle, Task]] = {}
-        self.shows: dict[str, int] | None = None
-        self.buffers: Callable[[], Mapping[str, object]] = dict
+        self.first_gradients: dict[str, int] | None = None
+        self.buffers: dict[str, int] = {}
         self._first_step: tuple[Handle, FirstStep] | None = None
         self._calls: list[tuple[Handle, BucketCall]] = []
         for bucket in self._buckets:
@@ -111,8 +112,8 @@ class OpenStep:
         """Take a gradient, and the output for its sum: see `Bucket.take`. With clipping, `_add_clipped` adds it."""
         name, bucket, start = spec.name, self._connection.buckets.by_name[spec.name], time.perf_counter()
         with bucket.on_stream(t):
-            if self.shows is not None and t is not None and 0 < bucket.backend.largest(t) < math.inf:
-                self.shows[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
+            if self.first_gradients is not None and t is not None and 0 < bucket.backend.largest(t) < math.inf:
+                self.first_gradients[name] = checksum(to_host(bucket.backend.memory_of(t)).view(np.uint8))
             if not self._clips:
                 bucket.take(spec, t, add=add)
             self.pushed[name] = t
@@ -158,8 +159,8 @@ class OpenStep:
             label = Label((position, self.number, self.label.checksum, common.checksum), pairs)
             call = BucketCall(bucket, self._transport, queue, self.density, label, self._counters)
             self._calls.append((queue.submit(call), call))
-        if self.shows is not None and self._first_step is None and len(self._calls) == len(buckets):
-            comparison = FirstStep(self._transport, self.shows, self.buffers())
+        if self.first_gradients is not None and self._first_step is None and len(self._calls) == len(buckets):
+            comparison = FirstStep(self._transport, self.first_gradients, self.buffers)
             self._first_step = queue.submit(comparison), comparison
 
     def warn(self) -> None:

@@ -120,11 +120,10 @@ class FirstStep(WordsGather):
 
     name = "gradients and buffers"
 
-    def __init__(self, transport: Transport, gradients: Mapping[str, int], buffers: Mapping[str, Any]) -> None:
-        """Prepare the call. ``gradients``: checksums of those that are finite and not zero. ``buffers``: tensors."""
+    def __init__(self, transport: Transport, gradients: Mapping[str, int], buffers: Mapping[str, int]) -> None:
+        """Prepare the call, with checksums of gradients that are finite and not zero, and of buffers."""
         self._buffers = list(buffers)
-        contents = [gradients, {name: checksum(interop.content(each, name)[1]) for name, each in buffers.items()}]
-        words = [zlib.crc32(repr(sorted(each.items())).encode()) or 1 if each else 0 for each in contents]
+        words = [zlib.crc32(repr(sorted(each.items())).encode()) or 1 if each else 0 for each in (gradients, buffers)]
         super().__init__(transport, words, Label.of(("call", self.name)))
 
     def warn(self) -> None:

@@ -27,7 +27,7 @@ from sparsecomm.tensors import interop
 from sparsecomm.tensors.arrays import Array
 from sparsecomm.tensors.interop import from_host
 from sparsecomm.torch.autograd import AutogradExchange
-from sparsecomm.torch.exchange import GradientExchange, makes_empty_state
+from sparsecomm.torch.exchange import GradientExchange, is_only_making_state
 from sparsecomm.torch.optimizer import Loss, SparseOptimizer
 from sparsecomm.torch.parameters import NamedParameters, is_sharded, local, model_of
 from sparsecomm.transport import Comm, transport_of
@@ -74,9 +74,9 @@ class SparseAdamW(SparseOptimizer):
 
     A parameter has the state of `torch.optim.AdamW` (``step``, ``exp_avg``, ``exp_avg_sq``) and ``last_step``, an int32
     tensor with the step of each weight's last update. Between steps, a program may change, replace or delete what is in
-    ``optimizer.state``, on all ranks alike: the next step uses it. If ``exp_avg_sq`` is changed in place or deleted,
-    the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call ``residuals_apart()`` before
-    ``load_state_dict()``.
+    ``optimizer.state``, on all ranks alike: the next step uses it. If a state is deleted, or its ``exp_avg_sq`` is
+    changed in place, the residual of the parameter is dropped. To load a state of `torch.optim.AdamW`, call
+    ``residuals_apart()`` before ``load_state_dict()``.
 
     Args:
         named_parameters: ``model.named_parameters()``; or groups, dictionaries with such pairs under "params" and
@@ -171,7 +171,7 @@ class SparseAdamW(SparseOptimizer):
                 exchange.exchanged = False
             with torch.enable_grad():
                 loss = closure()
-        if makes_empty_state():
+        if is_only_making_state():
             exchange.make_empty_state()
             return loss
         if exchange.exchanged:

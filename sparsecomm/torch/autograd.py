@@ -110,7 +110,7 @@ class AutogradExchange(GradientExchange):
         """Leave the exchange to the optimizer's step: compiled autograd does not say when a backward pass ends."""
         warnings.warn(
             "compiled autograd runs the backward passes, so gradients become means only in step() or synchronize(): if "
-            "you clip gradients or read them, call synchronize() after backward()",
+            "you clip gradients, read them or use a GradScaler, call synchronize() after backward()",
             stacklevel=2,
         )
 

@@ -24,7 +24,7 @@ from sparsecomm.signals import deferred
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.tensors.arrays import Array
-from sparsecomm.torch.exchange import makes_empty_state
+from sparsecomm.torch.exchange import is_only_making_state
 from sparsecomm.torch.optimizer_state import mapped, snapshot, try_step
 from sparsecomm.torch.parameters import TrainedParameters, local, parameters_of
 from sparsecomm.transport import Comm
@@ -131,7 +131,7 @@ class DiLoCo(Adapter):
     def _step(self, inner: torch.optim.Optimizer) -> None:
         """Count a step of the inner optimizer. Before the first one is counted, compare the ranks' weights."""
         self._parameters.check_unchanged()
-        if makes_empty_state():
+        if is_only_making_state():
             return
         if not self._compared:
             self._parameters.connect()

@@ -378,6 +378,10 @@ class SparseState(GradientExchange):
         super().on_state_loaded()
         self._reset_pass()
 
+    def buffers(self) -> dict[str, object]:
+        """Return nothing: DDP broadcasts the buffers of rank 0 before each forward pass."""
+        return {}
+
     def __repr__(self) -> str:
         return f"SparseState({super().__repr__() if self.named else 'unpickled, without parameters'})"
 
@@ -470,7 +474,7 @@ def sparse_hook(state: SparseState, bucket: GradBucket) -> Future:
     return state.run_hook(bucket)
 
 
-def makes_empty_state() -> bool:
+def is_only_making_state() -> bool:
     """Return whether PyTorch's ``get_state_dict`` makes this step, with zeros, only to create the optimizer's state.
 
     It may do so on one rank alone, and entries of residuals would be lost: do not exchange.

@@ -18,7 +18,7 @@ from sparsecomm.reducer.options import DENSITY, Schedule
 from sparsecomm.states.loading import Prepared, Undo, reading
 from sparsecomm.states.schema import State, StateDict
 from sparsecomm.torch.autograd import AutogradExchange
-from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, makes_empty_state
+from sparsecomm.torch.exchange import ExchangeOptions, GradientExchange, is_only_making_state
 from sparsecomm.torch.optimizer_state import comparable, reorder, snapshot
 from sparsecomm.torch.parameters import NamedParameters
 from sparsecomm.transport import Comm
@@ -183,7 +183,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 exchange.synchronize()
             return loss
 
-        if not exchange.attached or makes_empty_state():
+        if not exchange.attached or is_only_making_state():
             return super().step(closure)
         exchange.check_unchanged()
         exchange.check_consistent()

@@ -42,12 +42,14 @@ def reduce(
     reducer.reduce(gradients)
 
 
-def adamw(t: Any, later: Any = None, made: int = 0, order: Any = WEIGHTS, **options: Any) -> None:
+def adamw(t: Any, later: Any = None, made: int = 0, lost: str = "", order: Any = WEIGHTS, **options: Any) -> None:
     optimizer = sc.SparseAdamW(arrays(order), comm=t, check_weights_every=None, **options)
     for step in range(3):
         if step == 1:
             optimizer.lr = later or optimizer.lr
             optimizer._adamw.steps["b"] += made
+            if lost:
+                optimizer._adamw.replace(lost, None, 0, keep_residual=False)
         optimizer.step(arrays())
 
 
@@ -153,6 +155,10 @@ DIFFERENCES: dict[str, tuple[Program, dict[str, Any], dict[str, Any], str, str, 
     ),
     "order of weights": (adamw, {}, {"order": {n: WEIGHTS[n] for n in "bac"}}, r"number \d+ in the order", "a", "b"),
     "steps of a weight": (adamw, {}, {"made": 2}, "steps so far of b", "1", "3"),
+    "moments of a weight": (
+        *(adamw, {}, {"lost": "b"}),
+        *("call", "a step of Reducer 0", "first moments of AdamW for 'b'"),
+    ),
     "sync_every": (local_steps, {}, {"sync_every": 3}, "sync_every", "2", "3"),
     "fragments": (local_steps, {"sync_every": 4}, {"sync_every": 4, "fragments": 2}, "fragments", "1", "2"),
     "delay": (local_steps, {}, {"fragment_sync_delay": 1}, "delay", "0", "1"),

@@ -182,6 +182,8 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
         ways = [*OF_WEIGHTS, *OF_GROUPS, *OF_ANY_OPTIMIZER]
         if front in ("adamw", "overlap"):
             ways = [each for each in WAYS if each not in NOT_HERE]
+        if front == "register":
+            ways = [each for each in ways if each not in ("transposed_strides", "channels_last")]  # plain DDP errs, too
         if front == "diloco":
             ways = [*OF_WEIGHTS, "states_cleared"]
         way = choose.choice(ways)
@@ -190,7 +192,8 @@ def _events(life: Life, choose: random.Random) -> list[Event]:
             events.append(Event(later, "later", value=way))
         return events + ([Event(step // 2, "snapshot")] if way == "rolled_back" else [])
     if kind == "dcp":
-        return [Event(step, kind, choose.choice((None, None, 0)))]
+        rank = choose.choice((None, None, 0))
+        return [Event(step, kind, rank if front in ("adamw", "overlap") else None)]
     if kind == "state dict":
         return [Event(step // 2, "save"), Event(step, "load")]
     if kind == "unfreeze":
@@ -417,15 +420,20 @@ class TorchLife:
             self.load(t, state)
 
     def on_dcp(self, event: Event) -> None:
-        """Get the states as trainers do, before gradients are made."""
+        """Get the states as trainers do, before gradients are made.
+
+        PyTorch makes a step for it, which gives its own optimizers momentum. So all ranks and the oracle make it.
+        """
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        self.t.optimizer.zero_grad()
+        for t in self.both:
+            t.optimizer.zero_grad()
         if hasattr(self.t.optimizer, "residuals_apart"):
             self.t.optimizer.residuals_apart()
             self.saved = self.t.snapshot = None
         if self.life.habits["frozen"] != "unnamed":
-            get_optimizer_state_dict(self.t.model, self.t.optimizer)
+            for t in [self.t] if self.life.front in ("adamw", "overlap") else self.both:
+                get_optimizer_state_dict(t.model, t.optimizer)
 
     def on_lone_rate(self, event: Event) -> None:
         for group in self.t.optimizer.param_groups[:1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 import weakref
 from collections import Counter
 from functools import partial
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import sparsecomm as sc
 from sparsecomm import transport
 from sparsecomm.calls.queue import queue_of
-from sparsecomm.torch import SparseState, keep_local, register, sparse_hook
+from sparsecomm.torch import DistributedOptimizer, SparseState, keep_local, register, sparse_hook
 from tests.torch.training_ranks import EXACT, RANK, Chosen, P, Training, case, gradients
 
 ALL = partial(dict.fromkeys, range(P))
@@ -40,6 +41,25 @@ class Moved(TorchDispatchMode):
             tensors = (t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
             self.nbytes[str(operator)] += sum(t.nbytes for t in tensors)
         return result
+
+
+@case
+def buffers_that_ddp_broadcasts_are_no_reason_for_a_warning() -> None:
+    """Its next forward pass makes them equal. Without DDP, they stay different."""
+    for plain in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        if plain:
+            wrapped: Any = model
+            sgd = torch.optim.SGD(model.parameters(), 0.1)
+            DistributedOptimizer(sgd, model.named_parameters())
+        else:
+            state, wrapped = SparseState(model.named_parameters()), DistributedDataParallel(model)
+            wrapped.register_comm_hook(state, sparse_hook)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(torch.randn(5, 3, generator=torch.Generator().manual_seed(RANK))).square().sum().backward()
+        assert [str(each.message)[:24] for each in caught] == ["the ranks' buffers differ"[:24]] * (plain and P > 1)
 
 
 @case
