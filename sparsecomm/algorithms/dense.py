@@ -4,9 +4,6 @@ Source: a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004, Section 3).
 other ranks at once. If several ranks share the link of their node, the library uses a ring instead (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009).
 
-Cost: 2 alpha + 2 (P - 2) gap + 2 (P - 1)/P e n beta per rank, with e bytes per element. The ring costs 2 (P - 1) alpha
-instead of the first two terms.
-
     The gradient is split into P segments; rank r owns segment r. Every rank sends each segment to its owner. The owner
     adds up the copies of its segment, and sends the sum to all ranks.
 
@@ -15,7 +12,8 @@ instead of the first two terms.
     adds up      s0        s1        s2        s3        s4        s5        s6
 
     On the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank on the way adds its copy of
-    the segment. The sums take P - 1 more steps to reach all ranks. Each byte leaves a node once.
+    the segment. The sums take P - 1 more steps to reach all ranks. Each byte leaves a node once. The latency is
+    2 (P - 1) alpha.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1

@@ -76,8 +76,8 @@ class Bench:
 
     def _check(self, runner: Ours) -> Check:
         """Return the check of a row, with the oracle's result if no values are rounded."""
-        name, comm = runner.taken.algorithm.name, self._comm
-        accumulated = self._vectors.accumulated(self._accumulator)
+        name, comm, memory = runner.taken.algorithm.name, self._comm, self._vectors.memory
+        accumulated = memory.fetch(self._vectors.x).astype(self._accumulator) + memory.fetch(self._vectors.before)
         if runner.taken.wire.kind != EXACT and name != "dense":
             return Check(comm, accumulated, None)
         entries = None
@@ -114,23 +114,21 @@ class Check:
     call is checked by itself, because rounding may depend on earlier calls.
     """
 
-    at = slice(None)  # elements at which `_lost` compares sums over all ranks; all by default
+    at = slice(None)  # elements at which `lost` compares sums over all ranks; all by default
 
     def __init__(self, comm: World, accumulated: Vector, expected: Vector | None) -> None:
         """``accumulated`` is this rank's residual + x, ``expected`` the dense result or, if unknown, ``None``."""
         self.comm, self.accumulated, self.expected, self._known = comm, accumulated, expected, expected is not None
         self._first_residual: Vector | None = None  # the residual after the first call
 
-    def wrong(self, indices: Vector | None, values: Vector | None, out: Vector, residual: Vector | None) -> int:
+    def wrong(self, indices: Vector, values: Vector, out: Vector, residual: Vector) -> int:
         """Count the wrong elements of a call on this rank: of its entries, of ``out`` and of its residual."""
         if not self._known:
             self.expected = self._first_residual = None
         wrong = self.different(indices, values, out)
-        if residual is None:
-            return wrong
         if self._first_residual is None:
             self._first_residual = residual.copy()
-            wrong += self._lost(out if indices is None or self.expected is None else self.expected, residual)
+            wrong += self.lost(out, residual)
         return wrong + int(np.count_nonzero(residual != self._first_residual))
 
     def different(self, indices: Vector | None, values: Vector | None, out: Vector) -> int:
@@ -144,11 +142,12 @@ class Check:
         expected = self.expected.astype(out.dtype)
         return int(np.count_nonzero(out != expected) + np.count_nonzero(sparse != self.expected))
 
-    def _lost(self, result: Vector, residual: Vector) -> int:
+    def lost(self, out: Vector, residual: Vector) -> int:
         """Count elements at which result + residuals differ from the sum of the inputs by more than rounding.
 
         Return the number on rank 0, and 0 on other ranks.
         """
+        result = out if self.expected is None else self.expected
         total, left = self.summed(self.accumulated), self.summed(residual)
         rounding = 4 * self.comm.Get_size() * np.finfo(result.dtype).eps * np.abs(total).max(initial=1)
         lost = int(np.count_nonzero(np.abs(left + result[self.at] - total) > rounding))

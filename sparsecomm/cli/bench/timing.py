@@ -80,37 +80,18 @@ def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tup
 
 
 class Vectors:
-    """Gradient, residual and output of this rank, which all runners share.
+    """Flat gradient, residual and output of this rank in a device's memory, which all runners share."""
 
-    Attributes:
-        gradient, initial: in host memory, the gradient and the residual before each call.
-        x, before, residual, out: in the device's memory; ``before`` is a copy of ``initial``.
-    """
-
-    def __init__(self, comm: World, gradient: Array, residual: Array | None = None, device: str = "cpu") -> None:
-        """Use a flat gradient. Without ``residual``, the residual is zero before each call, and x is ``gradient``."""
-        self.comm, self.memory, self.gradient, self.initial = comm, DEVICES[device](), gradient, residual
-        self.n: int = gradient.size
-        if residual is None:
-            self.x, self.before = gradient, None
-            self.residual, self.out = np.zeros_like(gradient), np.zeros_like(gradient)
-        else:
-            self.x, self.before, self.residual, self.out = map(
-                self.memory.put, (gradient, residual, residual, np.zeros_like(gradient))
-            )
-
-    def accumulated(self, accumulator: ArrayDType) -> Array:
-        """Return residual + gradient, in host memory."""
-        gradient = self.gradient.astype(accumulator)
-        return gradient if self.initial is None else gradient + self.initial
+    def __init__(self, comm: World, gradient: Array, residual: Array, device: str = "cpu") -> None:
+        self.comm, self.memory, self.n = comm, DEVICES[device](), int(gradient.size)
+        self.x, self.before, self.residual, self.out = map(
+            self.memory.put, (gradient, residual, residual, np.zeros_like(gradient))
+        )
 
     def reset(self) -> None:
-        """Restore the initial residual."""
-        if self.before is None:
-            self.residual.fill(0)
-        else:
-            self.residual[...] = self.before
-            self.memory.wait()
+        """Restore the residual before a call."""
+        self.residual[...] = self.before
+        self.memory.wait()
 
 
 class Clock:
