@@ -13,12 +13,13 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
+from bench import timing
 from bench.compare.baselines import Baseline, DenseMpi, DenseRing, Entries, GtopkPaper, Int8, TopkGloo, TopkNumpy
+from bench.timing import Runner
 from sparsecomm.algorithms import ALGORITHMS
 from sparsecomm.backends import Backend, CpuBackend
-from sparsecomm.cli.bench import timing as runners
 from sparsecomm.cli.bench.rows import Check
-from sparsecomm.cli.bench.timing import Clock, Runner, Vectors
+from sparsecomm.cli.bench.timing import Clock, Vectors
 from sparsecomm.cli.devices import DEVICES
 from sparsecomm.cli.oracles import oracle as oracle_of
 from sparsecomm.primitives.communicator import Communicator
@@ -147,7 +148,7 @@ class Replay:
         self._begun.clear()
 
 
-class Ours(runners.Ours):
+class Ours(timing.Ours):
     """An algorithm of sparsecomm; its exchange can also be timed alone, and its messages with mpi4py alone."""
 
     def __init__(self, name: str, vectors: Vectors, k: int, wire: str) -> None:

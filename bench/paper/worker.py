@@ -24,14 +24,13 @@ import numpy as np
 from mpi4py import MPI
 
 import sparsecomm as sc
-from bench import report
+from bench import report, timing
 from bench.compare import baselines, contenders
 from bench.paper.models import MODELS, Model
 from bench.paper.tables import rows_of
 from sparsecomm import transport
 from sparsecomm.calls.measurement import measured_links
 from sparsecomm.cli import tune
-from sparsecomm.cli.bench import timing
 from sparsecomm.cli.bench.timing import Vectors, uninterrupted
 from sparsecomm.primitives.costs import Costs
 from sparsecomm.tuning import profile

@@ -49,7 +49,7 @@ def dense(comm: Communicator, gradient: Contribution, k: int) -> SparseVector:
     boundaries = [len(total) * i // size for i in range(size + 1)]
     segments = [total[begin:end] for begin, end in pairwise(boundaries)]
     num_nodes, sent = len(set(comm.node_of_rank)), (size - 1) * len(total)
-    if _shares_links(size, num_nodes):
+    if 1 < num_nodes < size:  # messages to all ranks would cross the link of a node several times
         _sum_on_ring(comm, segments)
     elif 1 < size == num_nodes and sent <= _MAX_SENT and comm.is_latency_bound(sent):
         _sum_everywhere(comm, total, segments)
@@ -95,19 +95,11 @@ def _sum_on_ring(comm: Communicator, segments: list[Array]) -> None:
         received[:] = comm.exchange_segments({dst: sent}, {src: len(received)}, size - 1 + step)[src]
 
 
-def _shares_links(P: int, num_nodes: int) -> bool:
-    """Return whether several ranks share the link of a node.
-
-    If a rank sent a message directly to all ranks, this link would carry one copy per rank on the other nodes.
-    """
-    return 1 < num_nodes < P
-
-
 def predicted_time(problem: Problem, costs: Costs) -> float:
     """Return the predicted seconds of a call."""
     P, plain, nbytes = problem.P, replace(problem, packed=False), problem.n / problem.P * problem.element_bytes
     num_nodes, sent = problem.num_nodes or P, (P - 1) * problem.n
-    if _shares_links(P, num_nodes):
+    if 1 < num_nodes < P:
         moved = 2 * (P - 1) * plain.link(costs, sharing=1).trip(1, nbytes)  # each byte leaves a node once
     elif 1 < P == num_nodes and sent <= _MAX_SENT and sent < costs.latency_entries:
         return P * costs.add * problem.n + plain.link(costs).trip(P - 1, sent * problem.element_bytes)

@@ -24,7 +24,6 @@ from sparsecomm.cli import bench as command
 from sparsecomm.cli import main
 from sparsecomm.cli import world as launch
 from sparsecomm.cli.bench import rows, timing
-from sparsecomm.cli.bench.timing import Timing
 from sparsecomm.cli.outputs import pyplot, style
 from sparsecomm.tracing import observers
 from sparsecomm.transport import simulated
@@ -169,10 +168,9 @@ def test_clocks_change_nothing(algorithm: str, wire: str) -> None:
 
 
 def test_the_shares_are_those_of_the_slowest_rank() -> None:
-    seconds = np.array([[1.0, 2.0], [4.0, 4.0]])  # rank 1 is last
-    parts = {part: np.array([[9.0, 9.0], [0.0, 0.0]]) for part in observers.PARTS}
-    parts["select"][1], parts["exchange"][1] = 1.0, 2.0
-    fractions = rows._breakdown(Timing(seconds, parts, np.zeros((2, 2))), 4e6)
+    others = len(observers.PARTS)
+    first, last = [[seconds, *[9.0] * others] for seconds in (1.0, 2.0)], [[4.0, 1.0, 2.0, *[0.0] * (others - 2)]] * 2
+    fractions = rows._breakdown(np.array([first, last]), 4e6)
     assert fractions == dict.fromkeys(observers.PARTS, 0) | {"select": 1e6, "exchange": 2e6, "other": 1e6}
 
 

@@ -7,11 +7,12 @@ result plus the sum of the new residuals must equal the sum of the inputs.
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 import numpy as np
 
-from sparsecomm.cli.bench.timing import CommonStart, Ours, Timer, Timing, Vectors, inputs, uninterrupted
+from sparsecomm.cli.bench.timing import CommonStart, Ours, Vectors, inputs, quiet_barrier, uninterrupted
 from sparsecomm.cli.oracles import Vector, oracle
 from sparsecomm.cli.world import World
 from sparsecomm.tracing.observers import PARTS
@@ -40,17 +41,29 @@ class Bench:
         grid, comm, vectors, P = self._grid, self._comm, self._vectors, self._comm.Get_size()
         runner = Ours(algorithm, vectors, k, wire, grid.dtype.name, grid.breakdown)
         check, wrong = self._check(runner) if grid.check else None, 0
-        timer = Timer(comm, runner, "step", grid.iterations, ready=self._start.wait)
+        times = []
         with uninterrupted():
             for call in range(-grid.warmup, grid.iterations):
-                result = timer.run(call)
+                if call == 0:
+                    before = runner.moved()
+                runner.reset()
+                quiet_barrier(comm)
+                self._start.wait()
+                began = time.perf_counter()
+                result = runner.step()
+                vectors.memory.wait()
+                seconds = time.perf_counter() - began
+                if call >= 0:
+                    times.append([seconds, *(runner.clock.seconds.values() if runner.clock is not None else ())])
                 if check is not None:
                     arrays = result.indices, result.values, vectors.out, vectors.residual
                     wrong += check.wrong(*map(vectors.memory.fetch, arrays))
                 del result
-        timing = timer.timing()
-        shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(timing.slowest, (0, 50, 99, 100)))
-        sent, received = map(int, timing.traffic.max(axis=0))
+        moved = np.subtract(runner.moved(), before)
+        all_times, all_moved = map(np.array, zip(*comm.allgather((times, moved)), strict=True))
+        slowest = all_times[:, :, 0].max(axis=0)
+        shortest, median, p99, longest = (1e6 * float(v) for v in np.percentile(slowest, (0, 50, 99, 100)))
+        sent, received = (int(nbytes / grid.iterations) for nbytes in all_moved.max(axis=0))
         size = self.n * grid.dtype.itemsize
         return {
             "size_bytes": size,
@@ -71,7 +84,9 @@ class Bench:
             "algbw_gb_per_s": size / median / 1e3,
             "busbw_gb_per_s": size / median / 1e3 * 2 * (P - 1) / P,
             "wrong": sum(comm.allgather(wrong)) if grid.check else None,  # elements, over all ranks and calls
-            "breakdown_us": _breakdown(timing, median) if grid.breakdown else None,  # parts that add up to the median
+            "breakdown_us": _breakdown(all_times, median)
+            if grid.breakdown
+            else None,  # parts that add up to the median
         }
 
     def _check(self, runner: Ours) -> Check:
@@ -93,18 +108,17 @@ class Bench:
         return Check(comm, accumulated, expected)
 
 
-def _breakdown(timing: Timing, median_us: float) -> dict[str, float]:
+def _breakdown(times: Vector, median_us: float) -> dict[str, float]:
     """Split the median time into parts, in the mean proportions of the calls with times near the median.
 
-    Of each call, the slowest rank counts.
+    ``times`` are the seconds of calls and of their parts, by rank and call. Of each call, the slowest rank counts.
     """
-    seconds, parts = timing.seconds, np.stack([timing.parts[part] for part in PARTS], axis=-1)
+    seconds = times[:, :, 0]
     calls = np.argsort(seconds.max(axis=0))
     calls = calls[len(calls) // 4 : len(calls) - len(calls) // 4]  # the middle half: a single call is noise
-    slowest = seconds[:, calls].argmax(axis=0)
-    fractions = parts[slowest, calls].sum(axis=0) / seconds[slowest, calls].sum()
-    split = {part: median_us * float(fraction) for part, fraction in zip(PARTS, fractions, strict=True)}
-    return {**split, "other": median_us * float(1 - fractions.sum())}
+    total, *parts = times[seconds[:, calls].argmax(axis=0), calls].sum(axis=0)
+    split = {part: median_us * float(its / total) for part, its in zip(PARTS, parts, strict=True)}
+    return {**split, "other": median_us - sum(split.values())}
 
 
 class Check:

@@ -239,8 +239,9 @@ def draw(
         first = next((way for _, way in by_rate if way.method == method), None)  # its first setting
         if first is None:  # it does not suit the optimizer, or is never used
             continue
+        setting = first.method, first.arguments
         at_rate, at_length = (
-            [(x, 100 * w.predicted.utilisation) for x, w in points if _line_of(w) == _line_of(first)]
+            [(x, 100 * w.predicted.utilisation) for x, w in points if (w.method, w.arguments) == setting]
             for points in (by_rate, by_length)
         )
         rates.plot(*zip(*at_rate, strict=True), **look, markevery=[len(at_rate) // 2], label=_label(first, H))
@@ -265,10 +266,6 @@ def draw(
     figure.legend(*rates.get_legend_handles_labels(), frameon=False, loc="outside right upper")
     figure.suptitle("\n".join(methods.described(training, network).values()), fontsize="medium")
     return figure
-
-
-def _line_of(way: methods.Way) -> tuple[str, str]:
-    return way.method, way.arguments
 
 
 def _label(way: methods.Way, H: int) -> str:
