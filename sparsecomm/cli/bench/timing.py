@@ -67,9 +67,6 @@ class CommonStart:
             time.sleep(max(0.0, moment - self._clock()))
 
 
-# -- runners ----------------------------------------------------------------------------------------------------------
-
-
 def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tuple[Array, Array]:
     """Return a rank's normally distributed gradient and residual, the same on every machine."""
     rng = np.random.default_rng([n, rank])
@@ -79,7 +76,7 @@ def inputs(n: int, dtype: ArrayDType, accumulator: ArrayDType, rank: int) -> tup
 
 
 class Vectors:
-    """Flat gradient, residual and output of this rank in a device's memory, which all runners share."""
+    """Flat gradient, residual and output of this rank in a device's memory."""
 
     def __init__(self, comm: World, gradient: Array, residual: Array, device: str = "cpu") -> None:
         self.comm, self.memory, self.n = comm, DEVICES[device](), int(gradient.size)
@@ -106,7 +103,7 @@ class Clock:
 
     @classmethod
     def of(cls, transport: Transport, wait: Callable[[], None]) -> Clock:
-        """Return the clock of the calls on a transport, which all runners share."""
+        """Return the clock of all calls on a transport."""
         queue = queue_of(transport)
         clock = next((observer for observer in queue.observers if isinstance(observer, Clock)), None)
         if clock is None:

@@ -225,21 +225,19 @@ def _measured_streams(
     if any(addresses[member] is None for member in members):
         return {"problem": "no TCP connections between the ranks are seen"}
     groups: list[list[Report]] = []
+    rates: list[float] = []  # the lowest of each group
     for count, paced in ((1, False), (STREAMS, False), (STREAMS, True)):
-        pace = _PACED * _min_rate(groups[1]) / count if paced else 0.0
+        pace = _PACED * rates[1] / count if paced else 0.0
         groups.append([])
         for pairs in _one_way(members):
             groups[-1] += comm.allgather(_streams(comm, pairs, addresses, count, seconds, pace))
         if problem := next((report.problem for report in groups[-1] if report.problem), ""):
             return {"problem": problem}
+        rates.append(min(report.rate for report in groups[-1] if report.rate is not None))
     retransmitted, sent = (sum(getattr(each, name) for each in groups[2]) for name in ("retransmitted", "sent"))
     control = next(report.control for report in groups[0] if report.control)
     loss = retransmitted / sent if sent else None
-    return {"one_stream": _min_rate(groups[0]), "streams": _min_rate(groups[1]), "loss": loss, "control": control}
-
-
-def _min_rate(reports: Sequence[Report]) -> float:
-    return min(report.rate for report in reports if report.rate is not None)
+    return {"one_stream": rates[0], "streams": rates[1], "loss": loss, "control": control}
 
 
 def _one_way(members: Sequence[int]) -> list[dict[int, int]]:
