@@ -12,15 +12,14 @@ other ranks at once. If several ranks share the link of their node, the library 
     adds up      s0        s1        s2        s3        s4        s5        s6
 
     On the ring, segment s travels in P - 1 steps from rank s + 1 to rank s, and every rank on the way adds its copy of
-    the segment. The sums take P - 1 more steps to reach all ranks. Each byte leaves a node once. The latency is
-    2 (P - 1) alpha.
+    the segment. The sums take P - 1 more steps to reach all ranks. Each byte leaves a node once.
 
     rank       0      1      2      3      4      5      6         (segment sent in step 0)
     sends     s6     s0     s1     s2     s3     s4     s5   -> to rank + 1
 
     If every rank has its own node, and the gradients are so short that their bytes take less time than the latency,
     every rank sends its whole gradient to all others, and adds up all segments itself. This takes one trip:
-    alpha + (P - 2) gap + (P - 1) e n beta.
+    alpha + (P - 2) gap + (P - 1) e n beta, with e bytes per element.
 
 k is ignored. All three variants add up a segment in the order of the ring, so their results are equal. Nothing is
 dropped; the residual becomes zero.

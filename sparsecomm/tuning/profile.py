@@ -21,8 +21,6 @@ from sparsecomm.errors import InvalidInputError
 from sparsecomm.primitives.costs import Costs, Link
 from sparsecomm.quantities import rate_text, time_text
 
-__all__ = ["ASSUMED", "DEFAULT", "NONE", "KnownCosts", "Profile", "costs_for", "measured", "path", "read"]
-
 SCHEMA = 1
 NONE = "none"  # instead of a file name: assume costs
 _MAX_BYTES = 2**20  # a profile takes a few hundred
